@@ -1,0 +1,17 @@
+"""The shipped verifier: EN->DE on Tatoeba, one to four sentences an example, from scratch."""
+
+from speccascade_jax.config import DATA, REPOSITORY, Task, TrainConfig
+from speccascade_jax.models.t5 import T5Config
+
+task = Task(
+    train=f"{DATA}/tatoeba_en_de/train.jsonl.gz",
+    validation=f"{DATA}/tatoeba_en_de/validation.jsonl.gz",
+    test=f"{DATA}/tatoeba_en_de/test.jsonl.gz",
+    max_source_length=64, max_target_length=64, join=4)
+
+config = TrainConfig(
+    name="demo_verifier", output_dir="runs/demo_verifier", task=task,
+    tokenizer=str(REPOSITORY / "speccascade_jax" / "demo" / "spiece.model"),
+    model=T5Config(vocab_size=4096, d_model=512, d_kv=64, num_heads=8, d_ff=1024,
+                   num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.05),
+    steps=4500, batch_tokens=2048, learning_rate=0.01, warmup_steps=200)

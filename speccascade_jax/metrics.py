@@ -1,0 +1,72 @@
+"""Counters of speculative decoding, the rates made of them, and the identities they obey."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+Array = jax.Array
+
+
+class Counters(NamedTuple):
+    """Sums over a row's rounds (SPEC section 7). Tokens cut off by the end of the text are
+    neither emitted nor accepted."""
+
+    rounds: Int[Array, "B"]       # = verifier calls
+    drafted: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    deferred: Int[Array, "B"]     # drafted positions at which the rule deferred
+    emitted: Int[Array, "B"]
+    histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
+
+    @classmethod
+    def of_round(cls, active: Bool[Array, "B"], block_size: int, accepted: Int[Array, "B"],
+                 emitted: Int[Array, "B"], deferred: Int[Array, "B"]) -> "Counters":
+        """One round's counts; rows that rest count nothing."""
+        one = active.astype(jnp.int32)
+        return cls(one, one * block_size, one * accepted, one * deferred, one * emitted,
+                   one[:, None] * jax.nn.one_hot(accepted, block_size + 1, dtype=jnp.int32))
+
+
+def check_identities(counters: Counters) -> None:
+    """Raises AssertionError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and
+    emitted = accepted + rounds, less one where a row's last round was cut inside its draft."""
+    c = Counters(*(np.asarray(x) for x in counters))
+    weights = np.arange(c.histogram.shape[-1])
+    assert (c.histogram.sum(-1) == c.rounds).all(), "the histogram does not sum to the rounds"
+    assert (c.histogram @ weights == c.accepted).all(), "the histogram does not weigh to the accepted"
+    missing = c.accepted + c.rounds - c.emitted
+    assert ((missing == 0) | (missing == 1)).all(), "emitted is not accepted + rounds"
+
+
+def rates(counts: Any) -> dict[str, float | None]:
+    """Ratios of sums over all rows of one generation's `counts` (nested as its sampler), for the
+    outermost verifier; None where there is none."""
+    if not isinstance(counts, tuple) or isinstance(counts, Counters):
+        return {"acceptance_rate": None, "tokens_per_verifier_call": None, "deferral_rate": None}
+    total = {name: int(np.sum(value)) for name, value in counts[1]._asdict().items() if name != "histogram"}
+
+    def ratio(a: str, b: str) -> float | None:
+        return total[a] / total[b] if total[b] else None
+
+    return {"acceptance_rate": ratio("accepted", "drafted"),
+            "tokens_per_verifier_call": ratio("emitted", "rounds"),
+            "deferral_rate": ratio("deferred", "drafted")}
+
+
+def expected_tokens_per_call(acceptance: Float[np.ndarray, "..."] | float, block_size: int) -> Any:
+    """(1 - a^(gamma+1)) / (1 - a): tokens per verifier call with independent acceptance a."""
+    a = np.asarray(acceptance, np.float64)
+    return np.sum([a**i for i in range(block_size + 1)], axis=0)
+
+
+def relative_cost(acceptance: float, block_size: int, step_ratio: float, overhead: float = 0.0) -> float:
+    """Predicted time per token relative to the verifier alone (SPEC section 6).
+
+    step_ratio: drafter step / verifier step; overhead: everything else a round costs beyond one
+    verifier step, in verifier steps.
+    """
+    cost = (block_size + 1) * step_ratio + 1.0 + overhead
+    return float(cost / expected_tokens_per_call(acceptance, block_size))

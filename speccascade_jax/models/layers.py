@@ -1,0 +1,115 @@
+"""Building blocks shared by the models: projections, norms, attention, relative positions."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+Array = jax.Array
+Dropout = Callable[[Array], Array]
+
+
+@jax.custom_vjp
+def _mixed_matmul(x: Array, w: Array) -> Array:
+    """x @ w with bfloat16 operands and float32 accumulation, differentiable in float32.
+
+    Written out because autodiff would turn the backward products into mixed bfloat16 x float32
+    ones, which no backend runs on its matrix units. The weight gradient keeps float32 operands:
+    it is summed over many tokens, and CPUs are faster at that transposed product in float32.
+    """
+    return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
+                      preferred_element_type=jnp.float32)
+
+
+def _mixed_matmul_fwd(x, w):
+    return _mixed_matmul(x, w), (x, w)
+
+
+def _mixed_matmul_bwd(residuals, grad):
+    x, w = residuals
+    dx = lax.dot_general(grad.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
+                         (((grad.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    rows = tuple(range(x.ndim - 1))
+    dw = lax.dot_general(x.astype(jnp.float32), grad, ((rows, rows), ((), ())))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_mixed_matmul.defvjp(_mixed_matmul_fwd, _mixed_matmul_bwd)
+
+
+class Linear(nnx.Module):
+    """x [..., in] -> float32 [..., out]; the product runs in `dtype`, sums in float32."""
+
+    def __init__(self, in_features: int, out_features: int, *, std: float, dtype: jnp.dtype,
+                 rngs: nnx.Rngs):
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (in_features, out_features)))
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Array) -> Array:
+        if self.dtype == jnp.bfloat16:
+            return _mixed_matmul(x, self.kernel[...])
+        return x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale (Zhang & Sennrich 2019), no mean and no bias."""
+
+    def __init__(self, features: int, epsilon: float = 1e-6):
+        self.scale = nnx.Param(jnp.ones((features,)))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        norm = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return x * norm * self.scale[...].astype(jnp.float32)
+
+
+def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """softmax(query keys^T + bias) values, without T5's missing 1/sqrt(K).
+
+    query [B, T, H, K], keys and values [B, L, H, K], bias broadcastable to [B, H, T, L];
+    returns [B, T, H, K] in float32.
+    """
+    scores = jnp.einsum("bthk,blhk->bhtl", query, keys.astype(query.dtype))
+    weights = jax.nn.softmax(scores + bias, axis=-1)
+    return jnp.einsum("bhtl,blhk->bthk", weights, values.astype(weights.dtype))
+
+
+def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: int,
+                     max_distance: int) -> np.ndarray:
+    """T5's bucket of each `distance` = key position - query position (any integer shape).
+
+    Half of the buckets are exact offsets, the rest grow logarithmically up to `max_distance`;
+    bidirectional spends half of all buckets on keys to the right of the query.
+    """
+    offset = np.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        offset = (distance > 0) * num_buckets
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    exact = num_buckets // 2
+    scale = np.log(np.maximum(distance, 1).astype(np.float32) / exact) / np.log(max_distance / exact)
+    far = np.minimum(exact + (scale * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
+    return (offset + np.where(distance < exact, distance, far)).astype(np.int32)
+
+
+def make_dropout(key: Array | None, rate: float) -> Dropout:
+    """A dropout function that draws a fresh mask at each call; identity without a key.
+
+    Masks are shared along the sequence axis, as in T5X: as good, and a fraction of the
+    random bits.
+    """
+    if key is None or rate == 0.0:
+        return lambda x: x
+    keys: Iterator[Array] = (jax.random.fold_in(key, n) for n in range(1_000_000))
+
+    def dropout(x: Array) -> Array:
+        keep = jax.random.bernoulli(next(keys), 1.0 - rate, (*x.shape[:-2], 1, x.shape[-1]))
+        return jnp.where(keep, x / (1.0 - rate), 0.0)
+
+    return dropout

@@ -1,0 +1,273 @@
+"""T5 1.1 (also Flan-T5, lm-adapt, and T5 1.0 with tied embeddings) in Flax NNX.
+
+`T5` is the network; `T5Model` is the LanguageModel the decoding core sees.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from speccascade_jax.models.cache import T5Cache, write
+from speccascade_jax.models.layers import (
+    Dropout,
+    Linear,
+    RMSNorm,
+    attend,
+    make_dropout,
+    relative_buckets,
+)
+from speccascade_jax.typing import Prefix
+
+Array = jax.Array
+MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """A T5's shape. The defaults of everything but sizes are T5 1.1's."""
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 1024
+    num_heads: int = 6
+    num_encoder_layers: int = 8
+    num_decoder_layers: int = 8
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    dropout_rate: float = 0.1
+    gated: bool = True             # T5 1.0: False, one relu projection
+    tied_embeddings: bool = False  # T5 1.0: True, logits scaled by d_model**-0.5
+    pad_id: int = 0                # also the decoder's start token
+    eos_id: int = 1
+    layer_norm_epsilon: float = 1e-6
+
+
+PRESETS = {
+    "t5_1_1_small": T5Config(),
+    "t5_1_1_base": T5Config(d_model=768, d_ff=2048, num_heads=12, num_encoder_layers=12,
+                            num_decoder_layers=12),
+    "t5_1_1_large": T5Config(d_model=1024, d_ff=2816, num_heads=16, num_encoder_layers=24,
+                             num_decoder_layers=24),
+    "t5_1_1_xl": T5Config(d_model=2048, d_ff=5120, num_heads=32, num_encoder_layers=24,
+                          num_decoder_layers=24),
+    "t5_1_1_xxl": T5Config(d_model=4096, d_ff=10240, num_heads=64, num_encoder_layers=24,
+                           num_decoder_layers=24),
+}
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with T5's initial scales (no 1/sqrt(K): the query's scale holds it)."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c, inner = config, config.num_heads * config.d_kv
+        self.query = Linear(c.d_model, inner, std=(c.d_model * c.d_kv) ** -0.5, dtype=dtype, rngs=rngs)
+        self.key = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        self.value = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        self.out = Linear(inner, c.d_model, std=inner**-0.5, dtype=dtype, rngs=rngs)
+        self.num_heads = c.num_heads
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+
+    def keys_values(self, x: Array) -> tuple[Array, Array]:
+        return self._heads(self.key(x)), self._heads(self.value(x))
+
+    def __call__(self, x: Array, keys: Array, values: Array, bias: Array) -> Array:
+        mixed = attend(self._heads(self.query(x)), keys, values, bias)
+        return self.out(mixed.reshape(*x.shape[:-1], -1))
+
+
+class FeedForward(nnx.Module):
+    """T5 1.1: (gelu(x W0) * (x W1)) Wo.  T5 1.0: relu(x W0) Wo."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        std = c.d_model**-0.5
+        self.gate = Linear(c.d_model, c.d_ff, std=std, dtype=dtype, rngs=rngs)
+        self.up = Linear(c.d_model, c.d_ff, std=std, dtype=dtype, rngs=rngs) if c.gated else None
+        self.down = Linear(c.d_ff, c.d_model, std=c.d_ff**-0.5, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, dropout: Dropout) -> Array:
+        if self.up is None:
+            return self.down(dropout(jax.nn.relu(self.gate(x))))
+        return self.down(dropout(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x)))
+
+
+class EncoderLayer(nnx.Module):
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def norm():
+            return RMSNorm(config.d_model, config.layer_norm_epsilon)
+
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, bias: Array, dropout: Dropout) -> Array:
+        h = self.attention_norm(x)
+        x = x + dropout(self.attention(h, *self.attention.keys_values(h), bias))
+        return x + dropout(self.mlp(self.mlp_norm(x), dropout))
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def norm():
+            return RMSNorm(config.d_model, config.layer_norm_epsilon)
+
+        self.attention_norm, self.cross_norm, self.mlp_norm = norm(), norm(), norm()
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.cross = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, keys_values: Any, bias: Array, cross_keys: Array,
+                 cross_values: Array, cross_bias: Array, dropout: Dropout
+                 ) -> tuple[Array, tuple[Array, Array]]:
+        """`keys_values(k, v)` returns what to attend to, given this call's own keys and values."""
+        h = self.attention_norm(x)
+        keys, values = keys_values(*self.attention.keys_values(h))
+        x = x + dropout(self.attention(h, keys, values, bias))
+        x = x + dropout(self.cross(self.cross_norm(x), cross_keys, cross_values, cross_bias))
+        return x + dropout(self.mlp(self.mlp_norm(x), dropout)), (keys, values)
+
+
+class T5(nnx.Module):
+    """The encoder-decoder network. `dtype` is the matrix products'; sums and logits are float32."""
+
+    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.config = c
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
+        self.encoder = nnx.List([EncoderLayer(c, dtype=dtype, rngs=rngs)
+                                 for _ in range(c.num_encoder_layers)])
+        self.decoder = nnx.List([DecoderLayer(c, dtype=dtype, rngs=rngs)
+                                 for _ in range(c.num_decoder_layers)])
+        self.encoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
+        self.decoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
+        shape = (c.relative_buckets, c.num_heads)
+        self.encoder_bias = nnx.Param(c.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+        self.decoder_bias = nnx.Param(c.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+        self.head = None if c.tied_embeddings else Linear(
+            c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+
+    def _buckets(self, distance: np.ndarray, *, bidirectional: bool) -> np.ndarray:
+        return relative_buckets(distance, bidirectional=bidirectional,
+                                num_buckets=self.config.relative_buckets,
+                                max_distance=self.config.relative_max_distance)
+
+    def _embed(self, tokens: Array) -> Array:
+        return jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.float32)
+
+    def encode(self, source: Array, source_bias: Array, dropout: Dropout = lambda x: x) -> Array:
+        """source [B, S] -> [B, S, D]; `source_bias` [B, 1, 1, S] masks the padding."""
+        positions = np.arange(source.shape[1])
+        buckets = self._buckets(positions[None, :] - positions[:, None], bidirectional=True)
+        bias = jnp.moveaxis(self.encoder_bias[...][buckets], -1, 0)[None] + source_bias
+        x = dropout(self._embed(source))
+        for layer in self.encoder:
+            x = layer(x, bias, dropout)
+        return dropout(self.encoder_norm(x))
+
+    def _logits(self, x: Array) -> Array:
+        if self.head is not None:
+            return self.head(x)
+        return (x * self.config.d_model**-0.5) @ self.embedding[...].astype(jnp.float32).T
+
+    def __call__(self, source: Array, source_length: Array, target_in: Array,
+                 key: Array | None = None) -> Array:
+        """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]; `key` turns dropout on."""
+        dropout = make_dropout(key, self.config.dropout_rate)
+        source_bias = padding_bias(source_length, source.shape[1])
+        encoded = self.encode(source, source_bias, dropout)
+        positions = np.arange(target_in.shape[1])
+        distance = positions[None, :] - positions[:, None]
+        bias = jnp.moveaxis(self.decoder_bias[...][self._buckets(distance, bidirectional=False)], -1, 0)
+        bias = (bias + np.where(distance > 0, MASKED, 0.0))[None]
+        x = dropout(self._embed(target_in))
+        for layer in self.decoder:
+            x, _ = layer(x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
+                         source_bias, dropout)
+        return self._logits(dropout(self.decoder_norm(x)))
+
+    def start(self, source: Array, source_length: Array, max_length: int) -> T5Cache:
+        """Runs the encoder: an empty cache with every layer's cross-attention keys and values."""
+        source_bias = padding_bias(source_length, source.shape[1])
+        encoded = self.encode(source, source_bias)
+        dtype = self.embedding[...].dtype
+        cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
+        c = self.config
+        empty = jnp.zeros((source.shape[0], max_length, c.num_heads, c.d_kv), dtype)
+        buckets = self._buckets(-np.arange(max_length), bidirectional=False)
+        return T5Cache(
+            keys=(empty,) * c.num_decoder_layers,
+            values=(empty,) * c.num_decoder_layers,
+            cross_keys=tuple(k.astype(dtype) for k, _ in cross),
+            cross_values=tuple(v.astype(dtype) for _, v in cross),
+            cross_bias=source_bias,
+            position_bias=self.decoder_bias[...][buckets].astype(jnp.float32),
+            length=jnp.zeros((source.shape[0],), jnp.int32),
+        )
+
+    def extend(self, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
+        """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
+        query = cache.length[:, None] + jnp.arange(tokens.shape[1])
+        back = query[:, :, None] - jnp.arange(cache.position_bias.shape[0])  # [B, T, L] steps back
+        bias = jnp.where(back[..., None] >= 0, cache.position_bias[jnp.maximum(back, 0)], MASKED)
+        bias = jnp.moveaxis(bias, -1, 1)
+        x = self._embed(tokens)
+        keys, values = [], []
+        for n, layer in enumerate(self.decoder):
+            def remember(k, v, n=n):
+                return (write(cache.keys[n], k, cache.length), write(cache.values[n], v, cache.length))
+
+            x, (k, v) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
+                              cache.cross_bias, lambda x: x)
+            keys.append(k)
+            values.append(v)
+        cache = cache._replace(keys=tuple(keys), values=tuple(values),
+                               length=cache.length + tokens.shape[1])
+        return self._logits(self.decoder_norm(x)), cache
+
+
+def padding_bias(length: Array, size: int) -> Array:
+    """[B, 1, 1, size]: 0 before each row's length, MASKED from there on."""
+    return jnp.where(jnp.arange(size) < length[:, None], 0.0, MASKED)[:, None, None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Model:
+    """A T5 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
+
+    config: T5Config
+    dtype: str = "float32"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def network(self, rngs: nnx.Rngs) -> T5:
+        return T5(self.config, dtype=jnp.dtype(self.dtype), rngs=rngs)
+
+    def graphdef(self) -> nnx.GraphDef:
+        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[0]
+
+    def init(self, seed: int) -> nnx.State:
+        """Fresh parameters with T5X's initial scales."""
+        return nnx.split(self.network(nnx.Rngs(seed)))[1]
+
+    def abstract_params(self) -> nnx.State:
+        """The parameters' shapes, without memory."""
+        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[1]
+
+    def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
+                ) -> tuple[Prefix, T5Cache]:
+        start = jnp.full((inputs.shape[0], 1), self.config.pad_id, jnp.int32)
+        network = nnx.merge(self.graphdef(), params)
+        return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
+                network.start(inputs, input_length, max_length))
+
+    def extend(self, params: nnx.State, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
+        return nnx.merge(self.graphdef(), params).extend(tokens, cache)

@@ -1,0 +1,215 @@
+"""Deferral rules, target distributions, and METHODS, the table of both (SPEC section 4).
+
+A rule says delta = 1 where the drafter's token is not good enough. One formula turns it into
+the target distribution that the output follows:
+
+    pi(v) = (1 - delta(v)) q~(v) + p~(v) sum_u delta(u) q~(u)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+from jax import lax
+
+Array = jax.Array
+Alpha = float | Float[Array, ""]
+
+
+class Scores(NamedTuple):
+    """The two distributions at every position, as the models give them and as they are sampled."""
+
+    q: Float[Array, "*B V"]          # drafter's own
+    p: Float[Array, "*B V"]          # verifier's own
+    q_sampled: Float[Array, "*B V"]  # q~: after temperature, top-k and top-p
+    p_sampled: Float[Array, "*B V"]  # p~
+    greedy: Bool[Array, ""]          # temperature 0: q~ and p~ are one-hot
+
+
+def target_probs(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Bool[Array, "*B W"]
+                 ) -> Float[Array, "*B V"]:
+    """pi of the formula above; delta is [..., 1] (a position's) or [..., V] (a token's).
+
+    >>> target_probs([.6, .3, .1], [.2, .3, .5], [True, False, False])
+    [.12, .48, .40]
+    """
+    deferred = jnp.sum(jnp.where(delta, q, 0.0), axis=-1, keepdims=True)
+    # A position's deferred mass is 0 or 1 exactly, whatever the sum of q rounds to.
+    deferred = deferred if delta.shape[-1] > 1 else delta.astype(q.dtype)
+    return jnp.where(delta, 0.0, q) + deferred * p
+
+
+def _max(x: Array) -> Array:
+    return jnp.max(x, axis=-1, keepdims=True)
+
+
+def entropy(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
+    """-sum_v x log x in nats."""
+    return jnp.sum(jax.scipy.special.entr(x), axis=-1, keepdims=True)
+
+
+def total_variation(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
+    """sum_v max(0, p - q)."""
+    return jnp.sum(jnp.maximum(p - q, 0.0), axis=-1, keepdims=True)
+
+
+def speculative(s: Scores, alpha: Alpha) -> Array:
+    """Always: pi = p~, lossless."""
+    return jnp.ones((*s.q.shape[:-1], 1), bool)
+
+
+def chow(s: Scores, alpha: Alpha) -> Array:
+    """max q < 1 - alpha (Chow 1970)."""
+    return _max(s.q) < 1.0 - alpha
+
+
+def chow_log(s: Scores, alpha: Alpha) -> Array:
+    """H(q) > alpha."""
+    return entropy(s.q) > alpha
+
+
+def diff(s: Scores, alpha: Alpha) -> Array:
+    """max q < max p - alpha (Narasimhan et al., Table 1)."""
+    return _max(s.q) < _max(s.p) - alpha
+
+
+def diff_log(s: Scores, alpha: Alpha) -> Array:
+    """H(q) > H(p) + alpha."""
+    return entropy(s.q) > entropy(s.p) + alpha
+
+
+def opt(s: Scores, alpha: Alpha) -> Array:
+    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10).
+
+    At temperature 0 this is `diff` (Lemma 8): there TV is 0 or 1, and where the argmaxes agree
+    both rules emit that token.
+    """
+    return _max(s.q) < _max(s.p) - alpha * total_variation(s.p_sampled, s.q_sampled)
+
+
+def opt_log(s: Scores, alpha: Alpha) -> Array:
+    """H(q) > H(p) + alpha TV(p~, q~) (App. C.2)."""
+    return entropy(s.q) > entropy(s.p) + alpha * total_variation(s.p_sampled, s.q_sampled)
+
+
+def token_v1(s: Scores, alpha: Alpha) -> Array:
+    """q(v) < max p - alpha, for each token v."""
+    return s.q < _max(s.p) - alpha
+
+
+def token_v2(s: Scores, alpha: Alpha) -> Array:
+    """p(v) < max p - alpha, for each token v."""
+    return s.p < _max(s.p) - alpha
+
+
+def token_v3(s: Scores, alpha: Alpha) -> Array:
+    """p(v) < (1 - alpha) max p, for each token v; the paper's best overall."""
+    return s.p < (1.0 - alpha) * _max(s.p)
+
+
+def bild_star(s: Scores, alpha: Alpha) -> Array:
+    """-sum_v q(v) log p(v) > alpha; greedy decoding has its one drafted token: -log p(argmax q)."""
+    weights = jnp.where(s.greedy, s.q_sampled, s.q)
+    return -jnp.sum(jax.scipy.special.xlogy(weights, s.p), axis=-1, keepdims=True) > alpha
+
+
+def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -> Float[Array, "*B 1"]:
+    """The beta >= 1 with sum max(0, p/beta - q) = R = sum max(0, q - p/(1-alpha)) (Tran-Thien 2023).
+
+    Newton's iteration on the set S = {p > beta q}: beta <- P(S) / (R + Q(S)). It rises to the one
+    root, usually within three steps and always within the twenty taken. 1 where R = 0: nothing
+    is ever rejected there.
+    """
+    rejected = total_variation(q, p / (1.0 - alpha))
+
+    def step(_, beta):
+        above = p > beta * q
+        mass = jnp.sum(jnp.where(above, p, 0.0), axis=-1, keepdims=True)
+        drafted = jnp.sum(jnp.where(above, q, 0.0), axis=-1, keepdims=True)
+        new = mass / jnp.where(rejected > 0, rejected + drafted, 1.0)
+        return jnp.where(rejected > 0, jnp.maximum(beta, new), beta)
+
+    return lax.fori_loop(0, 20, step, jnp.ones_like(rejected))
+
+
+def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha, beta: Alpha
+              ) -> Float[Array, "*B V"]:
+    """The law lossy speculative sampling emits (Tran-Thien 2023; Lemma 2 where beta is tuned):
+
+        out = min(q, p/(1-alpha)) + R max(0, p/beta - q) / sum max(0, p/beta - q)
+
+    Given this as the target, accepting with min(1, out/q) and drawing from max(0, out - q) is the
+    lossy procedure itself: out = p/(1-alpha) where it rejects and out >= q elsewhere. Unlike
+    Lemma 2's T it sums to one for every beta, so that the bonus position follows it too and the
+    output's law does not depend on the block size. (The original draws its bonus from p.)
+
+    >>> lossy_law([.6, .3, .1], [.2, .3, .5], alpha=.4, beta=1.)
+    [.333, .3, .367]
+    """
+    kept = jnp.minimum(q, p / (1.0 - alpha))
+    rejected = total_variation(q, p / (1.0 - alpha))
+    residual = jnp.maximum(p / beta - q, 0.0)
+    mass = jnp.sum(residual, axis=-1, keepdims=True)
+    return kept + rejected * residual / jnp.where(mass > 0, mass, 1.0)
+
+
+def _lossy(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+    return lossy_law(s.q_sampled, s.p_sampled, alpha, 1.0), None
+
+
+def _lossy_tuned(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+    beta = tuned_beta(s.q_sampled, s.p_sampled, alpha)
+    return lossy_law(s.q_sampled, s.p_sampled, alpha, beta), None
+
+
+def _lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
+    """Accept v iff p(v) >= (1 - alpha) max p, else emit argmax p (Leviathan et al. 2023, A.5)."""
+    refused = s.p < (1.0 - alpha) * _max(s.p)
+    best = jax.nn.one_hot(jnp.argmax(s.p, axis=-1), s.p.shape[-1])
+    return target_probs(s.q_sampled, best, refused), refused
+
+
+Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A target distribution: (scores, alpha) -> (pi, delta), delta None where no rule defers.
+
+    `low` and `high` bound alpha (both included); `summary` is for people.
+    """
+
+    target: Target
+    low: float
+    high: float
+    summary: str
+
+
+def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
+    def target(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
+        delta = rule(s, alpha)
+        return target_probs(s.q_sampled, s.p_sampled, delta), delta
+
+    return target
+
+
+METHODS: dict[str, Method] = {
+    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless; alpha unused"),
+    "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
+    "chow_log": Method(_cascade(chow_log), 0, math.inf, "defer when H(q) > alpha"),
+    "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
+    "diff_log": Method(_cascade(diff_log), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
+    "opt_log": Method(_cascade(opt_log), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
+    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
+    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
+    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "lossy": Method(_lossy, 0, 0.999, "lossy speculative sampling, beta = 1"),
+    "lossy_tuned": Method(_lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned beta"),
+    "lossy_greedy": Method(_lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
+}

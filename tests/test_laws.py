@@ -1,0 +1,198 @@
+"""The real compiled loop against the enumerated law, and planted bugs that it must catch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speccascade_jax import decoding, verification
+from speccascade_jax.decoding import Autoregressive, Speculative, generate, hierarchy
+from speccascade_jax.metrics import check_identities
+from speccascade_jax.rules import METHODS
+from speccascade_jax.typing import SamplingOptions
+from toys import TableLM, chi_square, sequence_law, table
+
+VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
+FAIL_BELOW = 1e-4
+PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
+TABLES = [table(seed, VOCAB) for seed in (0, 1, 2)]
+TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}}
+FAMILIES = {"speculative": 0.0, "opt": 0.3, "token_v3": 0.4}
+LENIENCE = {"chow": 0.5, "chow_log": 1.0, "diff": 0.1, "diff_log": 0.1, "opt": 0.3, "opt_log": 0.3,
+            "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.5, "lossy": 0.3,
+            "lossy_tuned": 0.3, "lossy_greedy": 0.3, "speculative": 0.0}
+
+
+def texts(methods, alphas, block_sizes, *, rows=ROWS, seed=0, **options):
+    """Tokens [rows, STEPS] of the compiled loop, and the prompt number of each row."""
+    models = [TableLM(VOCAB)] * (len(methods) + 1)
+    sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes)
+    params = TABLES[0]
+    for larger in TABLES[1:len(models)]:
+        params = (params, larger)
+    which = np.arange(rows) % len(PROMPTS)
+    inputs = np.zeros((rows, max(map(len, PROMPTS))), np.int32)
+    for n, prompt in enumerate(PROMPTS):
+        inputs[which == n, :len(prompt)] = prompt
+    lengths = np.array([len(p) for p in PROMPTS], np.int32)[which]
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    options = SamplingOptions(**{"temperature": 1.0, **options})
+    result = generate(sampler, params, keys, inputs, lengths, options, jnp.array(alphas),
+                      max_new_tokens=STEPS, eos_id=EOS)
+    if methods:
+        check_identities(result.counts[1])
+        assert (np.asarray(result.counts[1].emitted) == result.length).all()
+    return np.asarray(result.tokens), which
+
+
+def p_value(methods, alphas, block_sizes, **options):
+    """The smaller p-value of the two prompts, times two (Bonferroni)."""
+    tokens, which = texts(methods, alphas, block_sizes, **options)
+    options.pop("seed", None)
+    laws = [sequence_law(TABLES[:len(methods) + 1], methods, alphas, prompt, steps=STEPS, eos=EOS, **options)
+            for prompt in PROMPTS]
+    return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_models_follow_the_law(family, transform, gamma):
+    for temperature in (0.5, 1.0):
+        assert p_value([family], [FAMILIES[family]], [gamma], temperature=temperature,
+                       **TRANSFORMS[transform]) > FAIL_BELOW
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("families", [("speculative", "speculative"), ("opt", "speculative"),
+                                      ("token_v3", "opt"), ("opt", "token_v3")])
+def test_three_models_follow_the_law(families, transform, gamma):
+    alphas = [FAMILIES[f] for f in families]
+    for temperature in (0.5, 1.0):
+        assert p_value(families, alphas, [2, gamma], temperature=temperature,
+                       **TRANSFORMS[transform]) > FAIL_BELOW
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_follows_its_law(method):
+    for temperature in (0.5, 1.0):
+        assert p_value([method], [LENIENCE[method]], [2], temperature=temperature) > FAIL_BELOW
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_at_temperature_zero(method):
+    tokens, which = texts([method], [LENIENCE[method]], [3], rows=64, temperature=0.0)
+    for n, prompt in enumerate(PROMPTS):
+        law = sequence_law(TABLES[:2], [method], [LENIENCE[method]], prompt, steps=STEPS, eos=EOS,
+                           temperature=0.0)
+        assert {tuple(int(t) for t in row if t >= 0) for row in tokens[which == n]} == set(law)
+
+
+def test_one_model_follows_its_law():
+    assert p_value([], [], []) > FAIL_BELOW
+
+
+def test_blocks_beyond_the_limit_and_one_token_texts():
+    """Limits of 1 .. gamma + 2 tokens with gamma = 5: texts are prefixes of the longest ones."""
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS["opt"], 5)
+    keys = jax.vmap(jax.random.key)(jnp.arange(64))
+    inputs, lengths = np.ones((64, 1), np.int32), np.ones(64, np.int32)
+
+    def run(limit):
+        return np.asarray(generate(sampler, tuple(TABLES[:2]), keys, inputs, lengths, SamplingOptions(),
+                                   jnp.array([0.3]), max_new_tokens=limit, eos_id=EOS).tokens)
+
+    longest = run(7)
+    for limit in range(1, 7):
+        np.testing.assert_array_equal(run(limit), longest[:, :limit])
+
+
+# Planted bugs: the law test must fail on each, for the families that can show it.
+
+def bonus_from_p(monkeypatch):
+    """The bonus drawn from p~ (the preprint's print) instead of pi."""
+    step, verify = Speculative.step, decoding.verify
+
+    def patched(self, params, caches, rows, options, alphas, eos_id):
+        def from_p(keys, level, start, draft, pi):
+            logits, _ = self.verifier.extend(
+                params[1], jnp.concatenate([rows.last[:, None], draft.tokens], axis=1), caches[1])
+            p = decoding.token_probs(logits, options)
+            return verify(keys, level, start, draft, pi.at[:, -1].set(p[:, -1]))
+
+        monkeypatch.setattr(decoding, "verify", from_p)
+        return step(self, params, caches, rows, options, alphas, eos_id)
+
+    monkeypatch.setattr(Speculative, "step", patched)
+
+
+def residual_of_p(monkeypatch):
+    """The residual max(0, p - q) whatever the target."""
+    step, verify = Speculative.step, decoding.verify
+
+    def patched(self, params, caches, rows, options, alphas, eos_id):
+        def from_p(keys, level, start, draft, pi):
+            logits, _ = self.verifier.extend(
+                params[1], jnp.concatenate([rows.last[:, None], draft.tokens], axis=1), caches[1])
+            p = decoding.token_probs(logits, options)
+            right = verify(keys, level, start, draft, pi)
+            at = right.num_accepted[:, None, None]
+            weights = verification.residual(jnp.take_along_axis(p, at, 1)[:, 0],
+                                            jnp.take_along_axis(draft.probs, at, 1)[:, 0])
+            wrong = decoding.draw(decoding.position_keys(keys, decoding.Role.DRAW, level,
+                                                         start + right.num_accepted), weights)
+            bonus = right.num_accepted == draft.tokens.shape[1]
+            return right._replace(next_token=jnp.where(bonus, right.next_token, wrong))
+
+        monkeypatch.setattr(decoding, "verify", from_p)
+        return step(self, params, caches, rows, options, alphas, eos_id)
+
+    monkeypatch.setattr(Speculative, "step", patched)
+
+
+def no_roll_back(monkeypatch):
+    """The drafter's cache keeps what was rejected."""
+    monkeypatch.setattr(Speculative, "roll_back", lambda self, caches, length: (
+        caches[0], caches[1]._replace(length=length)))
+    monkeypatch.setattr(Autoregressive, "roll_back", lambda self, caches, length: caches)
+
+
+def one_uniform(monkeypatch):
+    """Every drafted position of a block accepts with the same uniform."""
+    def shared(keys, role, level, position, keys_of=decoding.position_keys, first=[]):
+        if role == decoding.Role.ACCEPT:
+            first[:] = first or [position]
+            position = first[0]
+        return keys_of(keys, role, level, position)
+
+    def verify(keys, level, start, draft, pi):
+        monkeypatch.setattr(verification, "position_keys", lambda k, role, lv, pos: shared(
+            k, role, lv, pos, first=store))
+        store = []
+        return verification.verify(keys, level, start, draft, pi)
+
+    monkeypatch.setattr(decoding, "verify", verify)
+
+
+def shared_key(monkeypatch):
+    """Drafting and accepting share a key."""
+    keys_of = decoding.position_keys
+    monkeypatch.setattr(verification, "position_keys", lambda keys, role, level, position: (
+        keys_of(keys, decoding.Role.DRAW, 0, position) if role == decoding.Role.ACCEPT
+        else keys_of(keys, role, level, position)))
+
+
+SEEN_BY = {bonus_from_p: ["opt", "token_v3"], residual_of_p: ["token_v3"],
+           no_roll_back: list(FAMILIES), one_uniform: ["speculative", "token_v3"],
+           shared_key: list(FAMILIES)}
+
+
+@pytest.mark.parametrize("bug,family", [(b, f) for b, families in SEEN_BY.items() for f in families],
+                         ids=lambda x: getattr(x, "__name__", x))
+def test_law_test_catches(bug, family, monkeypatch):
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        bug(patch)
+        assert p_value([family], [FAMILIES[family]], [2]) < FAIL_BELOW
+    jax.clear_caches()

@@ -1,0 +1,156 @@
+"""A toy language model and the exactly enumerated law of what any cascade of toys emits.
+
+Nothing here shares code with the package's rules, sampling or decoding: it is their oracle.
+"""
+
+import dataclasses
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from speccascade_jax.models.cache import write
+from speccascade_jax.typing import Prefix
+
+
+class TableCache(NamedTuple):
+    tokens: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLM:
+    """An order-2 Markov model that reads its context from its own cache and nowhere else.
+
+    Its parameters are a table of logits [V, V, V]: (last but one, last) -> next; before the
+    first token stands token 0.
+    """
+
+    vocab_size: int
+
+    def prefill(self, params, inputs, input_length, max_length):
+        tokens = jnp.zeros((inputs.shape[0], max_length), jnp.int32)
+        cache = TableCache(tokens, jnp.zeros_like(input_length))
+        _, cache = self.extend(params, inputs, cache)
+        return Prefix(inputs, input_length), cache._replace(length=input_length - 1)
+
+    def extend(self, params, tokens, cache):
+        written = write(cache.tokens, tokens, cache.length)
+        position = cache.length[:, None] + jnp.arange(tokens.shape[1])
+        last = jnp.take_along_axis(written, position, axis=1)
+        before = jnp.take_along_axis(written, jnp.maximum(position - 1, 0), axis=1)
+        before = jnp.where(position > 0, before, 0)
+        return params[before, last], TableCache(written, cache.length + tokens.shape[1])
+
+
+def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
+    return scale * np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
+
+
+def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+    if temperature == 0:
+        return np.eye(len(probs))[np.argmax(probs)]
+    probs = probs ** (1 / temperature)
+    order = np.argsort(-probs, kind="stable")
+    keep = np.zeros(len(probs), bool)
+    keep[order[:top_k]] = True
+    probs = np.where(keep, probs, 0) / probs[keep].sum()
+    if top_p is not None:
+        mass = np.cumsum(probs[order])
+        keep = np.zeros(len(probs), bool)
+        keep[order[:np.searchsorted(mass, top_p - 1e-9) + 1]] = True
+        probs = np.where(keep, probs, 0) / probs[keep].sum()
+    return probs
+
+
+def entropy(x):
+    return -sum(v * np.log(v) for v in x if v > 0)
+
+
+def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
+    """SPEC section 4's table, a token at a time, in float64."""
+    size, tv = len(q), np.maximum(ps - qs, 0).sum()
+    cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
+    position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
+                "diff": q.max() < p.max() - alpha, "diff_log": entropy(q) > entropy(p) + alpha,
+                "opt": q.max() < p.max() - alpha * tv,
+                "opt_log": entropy(q) > entropy(p) + alpha * tv, "bild_star": cross > alpha}
+    token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
+             "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
+             "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
+    if method in position:
+        return ps if position[method] else qs
+    if method in token:
+        deferred = [token[method](v) for v in range(size)]
+        refill = np.eye(size)[np.argmax(p)] if method == "lossy_greedy" else ps
+        mass = sum(qs[v] for v in range(size) if deferred[v])
+        return np.array([(0 if deferred[v] else qs[v]) + mass * refill[v] for v in range(size)])
+    # Lossy: simulate the procedure's one position. beta by bisection on R = g(beta).
+    accept = np.array([min(1, ps[v] / ((1 - alpha) * qs[v])) if qs[v] > 0 else 0 for v in range(size)])
+    rejected = (qs * (1 - accept)).sum()
+    beta = 1.0
+    if method == "lossy_tuned" and rejected > 1e-12:
+        low, high = 1.0, 1.0 / rejected
+        for _ in range(200):
+            beta = (low + high) / 2
+            low, high = (beta, high) if np.maximum(ps / beta - qs, 0).sum() > rejected else (low, beta)
+    spill = np.maximum(ps / beta - qs, 0)
+    return qs * accept + (rejected * spill / spill.sum() if rejected > 1e-12 else 0)
+
+
+def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
+                 top_k: int | None = None, top_p: float | None = None) -> dict[tuple[int, ...], float]:
+    """Every text of at most `steps` tokens (shorter only after eos) -> its probability.
+
+    tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
+    """
+    @cache
+    def law(before: int, last: int) -> tuple[float, ...]:
+        own, sampled = None, None
+        for level, logits in enumerate(tables):
+            row = logits[before, last].astype(np.float64)
+            probs = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            shaped = transform(probs, temperature, top_k, top_p)
+            if level == 0:
+                own, sampled = probs, shaped
+            else:
+                rule = (methods[level - 1], alphas[level - 1], temperature == 0)
+                own, sampled = (target(rule[0], own, probs, own, probs, *rule[1:]),
+                                target(rule[0], own, probs, sampled, shaped, *rule[1:]))
+        return tuple(sampled)
+
+    texts, open_texts = {}, {(): 1.0}
+    for step in range(steps):
+        grown = {}
+        for text, mass in open_texts.items():
+            context = (0, *prompt, *text)
+            for token, chance in enumerate(law(context[-2], context[-1])):
+                if chance > 0:
+                    closed = token == eos or step == steps - 1
+                    (texts if closed else grown)[(*text, token)] = mass * chance
+        open_texts = grown
+    return texts
+
+
+def chi_square(texts: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
+    """p-value of texts [N, steps] (padded with -1) against the law; 0 for a text of no mass.
+
+    Cells expecting fewer than 10 are pooled.
+    """
+    rows, counts = np.unique(texts, axis=0, return_counts=True)
+    seen = {tuple(int(t) for t in row if t >= 0): int(n) for row, n in zip(rows, counts, strict=True)}
+    if any(law.get(text, 0.0) < 1e-9 for text in seen):
+        return 0.0
+    expected = {text: mass * len(texts) for text, mass in law.items()}
+    cells = [(seen.get(t, 0), e) for t, e in expected.items() if e >= 10]
+    rest = [(seen.get(t, 0), e) for t, e in expected.items() if e < 10]
+    if rest:
+        cells.append((sum(s for s, _ in rest), sum(e for _, e in rest)))
+    observed, wanted = np.array(cells, float).T
+    if len(cells) == 1:
+        return 1.0
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
