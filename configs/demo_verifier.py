@@ -10,7 +10,8 @@ task = Task(
     max_source_length=64, max_target_length=64, join=4)
 
 config = TrainConfig(
-    name="demo_verifier", output_dir="runs/demo_verifier", task=task,
+    name="demo_verifier", output_dir="runs/demo_verifier",
+    export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "verifier"), task=task,
     tokenizer=str(REPOSITORY / "speccascade_jax" / "demo" / "spiece.model"),
     model=T5Config(vocab_size=4096, d_model=512, d_kv=64, num_heads=8, d_ff=1024,
                    num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.05),

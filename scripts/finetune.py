@@ -1,7 +1,6 @@
 """Fine-tunes (or trains from scratch) the model of a config: python scripts/finetune.py --config=NAME"""
 
 import argparse
-import dataclasses
 
 from speccascade_jax import config as configs
 from speccascade_jax import training

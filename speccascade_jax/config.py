@@ -41,6 +41,7 @@ class TrainConfig:
     tokenizer: str                    # SentencePiece file, trained on the task where it is missing
     tokenizer_size: int = 4096        # pieces, if it has to be trained
     init: str | None = None           # checkpoint to start from
+    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
     steps: int = 10_000
     batch_tokens: int = 2048          # target positions a step, padding included
     optimizer: str = "adamw"          # adamw (updates scaled by each array's RMS) or adafactor
@@ -57,6 +58,29 @@ class TrainConfig:
     log_every: int = 50
     validation_examples: int = 256    # decoded for BLEU at every evaluation
     seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """A cascade and how it decodes; every field is a flag of scripts/decode.py."""
+
+    drafter: str                   # checkpoint folder of the small model
+    verifier: str                  # checkpoint folder of the large model
+    method: str = "speculative"    # a deferral rule of --list, or verifier / drafter alone
+    alpha: float = 0.0             # lenience: larger defers less and is cheaper
+    block_size: int = 5            # gamma, the tokens drafted per verifier call
+    temperature: float = 0.0       # 0 is greedy
+    top_k: int | None = None       # sample among the k likeliest tokens
+    top_p: float | None = None     # sample among the likeliest tokens that reach this mass
+    seed: int = 0                  # with an input's number it fixes the output, whatever the batch
+    batch_size: int = 1            # inputs decoded side by side
+    max_source_length: int = 80    # tokens, the end-of-sequence token included
+    max_new_tokens: int = 80
+    truncate: bool = False         # cut longer inputs instead of refusing them
+    prefix: str = ""               # put before every input
+    dtype: str = "float32"         # of weights and caches: float32 or bfloat16
+    missing: str = ""              # what to do where a checkpoint is missing, for people
+    examples: tuple[str, ...] = () # decoded when no input is given
 
 
 def available() -> dict[str, Path]:

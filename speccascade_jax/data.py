@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speccascade_jax.config import Task
-from speccascade_jax.text import Tokenizer
+from speccascade_jax.text import Tokenizer, pad
 
 
 class Batch(NamedTuple):
@@ -23,15 +22,17 @@ class Batch(NamedTuple):
     target_length: np.ndarray  # [B]
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """The lines of a text file, gzipped or not. Raises ValueError with file and line on bad UTF-8."""
-    path = Path(path)
+def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
+    """The lines of a text file, gzipped or not, or of `data` that came from `path`.
+
+    Raises ValueError with file and line on bad UTF-8.
+    """
     try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        data = Path(path).read_bytes() if data is None else data
+        data = gzip.decompress(data) if str(path).endswith(".gz") else data
     except (OSError, EOFError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    lines = io.BytesIO(data).read().split(b"\n")
+    lines = data.split(b"\n")
     if lines and not lines[-1]:
         lines.pop()
     decoded = []
@@ -139,10 +140,3 @@ class TrainingBatches:
         target = pad([join(self.targets, g) for g in groups], size, self.tokenizer.pad_id)
         return Batch(*source, *target)
 
-
-def pad(rows: list[list[int]], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [B, size] and the rows' lengths [B]."""
-    tokens = np.full((len(rows), size), pad_id, np.int32)
-    for n, row in enumerate(rows):
-        tokens[n, :len(row)] = row
-    return tokens, np.array([len(row) for row in rows], np.int32)

@@ -8,7 +8,7 @@ committed tokens but the last; what lies at or past a cache's `length` is scratc
 import dataclasses
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -193,8 +193,8 @@ class Speculative:
 
         first, caches, counts = drafter.step(
             params, caches, rows._replace(room=jnp.where(rows.room > 0, need, 0)), options, alphas, NO_TOKEN)
-        empty = Block(*(jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for x in first[:-1]),
-                      size=jnp.zeros_like(first.size))
+        empty = jax.tree.map(lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype),
+                             first._replace(size=None))._replace(size=jnp.zeros_like(first.size))
         carry = append(empty, first), caches, last_token(first, rows.last), counts
         if drafter.width == 1:
             carry = lax.fori_loop(1, need, lambda _, carry: step(carry), carry)
@@ -202,7 +202,7 @@ class Speculative:
             carry = lax.while_loop(
                 lambda carry: jnp.any((carry[0].size < need) & (rows.room > 0)), step, carry)
         drafted, caches, _, counts = carry
-        return Block(*(x[:, :need] for x in drafted[:-1]), size=drafted.size), caches, counts
+        return jax.tree.map(lambda x: x[:, :need] if x.ndim > 1 else x, drafted), caches, counts
 
 
 def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method], block_sizes: Sequence[int]
@@ -214,20 +214,25 @@ def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method], block_
     if not len(models) - 1 == len(methods) == len(block_sizes):
         raise ValueError(f"{len(models)} models need {len(models) - 1} methods and block sizes, "
                          f"got {len(methods)} and {len(block_sizes)}.")
-    levels = zip(models[1:], methods, block_sizes, strict=True)
-    return reduce(lambda drafter, level: Speculative(drafter, *level), levels, Autoregressive(models[0]))
+    sampler: Sampler = Autoregressive(models[0])
+    for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
+        sampler = Speculative(sampler, verifier, method, block_size)
+    return sampler
 
 
 def append(drafted: Block, block: Block) -> Block:
     """`drafted` with `block` written at each row's size."""
     column = jnp.arange(drafted.tokens.shape[1])
-    parts = []
-    for old, new in zip(drafted[:-1], block[:-1], strict=True):
+
+    def placed(old: Array, new: Array) -> Array:
         for n in range(new.shape[1]):
             here = (column == (drafted.size + n)[:, None]).reshape(*old.shape[:2], *(1,) * (old.ndim - 2))
             old = jnp.where(here, new[:, n:n + 1], old)
-        parts.append(old)
-    return Block(*parts, size=drafted.size + block.size)
+        return old
+
+    return Block(placed(drafted.tokens, block.tokens), placed(drafted.probs, block.probs),
+                 placed(drafted.own, block.own), placed(drafted.origin, block.origin),
+                 drafted.size + block.size)
 
 
 def last_token(block: Block, last: Array) -> Array:

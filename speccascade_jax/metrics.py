@@ -33,7 +33,7 @@ class Counters(NamedTuple):
 def check_identities(counters: Counters) -> None:
     """Raises AssertionError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and
     emitted = accepted + rounds, less one where a row's last round was cut inside its draft."""
-    c = Counters(*(np.asarray(x) for x in counters))
+    c = jax.tree.map(np.asarray, counters)
     weights = np.arange(c.histogram.shape[-1])
     assert (c.histogram.sum(-1) == c.rounds).all(), "the histogram does not sum to the rounds"
     assert (c.histogram @ weights == c.accepted).all(), "the histogram does not weigh to the accepted"
@@ -41,15 +41,11 @@ def check_identities(counters: Counters) -> None:
     assert ((missing == 0) | (missing == 1)).all(), "emitted is not accepted + rounds"
 
 
-def rates(counts: Any) -> dict[str, float | None]:
-    """Ratios of sums over all rows of one generation's `counts` (nested as its sampler), for the
-    outermost verifier; None where there is none."""
-    if not isinstance(counts, tuple) or isinstance(counts, Counters):
-        return {"acceptance_rate": None, "tokens_per_verifier_call": None, "deferral_rate": None}
-    total = {name: int(np.sum(value)) for name, value in counts[1]._asdict().items() if name != "histogram"}
-
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted."""
     def ratio(a: str, b: str) -> float | None:
-        return total[a] / total[b] if total[b] else None
+        below = sum(row.get(b, 0) for row in rows)
+        return sum(row.get(a, 0) for row in rows) / below if below else None
 
     return {"acceptance_rate": ratio("accepted", "drafted"),
             "tokens_per_verifier_call": ratio("emitted", "rounds"),

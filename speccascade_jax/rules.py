@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
 from jax import lax
+from jaxtyping import Bool, Float
 
 Array = jax.Array
 Alpha = float | Float[Array, ""]

@@ -1,10 +1,29 @@
-"""Text in, text out: tokenizers (and the text API over generate)."""
+"""Text in, text out: the tokenizer, and Cascade, the API over generate.
 
+    cascade = Cascade.load(drafter_folder, verifier_folder)
+    for output in cascade.generate(["Where is the station?"], method="token_v3", alpha=0.3):
+        print(output.text, output.counts)
+"""
+
+import dataclasses
 import io
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import sentencepiece
+
+from speccascade_jax import checkpoints, decoding
+from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
+from speccascade_jax.metrics import Counters
+from speccascade_jax.rules import METHODS
+from speccascade_jax.typing import LanguageModel, SamplingOptions
+
+SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
 
 
 class Tokenizer:
@@ -23,8 +42,12 @@ class Tokenizer:
         """Token ids of each text, without an end-of-sequence token."""
         return self.processor.encode(texts)
 
-    def decode(self, tokens: list[int]) -> str:
-        return self.processor.decode([t for t in tokens if 0 <= t < self.size])
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
+        return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
+
+    def pieces(self) -> list[str]:
+        return [self.processor.id_to_piece(n) for n in range(self.size)]
 
 
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
@@ -36,3 +59,206 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
         minloglevel=2, num_threads=1)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(model.getvalue())
+
+
+def pad(rows: list[list[int]], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [B, size] and the rows' lengths [B]."""
+    tokens = np.full((len(rows), size), pad_id, np.int32)
+    for n, row in enumerate(rows):
+        tokens[n, :len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One decoded input."""
+
+    index: int
+    source: str
+    text: str
+    tokens: list[int]             # the end-of-sequence token included
+    origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
+    counts: dict[str, Any]        # SPEC section 7; empty for an empty input
+    truncated: bool = False       # the input was cut to max_source_length
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds spent compiling and decoding, apart."""
+
+    compile_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compilations: int = 0
+
+
+def check_sampling(method: str, alpha: float, block_size: int, options: SamplingOptions,
+                   vocab_size: int) -> None:
+    """Raises ValueError for an unknown method or a value out of its range."""
+    if method not in METHODS and method not in SINGLE_MODEL:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join([*METHODS, *SINGLE_MODEL])}.")
+    if method in METHODS and not METHODS[method].low <= alpha <= METHODS[method].high:
+        raise ValueError(f"alpha is {alpha}; for {method} it lies in "
+                         f"[{METHODS[method].low}, {METHODS[method].high}].")
+    if not 0 <= options.temperature < float("inf"):
+        raise ValueError(f"temperature is {options.temperature}; it must be at least 0 (0 is greedy).")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ValueError(f"top_p is {options.top_p}; it lies in (0, 1].")
+    if options.top_k is not None and not 1 <= options.top_k <= vocab_size:
+        raise ValueError(f"top_k is {options.top_k}; it lies in [1, {vocab_size}].")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1.")
+
+
+@dataclasses.dataclass
+class Cascade:
+    """A drafter, a verifier and their common vocabulary."""
+
+    drafter: LanguageModel
+    verifier: LanguageModel
+    drafter_params: Any
+    verifier_params: Any
+    tokenizer: Tokenizer
+    prefix: str = ""
+    max_source_length: int = 80   # tokens, the end-of-sequence token included
+    max_new_tokens: int = 80
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self._compiled: dict[Any, Any] = {}
+
+    @classmethod
+    def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32, **fields: Any
+             ) -> "Cascade":
+        """From two checkpoint folders. Raises ValueError where the two do not fit each other."""
+        small, large = (checkpoints.load(path, dtype) for path in (drafter, verifier))
+        tokenizer, other = Tokenizer(large.tokenizer), Tokenizer(small.tokenizer)
+        if tokenizer.pieces() != other.pieces():
+            raise ValueError(f"the tokenizers of {drafter} ({other.size} pieces) and {verifier} "
+                             f"({tokenizer.size} pieces) differ; a cascade needs one vocabulary.")
+        sizes = small.model.vocab_size, large.model.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the drafter's vocabulary has {sizes[0]} entries, the verifier's {sizes[1]}; "
+                             "a cascade needs one vocabulary.")
+        if tokenizer.size > sizes[1]:
+            raise ValueError(f"the tokenizer in {verifier} has {tokenizer.size} pieces, the models only "
+                             f"{sizes[1]}: it belongs to other models.")
+        return cls(small.model, large.model, small.params, large.params, tokenizer, **fields)
+
+    def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
+        """The sampler of a method, and its parameters."""
+        if method == "verifier":
+            return Autoregressive(self.verifier), self.verifier_params
+        if method == "drafter":
+            return Autoregressive(self.drafter), self.drafter_params
+        return (Speculative(Autoregressive(self.drafter), self.verifier, METHODS[method], block_size),
+                (self.drafter_params, self.verifier_params))
+
+    def encode(self, texts: Sequence[str], truncate: bool = False) -> tuple[list[list[int]], list[bool]]:
+        """Token ids, [] for blank texts, and which texts were cut.
+
+        Raises ValueError for a text longer than max_source_length unless `truncate`.
+        """
+        rows = self.tokenizer.encode_batch([self.prefix + text for text in texts])
+        limit, cut = self.max_source_length, []
+        for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            cut.append(bool(text.strip()) and len(row) + 1 > limit)
+            if cut[-1] and not truncate:
+                raise ValueError(f"input {n} has {len(row) + 1} tokens, the limit is {limit}: shorten it, "
+                                 "raise --max-source-length, or cut it with --truncate.")
+            rows[n] = [*row[:limit - 1], self.tokenizer.eos_id] if text.strip() else []
+        return rows, cut
+
+    def generate(self, texts: Iterable[str], *, method: str = "speculative", alpha: float = 0.0,
+                 block_size: int = 5, temperature: float = 0.0, top_k: int | None = None,
+                 top_p: float | None = None, seed: int = 0, batch_size: int = 1, truncate: bool = False,
+                 first_index: int = 0) -> Iterator[Output]:
+        """Decodes `texts` and yields their outputs in order, as soon as they are known.
+
+        An output depends on its text, on `seed` and on its index (counted from `first_index`),
+        never on its batch. Blank texts give empty outputs.
+        """
+        options = SamplingOptions(temperature, top_p, top_k)
+        check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
+        sampler, params = self.sampler(method, block_size)
+        window: list[tuple[int, str]] = []
+        # Rows are sorted by length within a window, so that a batch pads little.
+        capacity = 1 if batch_size == 1 else 8 * batch_size
+        for item in enumerate(texts, first_index):
+            window.append(item)
+            if len(window) == capacity:
+                yield from self._decode(window, sampler, params, options, alpha, seed, batch_size, truncate)
+                window = []
+        yield from self._decode(window, sampler, params, options, alpha, seed, batch_size, truncate)
+
+    def stream(self, text: str, *, method: str = "speculative", alpha: float = 0.0, block_size: int = 5,
+               temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+               seed: int = 0, index: int = 0) -> Iterator[str]:
+        """The text so far after every round; the last is generate's output for the same index."""
+        options = SamplingOptions(temperature, top_p, top_k)
+        check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
+        sampler, params = self.sampler(method, block_size)
+        rows, _ = self.encode([text])
+        if not rows[0]:
+            return
+        arguments = self._arguments(sampler, params, rows, [index], seed, 1, options, alpha)
+        for state in decoding.stream(sampler, *arguments, max_new_tokens=self.max_new_tokens,
+                                     eos_id=self.tokenizer.eos_id):
+            tokens = np.asarray(state.tokens[0])
+            yield self.tokenizer.decode(tokens[tokens >= 0])
+
+    def bucket(self, length: int) -> int:
+        """`length` rounded up, so that at most eight source lengths are compiled."""
+        step = -(-self.max_source_length // 8 // 16) * 16 or 16
+        return min(-(-length // step) * step, max(self.max_source_length, 1))
+
+    def _arguments(self, sampler, params, rows, indices, seed, batch_size, options, alpha):
+        size = self.bucket(max(map(len, rows)))
+        spare = batch_size - len(rows)  # rows of length 0 rest from the start
+        inputs, lengths = pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
+        options = dataclasses.replace(
+            options, temperature=jnp.float32(options.temperature),
+            top_p=None if options.top_p is None else jnp.float32(options.top_p))
+        return params, keys, inputs, lengths, options, jnp.full((sampler.level,), alpha, jnp.float32)
+
+    def _decode(self, window, sampler, params, options, alpha, seed, batch_size, truncate) -> list[Output]:
+        rows, cut = self.encode([text for _, text in window], truncate)
+        outputs: dict[int, Output] = {}
+        order = sorted((n for n in range(len(rows)) if rows[n]), key=lambda n: len(rows[n]))
+        for begin in range(0, len(order), batch_size):
+            chosen = order[begin:begin + batch_size]
+            arguments = self._arguments(sampler, params, [rows[n] for n in chosen],
+                                        [window[n][0] for n in chosen], seed, batch_size, options, alpha)
+            result = self._run(sampler, arguments)
+            for slot, n in enumerate(chosen):
+                length = int(result.length[slot])
+                tokens = result.tokens[slot, :length].tolist()
+                origin = [Origin(o).name.lower() for o in result.origin[slot, :length]]
+                outputs[n] = Output(window[n][0], window[n][1], self.tokenizer.decode(tokens), tokens,
+                                    origin, row_counts(result.counts, slot), cut[n])
+        return [outputs.get(n) or Output(index, source, "", [], [], {}) for n, (index, source) in enumerate(window)]
+
+    def _run(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
+        """generate() on host arrays, compiling each shape once and timing that apart."""
+        _, keys, inputs, _, options, _ = arguments
+        shape = (sampler, inputs.shape, options.top_k, options.top_p is None)
+        static = {"max_new_tokens": self.max_new_tokens, "eos_id": self.tokenizer.eos_id}
+        if shape not in self._compiled:
+            began = time.perf_counter()
+            self._compiled[shape] = decoding.generate.lower(sampler, *arguments, **static).compile()
+            self.clock.compile_seconds += time.perf_counter() - began
+            self.clock.compilations += 1
+        began = time.perf_counter()
+        result = jax.device_get(self._compiled[shape](*arguments))
+        self.clock.decode_seconds += time.perf_counter() - began
+        return result
+
+
+def row_counts(counts: Any, row: int) -> dict[str, Any]:
+    """One row of a generation's counts as plain numbers."""
+    if isinstance(counts, tuple) and not isinstance(counts, Counters):
+        drafter, own = counts
+        values = {name: np.asarray(value)[row].tolist() for name, value in own._asdict().items()}
+        return {"drafter_passes": int(jax.tree.leaves(drafter)[0][row]), **values}
+    return {"model_passes": int(np.asarray(counts)[row])}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,14 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from rich.console import Console
 
-from speccascade_jax.checkpoints import native
+from speccascade_jax.checkpoints import huggingface, native
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.data import Batch, TrainingBatches, joined_examples, pad, read_examples
+from speccascade_jax.data import Batch, TrainingBatches, joined_examples, read_examples
+from speccascade_jax.evaluation import bleu
 from speccascade_jax.models.t5 import T5Model
-from speccascade_jax.text import Tokenizer, train_tokenizer
+from speccascade_jax.text import Cascade, Tokenizer, pad, train_tokenizer
 
 Array = jax.Array
-Bleu = Callable[[nnx.State], float]
 
 
 def scale_by_parameter_rms() -> optax.GradientTransformation:
@@ -76,7 +77,7 @@ def make_steps(model: T5Model, config: TrainConfig, optimizer: optax.GradientTra
     """(train_step, loss_sums), both jitted; dropout is a function of (seed, step)."""
     graphdef = model.graphdef()
 
-    def sums(params, batch: Batch, key, **kwargs):
+    def sums(params, batch, key, **kwargs):
         logits = nnx.merge(graphdef, params)(batch.source, batch.source_length,
                                              shift_right(batch.target, model.config.pad_id), key)
         return token_loss(logits, batch.target, batch.target_length, **kwargs)
@@ -117,7 +118,7 @@ def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int = 32
     examples = joined_examples(task, task.validation)
     sources = tokenizer.encode_batch([task.prefix + source for source, _ in examples])
     targets = tokenizer.encode_batch([references[0] for _, references in examples])
-    pairs = [(s + [tokenizer.eos_id], t + [tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
+    pairs = [([*s, tokenizer.eos_id], [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
              if len(s) < task.max_source_length and len(t) < task.max_target_length]
     batches = []
     for begin in range(0, len(pairs) - rows + 1, rows):
@@ -127,12 +128,27 @@ def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int = 32
     return batches
 
 
-def train(config: TrainConfig, bleu: Bleu | None = None, console: Console | None = None) -> Path:
+def validation_bleu(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[nnx.State], float]:
+    """A function from parameters to the greedy BLEU of the first validation examples."""
+    task, model = config.task, T5Model(config.model)
+    examples = joined_examples(task, task.validation)[:config.validation_examples]
+
+    def score(params: nnx.State) -> float:
+        cascade = Cascade(model, model, params, params, tokenizer, task.prefix, task.max_source_length,
+                          task.max_target_length)
+        outputs = cascade.generate((source for source, _ in examples), method="verifier", batch_size=32,
+                                   truncate=True)
+        return bleu([output.text for output in outputs], [references for _, references in examples])
+
+    return score
+
+
+def train(config: TrainConfig) -> Path:
     """Trains until config.steps and returns the run's directory; resumes where the last save ended.
 
     Each line of <run>/metrics.jsonl is an event: start, log, evaluation.
     """
-    console = console or Console(stderr=True)
+    console = Console(stderr=True)
     run = Path(config.output_dir)
     tokenizer = prepare_tokenizer(config)
     native.describe(run, config.model, Path(config.tokenizer))
@@ -143,7 +159,7 @@ def train(config: TrainConfig, bleu: Bleu | None = None, console: Console | None
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step = latest.latest_step() or 0
     if step:
-        params = restore_into(params, native.restore(latest, "params", nnx.to_pure_dict(params)))
+        nnx.replace_by_pure_dict(params, native.restore(latest, "params", nnx.to_pure_dict(params)))
         opt_state = native.restore(latest, "optimizer", opt_state)
     metrics = (run / "metrics.jsonl").open("a")
 
@@ -158,7 +174,7 @@ def train(config: TrainConfig, bleu: Bleu | None = None, console: Console | None
            machine=f"{platform.machine()}, {jax.device_count()} device(s)",
            parameters=sum(x.size for x in jax.tree.leaves(params)))
     train_step, loss_sums = make_steps(model, config, optimizer)
-    validation = validation_batches(config, tokenizer)
+    validation, score = validation_batches(config, tokenizer), validation_bleu(config, tokenizer)
     batches = TrainingBatches(config.task, tokenizer, config.batch_tokens, config.seed).from_step(step)
     began, losses, tokens = time.monotonic(), [], 0
     while step < config.steps:
@@ -179,16 +195,19 @@ def train(config: TrainConfig, bleu: Bleu | None = None, console: Console | None
                 optimizer=ocp.args.StandardSave(opt_state)))
         if step % config.eval_every == 0 or last:
             total, number = np.sum([jax.device_get(loss_sums(params, b)) for b in validation], axis=0)
-            values = {"loss": float(total / number)}
-            if bleu is not None:
-                values["bleu"] = bleu(params)
+            values = {"loss": float(total / number), "bleu": score(params)}
             record("evaluation", **values)
             best.save(step, metrics=values,
                       args=ocp.args.Composite(params=ocp.args.StandardSave(nnx.to_pure_dict(params))))
     metrics.close()
+    if config.export_dir is not None:
+        export(run, Path(config.export_dir))
     return run
 
 
-def restore_into(params: nnx.State, pure: Any) -> nnx.State:
-    nnx.replace_by_pure_dict(params, pure)
-    return params
+def export(run: Path, folder: Path) -> None:
+    """The run's best parameters as a bfloat16 Hugging Face folder, its training log beside them."""
+    huggingface.save(folder, *native.load(run))
+    for name in ("spiece.model", "metrics.jsonl"):
+        shutil.copyfile(run / name, folder / name)
+

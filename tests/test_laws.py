@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax import decoding, verification
 from speccascade_jax.decoding import Autoregressive, Speculative, generate, hierarchy
 from speccascade_jax.metrics import check_identities
 from speccascade_jax.rules import METHODS
 from speccascade_jax.typing import SamplingOptions
-from toys import TableLM, chi_square, sequence_law, table
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
 FAIL_BELOW = 1e-4
@@ -152,24 +152,19 @@ def residual_of_p(monkeypatch):
 
 
 def no_roll_back(monkeypatch):
-    """The drafter's cache keeps what was rejected."""
+    """The verifier's cache keeps the first rejected token."""
     monkeypatch.setattr(Speculative, "roll_back", lambda self, caches, length: (
-        caches[0], caches[1]._replace(length=length)))
-    monkeypatch.setattr(Autoregressive, "roll_back", lambda self, caches, length: caches)
+        self.drafter.roll_back(caches[0], length),
+        caches[1]._replace(length=jnp.minimum(caches[1].length, length + 1))))
 
 
 def one_uniform(monkeypatch):
     """Every drafted position of a block accepts with the same uniform."""
-    def shared(keys, role, level, position, keys_of=decoding.position_keys, first=[]):
-        if role == decoding.Role.ACCEPT:
-            first[:] = first or [position]
-            position = first[0]
-        return keys_of(keys, role, level, position)
+    keys_of = decoding.position_keys
 
     def verify(keys, level, start, draft, pi):
-        monkeypatch.setattr(verification, "position_keys", lambda k, role, lv, pos: shared(
-            k, role, lv, pos, first=store))
-        store = []
+        monkeypatch.setattr(verification, "position_keys", lambda keys, role, level, position: keys_of(
+            keys, role, level, start if role == decoding.Role.ACCEPT else position))
         return verification.verify(keys, level, start, draft, pi)
 
     monkeypatch.setattr(decoding, "verify", verify)

@@ -1,0 +1,16 @@
+"""The shipped English-to-German pair (speccascade_jax/demo), ready to run."""
+
+from speccascade_jax.config import REPOSITORY, DecodeConfig
+
+demo = REPOSITORY / "speccascade_jax" / "demo"
+
+config = DecodeConfig(
+    drafter=str(demo / "drafter"), verifier=str(demo / "verifier"),
+    method="token_v3", alpha=0.2, block_size=3,
+    max_source_length=64, max_new_tokens=64,
+    examples=(
+        "Where is the station? I have to catch the last train to Berlin.",
+        "Tom said that he would come tomorrow, but I don't believe him.",
+        "I'd like to learn German. Can you help me? My brother speaks it very well.",
+        "She opened the window because it was too hot in the room.",
+    ))

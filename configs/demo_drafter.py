@@ -1,0 +1,13 @@
+"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer."""
+
+import dataclasses
+
+from speccascade_jax.config import REPOSITORY, load
+from speccascade_jax.models.t5 import T5Config
+
+config = dataclasses.replace(
+    load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",
+    export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
+    model=T5Config(vocab_size=4096, d_model=192, d_kv=64, num_heads=3, d_ff=512,
+                   num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
+    steps=6000)

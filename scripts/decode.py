@@ -1,0 +1,244 @@
+"""Decode texts with a speculative cascade.
+
+    python scripts/decode.py                                    # the demo: English to German
+    python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
+    python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from speccascade_jax import config as configs
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.data import read_lines
+from speccascade_jax.metrics import summarize
+from speccascade_jax.rules import METHODS
+from speccascade_jax.text import SINGLE_MODEL, Cascade, Output, Tokenizer
+
+COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
+errors = Console(stderr=True, highlight=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Translate, summarise or continue texts with a small drafter and a large verifier."""
+
+    run: tyro.conf.OmitArgPrefixes[DecodeConfig]
+    config: str = "demo"
+    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    text: str | None = None
+    """Decode this one text."""
+    input: str | None = None
+    """Decode this file: .txt (a line each), .jsonl (field `source`), either gzipped; - for stdin."""
+    output: str | None = None
+    """Write JSON lines here; where the file exists, go on where it ends."""
+    summary: str | None = None
+    """Write the figures of the run to this JSON file."""
+    limit: int | None = None
+    """Decode only the first so many inputs."""
+    list: Annotated[bool, tyro.conf.arg(name="list")] = False
+    """List configs and methods, and stop."""
+
+
+def print_list(console: Console) -> None:
+    table = Table("config", "what it is", title="--config", title_justify="left")
+    for name, path in configs.available().items():
+        with contextlib.suppress(ValueError):
+            if isinstance(configs.load(name), DecodeConfig):
+                table.add_row(name, path.read_text().split('"""')[1].split("\n")[0])
+    console.print(table)
+    table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
+    for name, method in METHODS.items():
+        table.add_row(name, method.summary, f"{method.low} .. {method.high}")
+    for name, what in SINGLE_MODEL.items():
+        table.add_row(name, what, "")
+    console.print(table)
+
+
+def read_inputs(arguments: Arguments) -> list[str]:
+    if arguments.text is not None and arguments.input is not None:
+        raise ValueError("--text and --input exclude each other: give one.")
+    if arguments.text is not None:
+        return [arguments.text]
+    if arguments.input is None:
+        if not arguments.run.examples:
+            raise ValueError(f"config {arguments.config} has no examples of its own: give --text or --input.")
+        return list(arguments.run.examples)
+    if arguments.input == "-":
+        lines = read_lines("stdin", sys.stdin.buffer.read())
+    else:
+        lines = read_lines(arguments.input)
+    if not arguments.input.removesuffix(".gz").endswith(".jsonl"):
+        return lines
+    texts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            texts.append(json.loads(line)["source"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{arguments.input}, line {number}: not a JSON object with a `source`.") from None
+    return texts
+
+
+def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple[TextIO, list[Output]]:
+    """The output file, open for appending, and the outputs that an interrupted run left in it.
+
+    PATH.settings.json keeps what the run was made of: another run's lines are never mixed in.
+    """
+    kept = Path(f"{path}.settings.json")
+    try:
+        if path.exists() and path.stat().st_size:
+            if not kept.is_file() or json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
+                raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or "
+                                 "choose another --output.")
+        file = path.open("r+" if path.exists() else "w+", encoding="utf-8")
+        kept.write_text(json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+    done, end = [], 0
+    for line in iter(file.readline, ""):
+        try:
+            output = Output(**json.loads(line))
+        except (json.JSONDecodeError, TypeError):
+            break
+        if not line.endswith("\n"):
+            break
+        if len(done) >= len(texts) or output.source != texts[len(done)]:
+            raise ValueError(f"{path}, line {len(done) + 1}, has another source than the input: delete the "
+                             "file or choose another --output.")
+        done.append(output)
+        end = file.tell()
+    file.seek(end)
+    file.truncate()
+    return file, done
+
+
+def coloured(output: Output, tokenizer: Tokenizer) -> Text:
+    """The text, each token in the colour of who wrote it."""
+    line, shown = Text(), ""
+    for n, origin in enumerate(output.origin, 1):
+        text = tokenizer.decode(output.tokens[:n])
+        if not text.startswith(shown) or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            continue  # an unfinished character: shown with the byte that completes it
+        line.append(text[len(shown):], style=COLOURS[origin])
+        shown = text
+    return line
+
+
+def table_of(summary: dict[str, Any], title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in summary.items():
+        table.add_row(name, "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value))
+    return table
+
+
+def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[Output]:
+    columns = (SpinnerColumn(), TextColumn("decoding"), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("decoding", total=total, completed=done, rate="compiling")
+        began, tokens = time.monotonic(), 0
+        for output in outputs:
+            tokens += len(output.tokens)
+            rate = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
+            progress.update(task, advance=1, rate=rate)
+            yield output
+
+
+def load_cascade(run: DecodeConfig) -> Cascade:
+    for role, path in (("drafter", run.drafter), ("verifier", run.verifier)):
+        if not Path(path).is_dir():
+            raise ValueError(f"the {role}'s checkpoint {path} is missing. "
+                             f"{run.missing or f'Give its folder with --{role}.'}")
+    if run.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {run.dtype!r}: float32 or bfloat16.")
+    for name, value in (("batch_size", run.batch_size), ("max_new_tokens", run.max_new_tokens),
+                        ("max_source_length", run.max_source_length)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    return Cascade.load(run.drafter, run.verifier, dtype=jnp.dtype(run.dtype), prefix=run.prefix,
+                        max_source_length=run.max_source_length, max_new_tokens=run.max_new_tokens)
+
+
+def decode(arguments: Arguments) -> None:
+    run, console = arguments.run, Console(highlight=False)
+    if arguments.list:
+        print_list(console)
+        return
+    texts = read_inputs(arguments)[:arguments.limit]
+    with contextlib.ExitStack() as stack:
+        file, finished = None, []
+        if arguments.output is not None:
+            settings = {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
+            file, finished = open_output(Path(arguments.output), settings, texts)
+            stack.enter_context(file)
+        cascade = load_cascade(run)
+        outputs = cascade.generate(
+            texts[len(finished):], method=run.method, alpha=run.alpha, block_size=run.block_size,
+            temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
+            batch_size=run.batch_size, truncate=run.truncate, first_index=len(finished))
+        fresh = []
+        for output in with_progress(outputs, len(finished), len(texts)):
+            fresh.append(output)
+            if file is None:
+                console.print(Text(output.source, style="dim"))
+                console.print(coloured(output, cascade.tokenizer), soft_wrap=True)
+                console.print()
+            else:
+                file.write(json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n")
+                file.flush()
+        if file is None and run.method in METHODS:
+            console.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
+                                                          for part in ((name, COLOURS[name]), "  "))))
+        summary = summarize([o.counts for o in [*finished, *fresh]])
+        seconds = cascade.clock.decode_seconds
+        summary |= {
+            "inputs": len(texts), "resumed_from": len(finished),
+            "truncated": sum(o.truncated for o in [*finished, *fresh]),
+            "tokens_per_second": sum(len(o.tokens) for o in fresh) / seconds if seconds else None,
+            "decode_seconds": seconds, "compile_seconds": cascade.clock.compile_seconds}
+        title = f"{run.method}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
+        console.print(table_of(summary, title))
+        if arguments.summary is not None:
+            try:
+                Path(arguments.summary).write_text(json.dumps(summary, indent=1) + "\n")
+            except OSError as error:
+                raise ValueError(f"cannot write {arguments.summary}: {error.strerror}.") from None
+
+
+def parse(argv: list[str]) -> Arguments:
+    """The command line over the fields of its --config."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default="demo")
+    name = finder.parse_known_args(argv)[0].config
+    run = configs.load(name)
+    if not isinstance(run, DecodeConfig):
+        raise ValueError(f"config {name} is for scripts/finetune.py; decode.py --list names those for decoding.")
+    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, description=__doc__)
+
+
+if __name__ == "__main__":
+    try:
+        decode(parse(sys.argv[1:]))
+    except ValueError as error:
+        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        errors.print("interrupted; the same command goes on where --output ends.")
+        sys.exit(130)
