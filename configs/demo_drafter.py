@@ -1,4 +1,5 @@
-"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer."""
+"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer,
+learning from the data and from the verifier's distributions."""
 
 import dataclasses
 
@@ -10,4 +11,4 @@ config = dataclasses.replace(
     export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
     model=T5Config(vocab_size=4096, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
-    steps=6000)
+    teacher="runs/demo_verifier", distillation=0.8, steps=2500)

@@ -41,6 +41,8 @@ class TrainConfig:
     tokenizer: str                    # SentencePiece file, trained on the task where it is missing
     tokenizer_size: int = 4096        # pieces, if it has to be trained
     init: str | None = None           # checkpoint to start from
+    teacher: str | None = None        # checkpoint whose distributions to learn from, beside the data
+    distillation: float = 0.5         # weight of KL(teacher || model); the rest is the data's loss
     export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
     steps: int = 10_000
     batch_tokens: int = 2048          # target positions a step, padding included

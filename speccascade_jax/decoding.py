@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Key
 
 from speccascade_jax.metrics import Counters
 from speccascade_jax.rules import Method, Scores
-from speccascade_jax.sampling import Role, draw, position_keys, token_probs
+from speccascade_jax.sampling import Role, draw, noise, token_probs
 from speccascade_jax.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
 from speccascade_jax.verification import Draft, verify
 
@@ -39,7 +39,7 @@ class Origin(IntEnum):
 class Rows(NamedTuple):
     """Where each row stands when a sampler is asked for its next block."""
 
-    keys: Key[Array, "B"]
+    noise: Float[Array, "B levels 2 L"]  # see sampling.noise
     last: Int[Array, "B"]   # the last committed token
     start: Int[Array, "B"]  # the position of the next one
     room: Int[Array, "B"]   # how many tokens it may take; 0: the row rests
@@ -104,7 +104,7 @@ class Autoregressive:
     def step(self, params, caches, rows, options, alphas, eos_id):
         logits, caches = self.model.extend(params, rows.last[:, None], caches)
         probs = token_probs(logits, options)
-        token = draw(position_keys(rows.keys, Role.DRAW, self.level, rows.start), probs[:, 0])
+        token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])
         size = jnp.minimum(rows.room, 1)
         block = Block(token[:, None], probs, jax.nn.softmax(logits, axis=-1),
                       jnp.full_like(token, Origin.MODEL)[:, None], size)
@@ -159,7 +159,8 @@ class Speculative:
         own_pi, _ = self.method.target(
             scores._replace(q_sampled=scores.q, p_sampled=scores.p), alphas[-1])
 
-        verdict = verify(rows.keys, self.level, rows.start, draft, pi)
+        verdict = verify(uniforms(rows, self.level, Role.ACCEPT, size),
+                         uniforms(rows, self.level, Role.DRAW, size + 1), draft, pi)
 
         column = jnp.arange(size + 1)
         stop = verdict.num_accepted[:, None]
@@ -187,7 +188,7 @@ class Speculative:
         def step(carry):
             drafted, caches, last, counts = carry
             room = jnp.where(rows.room > 0, need - drafted.size, 0)
-            at = Rows(rows.keys, last, rows.start + drafted.size, room)
+            at = Rows(rows.noise, last, rows.start + drafted.size, room)
             block, caches, counted = drafter.step(params, caches, at, options, alphas, NO_TOKEN)
             return append(drafted, block), caches, last_token(block, last), add(counts, counted)
 
@@ -218,6 +219,12 @@ def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method], block_
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
         sampler = Speculative(sampler, verifier, method, block_size)
     return sampler
+
+
+def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B count"]:
+    """The rows' random numbers for the `count` positions from rows.start on."""
+    positions = rows.start[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(rows.noise[:, level, role], positions, axis=1, mode="clip")
 
 
 def append(drafted: Block, block: Block) -> Block:
@@ -285,11 +292,12 @@ def begin(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[A
           input_length: Int[Array, "B"], *, max_new_tokens: int) -> State:
     """Prefills every model; rows with input_length 0 rest from the start and stay empty."""
     prompt = jax.eval_shape(lambda: sampler.init(params, inputs, input_length, 1)[0]).tokens.shape[1]
-    prefix, caches = sampler.init(params, inputs, input_length, prompt + max_new_tokens + sampler.overhang)
+    length = prompt + max_new_tokens + sampler.overhang
+    prefix, caches = sampler.init(params, inputs, input_length, length)
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
     room = jnp.where(input_length > 0, max_new_tokens, 0).astype(jnp.int32)
     blank = jnp.zeros((inputs.shape[0], max_new_tokens + sampler.width), jnp.int32)
-    rows = Rows(keys, last, prefix.length, room)
+    rows = Rows(noise(keys, sampler.level + 1, length), last, prefix.length, room)
     counts = jax.eval_shape(lambda: sampler.step(params, caches, rows, SamplingOptions(),
                                                  jnp.zeros(sampler.level), NO_TOKEN)[2])
     counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
@@ -308,7 +316,7 @@ def advance(sampler: Sampler, params: Params, state: State, options: SamplingOpt
         origin = jnp.where(here, block.origin[:, n:n + 1], origin)
     last = last_token(block, state.rows.last)
     finished = (block.size > 0) & (last == eos_id)
-    rows = Rows(state.rows.keys, last, state.rows.start + block.size,
+    rows = Rows(state.rows.noise, last, state.rows.start + block.size,
                 jnp.where(finished, 0, state.rows.room - block.size))
     return State(tokens, origin, state.emitted + block.size, rows, caches, add(state.counts, counted))
 

@@ -121,19 +121,21 @@ def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -
     """The beta >= 1 with sum max(0, p/beta - q) = R = sum max(0, q - p/(1-alpha)) (Tran-Thien 2023).
 
     Newton's iteration on the set S = {p > beta q}: beta <- P(S) / (R + Q(S)). It rises to the one
-    root, usually within three steps and always within the twenty taken. 1 where R = 0: nothing
-    is ever rejected there.
+    root in about three steps (eleven at most, seen over thousands of random cases). 1 where R = 0:
+    nothing is ever rejected there.
     """
     rejected = total_variation(q, p / (1.0 - alpha))
 
-    def step(_, beta):
+    def step(state):
+        count, _, beta = state
         above = p > beta * q
         mass = jnp.sum(jnp.where(above, p, 0.0), axis=-1, keepdims=True)
         drafted = jnp.sum(jnp.where(above, q, 0.0), axis=-1, keepdims=True)
         new = mass / jnp.where(rejected > 0, rejected + drafted, 1.0)
-        return jnp.where(rejected > 0, jnp.maximum(beta, new), beta)
+        return count + 1, beta, jnp.where(rejected > 0, jnp.maximum(beta, new), beta)
 
-    return lax.fori_loop(0, 20, step, jnp.ones_like(rejected))
+    start = jnp.ones_like(rejected)
+    return lax.while_loop(lambda s: (s[0] < 20) & jnp.any(s[2] > s[1]), step, step((0, start, start)))[2]
 
 
 def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha, beta: Alpha

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from rich.console import Console
 
+from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface, native
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, read_examples
@@ -72,29 +73,44 @@ def shift_right(target: Array, start_id: int) -> Array:
     return jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=start_id)
 
 
-def make_steps(model: T5Model, config: TrainConfig, optimizer: optax.GradientTransformation
-               ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def distillation_loss(logits: Array, teacher_logits: Array, target_length: Array) -> Array:
+    """Sum over real tokens of KL(teacher || student) (token-level distillation, Kim & Rush 2016).
+
+    logits and teacher_logits [B, T, V]; natural logarithms.
+    """
+    teacher, student = (jax.nn.log_softmax(x, axis=-1) for x in (teacher_logits, logits))
+    mask = jnp.arange(logits.shape[1]) < target_length[:, None]
+    return jnp.sum(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1) * mask)
+
+
+def make_steps(model: T5Model, config: TrainConfig, optimizer: optax.GradientTransformation,
+               teacher: T5Model | None = None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(train_step, loss_sums), both jitted; dropout is a function of (seed, step)."""
-    graphdef = model.graphdef()
 
-    def sums(params, batch, key, **kwargs):
-        logits = nnx.merge(graphdef, params)(batch.source, batch.source_length,
-                                             shift_right(batch.target, model.config.pad_id), key)
-        return token_loss(logits, batch.target, batch.target_length, **kwargs)
+    def forward(model, params, batch, key=None):
+        return nnx.merge(model.graphdef(), params)(
+            batch.source, batch.source_length, shift_right(batch.target, model.config.pad_id), key)
 
-    def train_step(params, opt_state, batch: Batch, step):
+    def train_step(params, opt_state, batch: Batch, step, teacher_params):
         def mean_loss(params):
             key = jax.random.fold_in(jax.random.key(config.seed, impl="rbg"), step)
-            total, count = sums(params, batch, key, label_smoothing=config.label_smoothing,
-                                z_loss=config.z_loss)
+            logits = forward(model, params, batch, key)
+            total, count = token_loss(logits, batch.target, batch.target_length,
+                                      label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+            if teacher is not None:
+                distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
+                                              batch.target_length)
+                total = (1.0 - config.distillation) * total + config.distillation * distilled
             return total / count, count
 
         (loss, count), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, count
 
-    return (jax.jit(train_step, donate_argnums=(0, 1)),
-            jax.jit(lambda params, batch: sums(params, batch, None)))
+    def loss_sums(params, batch):
+        return token_loss(forward(model, params, batch), batch.target, batch.target_length)
+
+    return jax.jit(train_step, donate_argnums=(0, 1)), jax.jit(loss_sums)
 
 
 def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -173,13 +189,20 @@ def train(config: TrainConfig) -> Path:
     record("start", config=dataclasses.asdict(config), jax=jax.__version__, device=str(jax.devices()[0]),
            machine=f"{platform.machine()}, {jax.device_count()} device(s)",
            parameters=sum(x.size for x in jax.tree.leaves(params)))
-    train_step, loss_sums = make_steps(model, config, optimizer)
+    teacher, teacher_params = None, None
+    if config.teacher is not None:
+        checkpoint = checkpoints.load(config.teacher)
+        if Tokenizer(checkpoint.tokenizer).pieces() != tokenizer.pieces():
+            raise ValueError(f"the teacher {config.teacher} has another vocabulary than {config.tokenizer}.")
+        teacher = dataclasses.replace(checkpoint.model, dtype=config.dtype)
+        teacher_params = checkpoint.params
+    train_step, loss_sums = make_steps(model, config, optimizer, teacher)
     validation, score = validation_batches(config, tokenizer), validation_bleu(config, tokenizer)
     batches = TrainingBatches(config.task, tokenizer, config.batch_tokens, config.seed).from_step(step)
     began, losses, tokens = time.monotonic(), [], 0
     while step < config.steps:
         batch = next(batches)
-        params, opt_state, loss, count = train_step(params, opt_state, batch, jnp.int32(step))
+        params, opt_state, loss, count = train_step(params, opt_state, batch, jnp.int32(step), teacher_params)
         losses.append(loss)
         tokens += int(count)
         step += 1

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
-from speccascade_jax.sampling import Role, draw, position_keys, uniforms
+from speccascade_jax.sampling import draw
 
 Array = jax.Array
 
@@ -39,21 +39,20 @@ def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B
     return jnp.where(jnp.sum(weights, axis=-1, keepdims=True) > 0, weights, pi)
 
 
-def verify(keys: Key[Array, "B"], level: int, start: Int[Array, "B"], draft: Draft,
+def verify(accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: Draft,
            pi: Float[Array, "B G+1 V"]) -> Verdict:
     """Steps 4 and 5 of GenSpecSample (Narasimhan et al., Algorithm 4): the output follows pi.
 
-    `start` is the position of draft.tokens[:, 0]. The bonus position is a rejection of nothing:
-    with q~ taken as zero there its residual is pi itself.
+    accept_u and draw_u are independent uniforms, one for each drafted position and one for each
+    at which a token may be drawn. The bonus position is a rejection of nothing: with q~ taken as
+    zero there its residual is pi itself.
     """
-    size = draft.tokens.shape[1]
-    u = jnp.stack([uniforms(position_keys(keys, Role.ACCEPT, level, start + j)) for j in range(size)], axis=1)
-    num_accepted = accepted_prefix(u, draft, pi)
+    num_accepted = accepted_prefix(accept_u, draft, pi)
 
-    def stopped(probs):
-        return jnp.take_along_axis(probs, num_accepted[:, None, None], axis=1)[:, 0]
+    def stopped(x):
+        index = num_accepted.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
-    bonus = (num_accepted == size)[:, None]
+    bonus = (num_accepted == draft.tokens.shape[1])[:, None]
     weights = residual(stopped(pi), jnp.where(bonus, 0.0, stopped(draft.probs)))
-    next_token = draw(position_keys(keys, Role.DRAW, level, start + num_accepted), weights)
-    return Verdict(num_accepted, next_token)
+    return Verdict(num_accepted, draw(stopped(draw_u), weights))

@@ -110,45 +110,40 @@ def test_blocks_beyond_the_limit_and_one_token_texts():
 
 # Planted bugs: the law test must fail on each, for the families that can show it.
 
-def bonus_from_p(monkeypatch):
-    """The bonus drawn from p~ (the preprint's print) instead of pi."""
+def with_p(monkeypatch, wrong):
+    """Every verification becomes wrong(verify, p~, its arguments ...)."""
     step, verify = Speculative.step, decoding.verify
 
     def patched(self, params, caches, rows, options, alphas, eos_id):
-        def from_p(keys, level, start, draft, pi):
-            logits, _ = self.verifier.extend(
-                params[1], jnp.concatenate([rows.last[:, None], draft.tokens], axis=1), caches[1])
-            p = decoding.token_probs(logits, options)
-            return verify(keys, level, start, draft, pi.at[:, -1].set(p[:, -1]))
+        def knowing_p(accept_u, draw_u, draft, pi):
+            tokens = jnp.concatenate([rows.last[:, None], draft.tokens], axis=1)
+            logits, _ = self.verifier.extend(params[1], tokens, caches[1])
+            return wrong(verify, decoding.token_probs(logits, options), accept_u, draw_u, draft, pi)
 
-        monkeypatch.setattr(decoding, "verify", from_p)
+        monkeypatch.setattr(decoding, "verify", knowing_p)
         return step(self, params, caches, rows, options, alphas, eos_id)
 
     monkeypatch.setattr(Speculative, "step", patched)
+
+
+def bonus_from_p(monkeypatch):
+    """The bonus drawn from p~ (the preprint's print) instead of pi."""
+    with_p(monkeypatch, lambda verify, p, accept_u, draw_u, draft, pi: verify(
+        accept_u, draw_u, draft, pi.at[:, -1].set(p[:, -1])))
 
 
 def residual_of_p(monkeypatch):
     """The residual max(0, p - q) whatever the target."""
-    step, verify = Speculative.step, decoding.verify
+    def wrong(verify, p, accept_u, draw_u, draft, pi):
+        right = verify(accept_u, draw_u, draft, pi)
+        at = right.num_accepted[:, None]
+        weights = verification.residual(*(jnp.take_along_axis(x, at[..., None], 1)[:, 0]
+                                          for x in (p, draft.probs)))
+        token = decoding.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
+        bonus = right.num_accepted == draft.tokens.shape[1]
+        return right._replace(next_token=jnp.where(bonus, right.next_token, token))
 
-    def patched(self, params, caches, rows, options, alphas, eos_id):
-        def from_p(keys, level, start, draft, pi):
-            logits, _ = self.verifier.extend(
-                params[1], jnp.concatenate([rows.last[:, None], draft.tokens], axis=1), caches[1])
-            p = decoding.token_probs(logits, options)
-            right = verify(keys, level, start, draft, pi)
-            at = right.num_accepted[:, None, None]
-            weights = verification.residual(jnp.take_along_axis(p, at, 1)[:, 0],
-                                            jnp.take_along_axis(draft.probs, at, 1)[:, 0])
-            wrong = decoding.draw(decoding.position_keys(keys, decoding.Role.DRAW, level,
-                                                         start + right.num_accepted), weights)
-            bonus = right.num_accepted == draft.tokens.shape[1]
-            return right._replace(next_token=jnp.where(bonus, right.next_token, wrong))
-
-        monkeypatch.setattr(decoding, "verify", from_p)
-        return step(self, params, caches, rows, options, alphas, eos_id)
-
-    monkeypatch.setattr(Speculative, "step", patched)
+    with_p(monkeypatch, wrong)
 
 
 def no_roll_back(monkeypatch):
@@ -160,22 +155,15 @@ def no_roll_back(monkeypatch):
 
 def one_uniform(monkeypatch):
     """Every drafted position of a block accepts with the same uniform."""
-    keys_of = decoding.position_keys
-
-    def verify(keys, level, start, draft, pi):
-        monkeypatch.setattr(verification, "position_keys", lambda keys, role, level, position: keys_of(
-            keys, role, level, start if role == decoding.Role.ACCEPT else position))
-        return verification.verify(keys, level, start, draft, pi)
-
-    monkeypatch.setattr(decoding, "verify", verify)
+    monkeypatch.setattr(decoding, "verify", lambda accept_u, *others: verification.verify(
+        jnp.broadcast_to(accept_u[:, :1], accept_u.shape), *others))
 
 
 def shared_key(monkeypatch):
-    """Drafting and accepting share a key."""
-    keys_of = decoding.position_keys
-    monkeypatch.setattr(verification, "position_keys", lambda keys, role, level, position: (
-        keys_of(keys, decoding.Role.DRAW, 0, position) if role == decoding.Role.ACCEPT
-        else keys_of(keys, role, level, position)))
+    """Drafting and accepting share a random number."""
+    noise = decoding.noise
+    monkeypatch.setattr(decoding, "noise", lambda *args: jnp.broadcast_to(
+        (table := noise(*args))[:, :1, :1], table.shape))
 
 
 SEEN_BY = {bonus_from_p: ["opt", "token_v3"], residual_of_p: ["token_v3"],

@@ -66,8 +66,9 @@ def read_config(folder: Path) -> T5Config:
     if found["num_decoder_layers"] is None:
         found["num_decoder_layers"] = found.get("num_layers")
     values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
-    return T5Config(**values, gated=activation == "gated-gelu",
-                    tied_embeddings=found.get("tie_word_embeddings", True))
+    # transformers 5 writes tie_word_embeddings: true for every T5; what tells 1.0 from 1.1 is the scale.
+    tied = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
+    return T5Config(**values, gated=activation == "gated-gelu", tied_embeddings=tied)
 
 
 def load(folder: Path, dtype: Any) -> tuple[T5Model, nnx.State]:
@@ -91,6 +92,8 @@ def load(folder: Path, dtype: Any) -> tuple[T5Model, nnx.State]:
             try:
                 if file not in open_files:
                     open_files[file] = stack.enter_context(safe_open(folder / file, framework="flax"))
+                if name == "lm_head.weight" and name not in open_files[file].keys():  # noqa: SIM118
+                    name = "shared.weight"  # an unscaled head that was tied when it was saved
                 return open_files[file].get_tensor(name)
             except FileNotFoundError:
                 raise ValueError(f"{folder / file} is missing.") from None
@@ -124,5 +127,6 @@ def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes
                   "feed_forward_proj": "gated-gelu" if config.gated else "relu",
                   "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
                   "tie_word_embeddings": config.tied_embeddings,
+                  "scale_decoder_outputs": config.tied_embeddings,
                   "torch_dtype": np.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")

@@ -70,12 +70,12 @@ class RMSNorm(nnx.Module):
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     """softmax(query keys^T + bias) values, without T5's missing 1/sqrt(K).
 
-    query [B, T, H, K], keys and values [B, L, H, K], bias broadcastable to [B, H, T, L];
-    returns [B, T, H, K] in float32.
+    query [B, H, T, K], keys and values [B, H, L, K], bias broadcastable to [B, H, T, L];
+    returns [B, H, T, K] in float32.
     """
-    scores = jnp.einsum("bthk,blhk->bhtl", query, keys.astype(query.dtype))
+    scores = jnp.einsum("bhtk,bhlk->bhtl", query, keys.astype(query.dtype))
     weights = jax.nn.softmax(scores + bias, axis=-1)
-    return jnp.einsum("bhtl,blhk->bthk", weights, values.astype(weights.dtype))
+    return jnp.einsum("bhtl,bhlk->bhtk", weights, values.astype(weights.dtype))
 
 
 def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: int,

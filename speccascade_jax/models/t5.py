@@ -72,14 +72,15 @@ class Attention(nnx.Module):
         self.num_heads = c.num_heads
 
     def _heads(self, x: Array) -> Array:
-        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+        """[B, T, H K] -> [B, H, T, K]"""
+        return jnp.swapaxes(x.reshape(*x.shape[:-1], self.num_heads, -1), 1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         return self._heads(self.key(x)), self._heads(self.value(x))
 
     def __call__(self, x: Array, keys: Array, values: Array, bias: Array) -> Array:
         mixed = attend(self._heads(self.query(x)), keys, values, bias)
-        return self.out(mixed.reshape(*x.shape[:-1], -1))
+        return self.out(jnp.swapaxes(mixed, 1, 2).reshape(*x.shape[:-1], -1))
 
 
 class FeedForward(nnx.Module):
@@ -199,7 +200,7 @@ class T5(nnx.Module):
         dtype = self.embedding[...].dtype
         cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
         c = self.config
-        empty = jnp.zeros((source.shape[0], max_length, c.num_heads, c.d_kv), dtype)
+        empty = jnp.zeros((source.shape[0], c.num_heads, max_length, c.d_kv), dtype)
         buckets = self._buckets(-np.arange(max_length), bidirectional=False)
         return T5Cache(
             keys=(empty,) * c.num_decoder_layers,
@@ -221,7 +222,8 @@ class T5(nnx.Module):
         keys, values = [], []
         for n, layer in enumerate(self.decoder):
             def remember(k, v, n=n):
-                return (write(cache.keys[n], k, cache.length), write(cache.values[n], v, cache.length))
+                return (write(cache.keys[n], k, cache.length, axis=2),
+                        write(cache.values[n], v, cache.length, axis=2))
 
             x, (k, v) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
                               cache.cross_bias, lambda x: x)

@@ -1,0 +1,170 @@
+"""T5 against Hugging Face's, and the four laws of the LanguageModel protocol."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.models.t5 import PRESETS, T5Config, T5Model
+
+TINY = T5Config(vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=4, num_encoder_layers=3,
+                num_decoder_layers=2, relative_buckets=8, relative_max_distance=12)
+SOURCE = np.random.default_rng(0).integers(2, 97, (3, 20)).astype(np.int32)
+LENGTH = np.array([20, 13, 1], np.int32)
+TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)
+
+
+def prefilled(model, params, max_length=40):
+    _, cache = jax.jit(model.prefill, static_argnums=3)(params, SOURCE, LENGTH, max_length)
+    return cache
+
+
+def in_blocks(model, params, tokens, sizes, cache):
+    """Logits of `tokens` fed in blocks of the given sizes."""
+    extend, logits, begin = jax.jit(model.extend), [], 0
+    for size in sizes:
+        part, cache = extend(params, tokens[:, begin:begin + size], cache)
+        logits.append(part)
+        begin += size
+    return np.concatenate(logits, axis=1), cache
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = T5Model(TINY)
+    return model, model.init(0)
+
+
+def hugging_face(config, seed=0):
+    """transformers' T5 with random weights: T5 1.1 with a head of its own, or T5 1.0."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = {theirs: getattr(config, ours) for ours, theirs in huggingface.CONFIG_KEYS.items()}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        **described, feed_forward_proj="gated-gelu" if config.gated else "relu",
+        tie_word_embeddings=config.tied_embeddings, decoder_start_token_id=config.pad_id))
+    with torch.no_grad():
+        for parameter in model.parameters():  # the defaults are too small or constant to test scales
+            parameter.copy_(torch.randn_like(parameter) * (0.12 if parameter.ndim > 1 else 0.1)
+                            + (1.0 if parameter.ndim == 1 else 0.0))
+        model.shared.weight.copy_(torch.randn_like(model.shared.weight))
+        if not config.tied_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("config", [
+    TINY, dataclasses.replace(TINY, gated=False, tied_embeddings=True)], ids=["t5_1_1", "t5_1_0"])
+def test_logits_agree_with_hugging_face(config, tmp_path):
+    torch = pytest.importorskip("torch")
+    theirs = hugging_face(config)
+    theirs.save_pretrained(tmp_path, safe_serialization=True)
+    model, params = huggingface.load(tmp_path, jnp.float32)
+    assert model.config == config
+    decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
+    mask = np.arange(SOURCE.shape[1]) < LENGTH[:, None]
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(SOURCE, dtype=torch.long),
+                          attention_mask=torch.tensor(mask, dtype=torch.long),
+                          decoder_input_ids=torch.tensor(decoder_input, dtype=torch.long)).logits.numpy()
+    assert np.ptp(expected) > 2  # weights large enough that a wrong scale or bias shows
+    size = TARGET.shape[1]
+    for sizes in ([size], [1] * size, [3, 7, 1, 6, 13]):
+        logits, _ = in_blocks(model, params, decoder_input, sizes, prefilled(model, params))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_teacher_forcing_equals_decoding(tiny):
+    model, params = tiny
+    import flax.nnx as nnx
+    decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
+    forced = nnx.merge(model.graphdef(), params)(SOURCE, LENGTH, decoder_input)
+    stepped, _ = in_blocks(model, params, decoder_input, [5, 25], prefilled(model, params))
+    np.testing.assert_allclose(forced, stepped, rtol=0, atol=1e-5)
+
+
+def test_append_and_chunk(tiny):
+    model, params = tiny
+    whole, cache = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    assert cache.length.tolist() == [30, 30, 30]
+    parts, cache = in_blocks(model, params, TARGET, [1, 11, 18], prefilled(model, params))
+    assert cache.length.tolist() == [30, 30, 30]
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+
+
+def test_rollback_with_ragged_lengths(tiny):
+    model, params = tiny
+    cache = prefilled(model, params)
+    _, cache = in_blocks(model, params, TARGET, [20], cache)
+    kept = np.array([3, 20, 11], np.int32)
+    new = TARGET[:, ::-1][:, :6]
+    rolled, _ = in_blocks(model, params, new, [2, 4], cache._replace(length=jnp.asarray(kept)))
+    for row, length in enumerate(kept):
+        tokens = np.concatenate([TARGET[:, :length], new], axis=1)
+        fresh, _ = in_blocks(model, params, tokens, [tokens.shape[1]], prefilled(model, params))
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
+
+
+def test_rows_are_independent(tiny):
+    model, params = tiny
+    together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
+    for row in range(3):
+        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 40)
+        alone, _ = in_blocks(model, params, TARGET[row:row + 1], [10, 20], cache)
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
+
+
+def test_padding_does_not_matter(tiny):
+    model, params = tiny
+    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 40)
+    short, _ = in_blocks(model, params, TARGET, [30], cache)
+    long, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("name,millions", [("t5_1_1_small", 77), ("t5_1_1_base", 248), ("t5_1_1_large", 783),
+                                           ("t5_1_1_xl", 2850), ("t5_1_1_xxl", 11135)])
+def test_presets_have_the_published_sizes(name, millions):
+    shapes = jax.tree.leaves(T5Model(PRESETS[name]).abstract_params())
+    assert round(sum(x.size for x in shapes) / 1e6) == millions
+
+
+def test_hugging_face_folder_comes_back_bit_for_bit(tiny, tmp_path):
+    model, params = tiny
+    huggingface.save(tmp_path, model, params, np.float32)
+    again, loaded = huggingface.load(tmp_path, jnp.float32)
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+def test_transformers_reads_our_export(tiny, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model, params = tiny
+    huggingface.save(tmp_path, model, params, np.float32)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(SOURCE[:1], dtype=torch.long),
+                          decoder_input_ids=torch.tensor(TARGET[:1], dtype=torch.long)).logits.numpy()
+    logits, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    np.testing.assert_allclose(logits[:1], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("damage,words", [
+    (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]), "truncated"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickled weights"),
+    (lambda f: (f / "config.json").write_text("{"), "cannot read"),
+    (lambda f: (f / "config.json").write_text('{"model_type": "bart"}'), "only t5"),
+    (lambda f: (f / "spiece.model").unlink(), "spiece.model"),
+], ids=["truncated", "pickle", "bad_config", "other_model", "no_tokenizer"])
+def test_damaged_folders_are_refused_in_a_sentence(tiny, tmp_path, damage, words):
+    huggingface.save(tmp_path, *tiny)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        checkpoints.load(tmp_path)
