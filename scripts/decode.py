@@ -58,9 +58,8 @@ class Arguments:
 def print_list(console: Console) -> None:
     table = Table("config", "what it is", title="--config", title_justify="left")
     for name, path in configs.available().items():
-        with contextlib.suppress(ValueError):
-            if isinstance(configs.load(name), DecodeConfig):
-                table.add_row(name, path.read_text().split('"""')[1].split("\n")[0])
+        if isinstance(configs.load(name), DecodeConfig):
+            table.add_row(name, path.read_text().split('"""')[1].split("\n")[0])
     console.print(table)
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
     for name, method in METHODS.items():
@@ -90,7 +89,8 @@ def read_inputs(arguments: Arguments) -> list[str]:
         try:
             texts.append(json.loads(line)["source"])
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f"{arguments.input}, line {number}: not a JSON object with a `source`.") from None
+            raise ValueError(
+                f"{arguments.input}, line {number}: not a JSON object with a `source`.") from None
     return texts
 
 
@@ -102,10 +102,12 @@ def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple
     kept = Path(f"{path}.settings.json")
     try:
         if path.exists() and path.stat().st_size:
-            if not kept.is_file() or json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
+            same = kept.is_file() and json.loads(kept.read_text()) == settings
+            if not same:
                 raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or "
                                  "choose another --output.")
-        file = path.open("r+" if path.exists() else "w+", encoding="utf-8")
+        file = path.open("r+" if path.exists() else "w+", encoding="utf-8",
+                         errors="surrogateescape")  # a killed run may have cut a character in two
         kept.write_text(json.dumps(settings, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
@@ -142,7 +144,8 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
 def table_of(summary: dict[str, Any], title: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in summary.items():
-        table.add_row(name, "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value))
+        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        table.add_row(name, "-" if value is None else shown)
     return table
 
 
@@ -227,18 +230,24 @@ def parse(argv: list[str]) -> Arguments:
     name = finder.parse_known_args(argv)[0].config
     run = configs.load(name)
     if not isinstance(run, DecodeConfig):
-        raise ValueError(f"config {name} is for scripts/finetune.py; decode.py --list names those for decoding.")
-    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, description=__doc__)
+        raise ValueError(f"config {name} is for scripts/finetune.py; decode.py --list names the others.")
+    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py", description=__doc__)
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """The exit code: 0, 2 for bad input (said in one sentence), 130 when interrupted."""
     try:
-        decode(parse(sys.argv[1:]))
+        decode(parse(argv))
     except ValueError as error:
-        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        sys.exit(2)
-    except BrokenPipeError:
+        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         errors.print("interrupted; the same command goes on where --output ends.")
-        sys.exit(130)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
     examples = read_examples(path)
     order, starts = _groups(len(examples), task.join, np.random.default_rng([seed, 1]))
     joined = []
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         parts = [examples[i] for i in order[begin:end]]
         references = [p.get(task.references_field) or [p[task.target_field]] for p in parts]
         count = max(len(r) for r in references)

@@ -46,8 +46,9 @@ def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
 def draw(u: Float[Array, "B"], weights: Float[Array, "B V"]) -> Int[Array, "B"]:
     """A token a row with probability proportional to `weights` (>= 0, a positive sum).
 
-    u is uniform in [0, 1); exactly 0 happens. Inverts the cumulative sum. A token of weight zero is never returned: not for u = 0, not where
-    u * total rounds up to the total, not where the parallel sum is not monotone in its last bits.
+    `u` is uniform in [0, 1); exactly 0 happens. Inverts the cumulative sum. A token of weight zero
+    is never returned: not for u = 0, not where u * total rounds up to the total, not where the
+    parallel sum is not monotone in its last bits.
     """
     cumulative = jnp.cumsum(weights, axis=-1)
     total = jnp.max(jnp.where(weights > 0, cumulative, 0.0), axis=-1, keepdims=True)

@@ -51,11 +51,12 @@ class Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
-    """Trains a SentencePiece unigram vocabulary of `size` pieces with T5's special ids."""
+    """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
         pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=True, character_coverage=0.9995,
+        hard_vocab_limit=False,
         minloglevel=2, num_threads=1)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(model.getvalue())
@@ -237,11 +238,12 @@ class Cascade:
                 origin = [Origin(o).name.lower() for o in result.origin[slot, :length]]
                 outputs[n] = Output(window[n][0], window[n][1], self.tokenizer.decode(tokens), tokens,
                                     origin, row_counts(result.counts, slot), cut[n])
-        return [outputs.get(n) or Output(index, source, "", [], [], {}) for n, (index, source) in enumerate(window)]
+        return [outputs.get(n) or Output(index, source, "", [], [], {})
+                for n, (index, source) in enumerate(window)]
 
     def _run(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
         """generate() on host arrays, compiling each shape once and timing that apart."""
-        _, keys, inputs, _, options, _ = arguments
+        inputs, options = arguments[2], arguments[4]
         shape = (sampler, inputs.shape, options.top_k, options.top_p is None)
         static = {"max_new_tokens": self.max_new_tokens, "eos_id": self.tokenizer.eos_id}
         if shape not in self._compiled:

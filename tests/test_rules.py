@@ -66,7 +66,8 @@ def test_tuned_beta_where_nothing_or_everything_is_rejected():
 def test_top_k_and_top_p_break_ties_by_id():
     flat = jnp.zeros(5)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_k=2)), [0.5, 0.5, 0, 0, 0])
-    np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=0.5)), [1 / 3] * 3 + [0, 0], atol=1e-6)
+    np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=0.5)), [1 / 3] * 3 + [0, 0],
+                               atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=1.0)), [0.2] * 5, atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(0.0)), [1, 0, 0, 0, 0])
 

@@ -1,0 +1,223 @@
+"""scripts/decode.py and the text API, on a tiny random pair."""
+
+import gzip
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from speccascade_jax import config as configs
+from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.rules import METHODS
+from speccascade_jax.text import Cascade, train_tokenizer
+
+SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree", "why not", "the end"]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, configs.REPOSITORY / "scripts" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+decode = script("decode")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a drafter and a verifier that half agree, so that every origin occurs."""
+    folder = tmp_path_factory.mktemp("pair")
+    words = list({word for sentence in SENTENCES for word in sentence.split()})
+    rng = np.random.default_rng(0)
+    train_tokenizer((" ".join(rng.choice(words, 8)) for _ in range(500)), folder / "spiece.model", 320)
+    config = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+                      num_decoder_layers=1)
+    model = T5Model(config)
+    large = model.init(0)
+    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
+    for name, params in (("drafter", small), ("verifier", large)):
+        huggingface.save(folder / name, model, params, np.float32)
+        (folder / name / "spiece.model").write_bytes((folder / "spiece.model").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cascade(pair):
+    return Cascade.load(pair / "drafter", pair / "verifier", max_source_length=32, max_new_tokens=24)
+
+
+def run(pair, *flags):
+    """decode.py on the tiny pair: the exit code."""
+    return decode.main([f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}",
+                        "--max-source-length=32", "--max-new-tokens=24", *map(str, flags)])
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text("\n".join(SENTENCES) + "\n")
+    return path
+
+
+def test_writes_every_field_in_input_order(pair, inputs, tmp_path):
+    out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
+    assert run(pair, "--input", inputs, "--output", out, "--summary", summary, "--method", "token_v3",
+               "--alpha", 0.3, "--temperature", 1, "--batch-size", 4) == 0
+    written = lines(out)
+    assert [(x["index"], x["source"]) for x in written] == list(enumerate(SENTENCES))
+    for x in written:
+        assert len(x["tokens"]) == len(x["origin"])
+        assert set(x["origin"]) <= {"draft", "correction", "bonus"}
+        if x["source"]:
+            assert x["counts"]["emitted"] == len(x["tokens"])
+            assert x["counts"]["accepted"] == x["origin"].count("draft")
+            assert sum(x["counts"]["histogram"]) == x["counts"]["rounds"]
+        else:
+            assert (x["text"], x["tokens"], x["counts"]) == ("", [], {})
+    figures = json.loads(summary.read_text())
+    total = {name: sum(x["counts"].get(name, 0) for x in written)
+             for name in ("accepted", "drafted", "emitted", "rounds")}
+    assert figures["acceptance_rate"] == total["accepted"] / total["drafted"]
+    assert figures["tokens_per_verifier_call"] == total["emitted"] / total["rounds"]
+    assert figures["compile_seconds"] > 0 and figures["decode_seconds"] > 0
+
+
+def test_gzip_jsonl_and_stdin_read_alike(pair, inputs, tmp_path, monkeypatch):
+    jsonl = tmp_path / "in.jsonl.gz"
+    jsonl.write_bytes(gzip.compress("".join(json.dumps({"source": s}) + "\n" for s in SENTENCES).encode()))
+    results = []
+    for n, source in enumerate((inputs, jsonl, "-")):
+        monkeypatch.setattr("sys.stdin", inputs.open())
+        assert run(pair, "--input", source, "--output", tmp_path / f"{n}.jsonl", "--limit", 4) == 0
+        results.append(lines(tmp_path / f"{n}.jsonl"))
+    assert results[0] == results[1] == results[2] and len(results[0]) == 4
+
+
+def test_an_interrupted_run_resumes_where_its_output_ends(pair, inputs, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ("--input", inputs, "--output", out, "--temperature", 1, "--batch-size", 2)
+    assert run(pair, *flags) == 0
+    whole = out.read_bytes()
+    for cut in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, len(whole)):
+        out.write_bytes(whole[:cut])
+        assert run(pair, *flags) == 0
+        assert out.read_bytes() == whole
+    assert run(pair, *flags, "--seed", 1) == 2  # other settings are not mixed in
+    assert out.read_bytes() == whole
+    inputs.write_text("something else\n")
+    assert run(pair, *flags) == 2
+    assert out.read_bytes() == whole
+
+
+BAD = {
+    "unknown config": (["--config=wmt_smal_large"], "did you mean 'wmt_small_large'"),
+    "missing checkpoint": (["--config=wmt_small_large", "--text=x"], "scripts/finetune.py"),
+    "unknown method": (["--method=tokenv3"], "unknown method 'tokenv3'"),
+    "alpha": (["--method=chow", "--alpha=1.5"], "alpha is 1.5"),
+    "lossy alpha": (["--method=lossy", "--alpha=1"], "alpha is 1"),
+    "nan alpha": (["--method=chow", "--alpha=nan"], "alpha is nan"),
+    "temperature": (["--temperature=-0.1"], "temperature is -0.1"),
+    "top_p": (["--top-p=0"], "top_p is 0"),
+    "top_k": (["--top-k=0"], "top_k is 0"),
+    "block size": (["--block-size=0"], "block_size is 0"),
+    "batch size": (["--batch-size=0"], "batch_size is 0"),
+    "no folder": (["--verifier=/nowhere"], "/nowhere is missing"),
+    "too long": (["--text", "cat dog " * 30], "the limit is 32"),
+    "unreadable input": (["--input=/nowhere.txt"], "cannot read /nowhere.txt"),
+    "unwritable output": (["--output=/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
+    "text and input": (["--text=x", "--input=y"], "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_exit_code_two(pair, case, capsys):
+    flags, words = BAD[case]
+    overrides = [] if "config" in case or "checkpoint" in case else [
+        f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}", "--max-source-length=32"]
+    assert decode.main([*overrides, *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+def test_unknown_flags_exit_with_two(pair):
+    with pytest.raises(SystemExit) as stopped:
+        run(pair, "--metod", "chow")
+    assert stopped.value.code == 2
+
+
+def test_invalid_utf8_names_the_line(pair, tmp_path, capsys):
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("fine\nGrüße\n".encode("latin1"))
+    assert run(pair, "--input", path) == 2
+    assert "line 2: not valid UTF-8" in capsys.readouterr().err
+
+
+def test_truncation_is_asked_for_and_counted(pair, tmp_path):
+    summary = tmp_path / "summary.json"
+    assert run(pair, "--text", "cat dog " * 30, "--truncate", "--summary", summary) == 0
+    assert json.loads(summary.read_text())["truncated"] == 1
+
+
+def test_vocabularies_must_match(pair, tmp_path, capsys):
+    other = tmp_path / "other"
+    train_tokenizer(["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50,
+                    tmp_path / "spiece.model", 300)
+    model = T5Model(T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+                             num_decoder_layers=1))
+    huggingface.save(other, model, model.init(0), np.float32)
+    (other / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes())
+    assert run(pair, f"--drafter={other}") == 2
+    assert "one vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["speculative", "token_v3", "opt", "lossy", "verifier", "drafter"])
+def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
+    def tokens(texts, batch_size, first_index=0):
+        return [o.tokens for o in cascade.generate(texts, method=method, alpha=0.2, block_size=3,
+                                                   temperature=0.8, batch_size=batch_size,
+                                                   first_index=first_index)]
+    together = tokens(SENTENCES, 6)
+    assert together == tokens(SENTENCES, 1) == tokens(SENTENCES, 4)
+    assert together[3:] == tokens(SENTENCES[3:], 2, first_index=3)
+
+
+def test_streaming_ends_with_what_generate_gives(cascade):
+    options = {"method": "token_v3", "alpha": 0.3, "block_size": 2, "temperature": 1.0, "seed": 5}
+    parts = list(cascade.stream(SENTENCES[0], **options))
+    assert parts[-1] == next(iter(cascade.generate([SENTENCES[0]], **options))).text
+    assert len(parts) > 1
+
+
+def test_a_sweep_compiles_once(cascade):
+    before = cascade.clock.compilations
+    for alpha in np.linspace(0, 1, 20):
+        for temperature in (0.0, 0.5, 1.0):
+            list(cascade.generate(["the cat"], method="diff", alpha=float(alpha), block_size=4,
+                                  temperature=temperature))
+    assert cascade.clock.compilations == before + 1
+
+
+def test_greedy_speculative_is_the_verifier(cascade):
+    for block_size in (1, 3, 5, 7):
+        for batch_size in (1, 3):
+            alone, together = (
+                [o.tokens for o in cascade.generate(SENTENCES, method=method, block_size=block_size,
+                                                    batch_size=batch_size)]
+                for method in ("verifier", "speculative"))
+            assert alone == together
+
+
+def test_list_names_configs_and_methods(capsys):
+    assert decode.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in [*METHODS, "demo", "wmt_small_large"])
