@@ -5,7 +5,6 @@
     python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-import jax.numpy as jnp
 import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -162,21 +160,6 @@ def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[
             yield output
 
 
-def load_cascade(run: DecodeConfig) -> Cascade:
-    for role, path in (("drafter", run.drafter), ("verifier", run.verifier)):
-        if not Path(path).is_dir():
-            raise ValueError(f"the {role}'s checkpoint {path} is missing. "
-                             f"{run.missing or f'Give its folder with --{role}.'}")
-    if run.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {run.dtype!r}: float32 or bfloat16.")
-    for name, value in (("batch_size", run.batch_size), ("max_new_tokens", run.max_new_tokens),
-                        ("max_source_length", run.max_source_length)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-    return Cascade.load(run.drafter, run.verifier, dtype=jnp.dtype(run.dtype), prefix=run.prefix,
-                        max_source_length=run.max_source_length, max_new_tokens=run.max_new_tokens)
-
-
 def decode(arguments: Arguments) -> None:
     run, console = arguments.run, Console(highlight=False)
     if arguments.list:
@@ -189,7 +172,7 @@ def decode(arguments: Arguments) -> None:
             settings = {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
             file, finished = open_output(Path(arguments.output), settings, texts)
             stack.enter_context(file)
-        cascade = load_cascade(run)
+        cascade = Cascade.from_config(run)
         outputs = cascade.generate(
             texts[len(finished):], method=run.method, alpha=run.alpha, block_size=run.block_size,
             temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
@@ -225,13 +208,9 @@ def decode(arguments: Arguments) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default="demo")
-    name = finder.parse_known_args(argv)[0].config
-    run = configs.load(name)
-    if not isinstance(run, DecodeConfig):
-        raise ValueError(f"config {name} is for scripts/finetune.py; decode.py --list names the others.")
-    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py", description=__doc__)
+    name, run = configs.from_command_line(argv, DecodeConfig, "demo")
+    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py",
+                    description=__doc__)
 
 
 def main(argv: list[str]) -> int:

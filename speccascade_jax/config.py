@@ -1,5 +1,6 @@
 """What a run is made of: frozen dataclasses, and `load(name)` for the files in configs/."""
 
+import argparse
 import dataclasses
 import difflib
 import os
@@ -77,12 +78,28 @@ class DecodeConfig:
     seed: int = 0                  # with an input's number it fixes the output, whatever the batch
     batch_size: int = 1            # inputs decoded side by side
     max_source_length: int = 80    # tokens, the end-of-sequence token included
-    max_new_tokens: int = 80
+    max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
     dtype: str = "float32"         # of weights and caches: float32 or bfloat16
     missing: str = ""              # what to do where a checkpoint is missing, for people
     examples: tuple[str, ...] = () # decoded when no input is given
+
+
+def from_command_line(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
+    """The name after --config in argv (or `default`), and that config, which must be a `kind`.
+
+    Found before the rest of the command line is parsed: its fields are the other flags' defaults.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default=default)
+    name = finder.parse_known_args(argv)[0].config
+    if name is None:
+        raise ValueError(f"give --config=NAME, one of: {', '.join(available())}.")
+    config = load(name)
+    if not isinstance(config, kind):
+        raise ValueError(f"config {name} is a {type(config).__name__}; this script runs a {kind.__name__}.")
+    return name, config
 
 
 def available() -> dict[str, Path]:

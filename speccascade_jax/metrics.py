@@ -52,6 +52,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
             "deferral_rate": ratio("deferred", "drafted")}
 
 
+def position_acceptance(rows: list[dict[str, Any]]) -> float:
+    """accepted / tested drafted positions, those after a rejection being untested: the `a` of SPEC
+    section 6. (acceptance_rate divides by all drafted positions.)"""
+    histogram = np.sum([row["histogram"] for row in rows], axis=0)
+    accepted = histogram @ np.arange(len(histogram))
+    return float(accepted / max(accepted + histogram[:-1].sum(), 1))
+
+
 def expected_tokens_per_call(acceptance: Float[np.ndarray, "..."] | float, block_size: int) -> Any:
     """(1 - a^(gamma+1)) / (1 - a): tokens per verifier call with independent acceptance a."""
     a = np.asarray(acceptance, np.float64)

@@ -1,6 +1,6 @@
 """Text in, text out: the tokenizer, and Cascade, the API over generate.
 
-    cascade = Cascade.load(drafter_folder, verifier_folder)
+    cascade = Cascade.load(drafter_folder, verifier_folder)  # or speccascade_jax.load("demo")
     for output in cascade.generate(["Where is the station?"], method="token_v3", alpha=0.3):
         print(output.text, output.counts)
 """
@@ -18,6 +18,7 @@ import numpy as np
 import sentencepiece
 
 from speccascade_jax import checkpoints, decoding
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
 from speccascade_jax.metrics import Counters
 from speccascade_jax.rules import METHODS
@@ -144,6 +145,21 @@ class Cascade:
             raise ValueError(f"the tokenizer in {verifier} has {tokenizer.size} pieces, the models only "
                              f"{sizes[1]}: it belongs to other models.")
         return cls(small.model, large.model, small.params, large.params, tokenizer, **fields)
+
+    @classmethod
+    def from_config(cls, config: DecodeConfig) -> "Cascade":
+        """The pair a DecodeConfig names. Raises ValueError with the remedy where it cannot be had."""
+        for role, path in (("drafter", config.drafter), ("verifier", config.verifier)):
+            if not (path.startswith("hf://") or Path(path).is_dir()):
+                raise ValueError(f"the {role}'s checkpoint {path} is missing. "
+                                 f"{config.missing or f'Give its folder with --{role}.'}")
+        if config.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is {config.dtype!r}: float32 or bfloat16.")
+        for name in ("batch_size", "max_new_tokens", "max_source_length"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(config.dtype), prefix=config.prefix,
+                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens)
 
     def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
         """The sampler of a method, and its parameters."""

@@ -170,6 +170,12 @@ def train(config: TrainConfig) -> Path:
     native.describe(run, config.model, Path(config.tokenizer))
     model = T5Model(config.model, dtype=config.dtype)
     params = model.init(config.seed)
+    if config.init is not None:
+        start = checkpoints.load(config.init)
+        if dataclasses.replace(start.model.config, dropout_rate=config.model.dropout_rate) != config.model:
+            raise ValueError(f"{config.init} holds a model of another shape than the config's: "
+                             f"{start.model.config}.")
+        params = start.params
     optimizer = make_optimizer(config)
     opt_state = optimizer.init(params)
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")

@@ -17,12 +17,29 @@ class Checkpoint(NamedTuple):
     tokenizer: Path  # the SentencePiece file
 
 
+def from_hub(name: str) -> str:
+    """The local copy of a Hugging Face model, fetched where it is not there yet.
+
+    Raises ValueError where the optional huggingface_hub or the hub itself is out of reach.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(f"to fetch {name} from the hub: pip install 'speccascade_jax[hub]'.") from None
+    try:
+        return snapshot_download(name, allow_patterns=["*.safetensors*", "config.json", "spiece.model"])
+    except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason}); give a local folder "
+                         "instead.") from None
+
+
 def load(path: str | Path, dtype: Any = jnp.float32) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax) or a Hugging Face folder (safetensors), in `dtype`.
 
-    Raises ValueError saying what is missing or damaged.
+    hf://ORGANISATION/NAME is fetched from the hub. Raises ValueError saying what is missing or damaged.
     """
-    folder = Path(path)
+    folder = Path(from_hub(str(path).removeprefix("hf://")) if str(path).startswith("hf://") else path)
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}.")
     if (folder / "model.json").is_file():

@@ -1,0 +1,53 @@
+"""wmt_small_large at its real shapes, on abstract weights: what will run on TPU, GPU and CPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from speccascade_jax import config as configs
+from speccascade_jax.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.rules import METHODS
+from speccascade_jax.typing import SamplingOptions
+
+
+def primitives(jaxpr, path=()):
+    """(name, enclosing primitives) of every equation, however deep."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, path
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives(inner, (*path, equation.primitive.name))
+
+
+@pytest.fixture(scope="module")
+def wmt():
+    """generate's arguments for the config, without memory for the weights."""
+    run = configs.load("wmt_small_large")
+    small, large = (T5Model(PRESETS[f"t5_1_1_{size}"], dtype="bfloat16") for size in ("small", "large"))
+    sampler = Speculative(Autoregressive(small), large, METHODS[run.method], run.block_size)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+                          (small.abstract_params(), large.abstract_params()))
+    rows = 4
+    arguments = (sampler, params, jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
+                 jax.ShapeDtypeStruct((rows, run.max_source_length), jnp.int32),
+                 jax.ShapeDtypeStruct((rows,), jnp.int32),
+                 SamplingOptions(jax.ShapeDtypeStruct((), jnp.float32)),
+                 jax.ShapeDtypeStruct((1,), jnp.float32))
+    return arguments, {"max_new_tokens": run.max_new_tokens, "eos_id": 1}
+
+
+def test_exports_for_tpu_cuda_and_cpu(wmt):
+    arguments, static = wmt
+    exported = jax.export.export(generate, platforms=["tpu", "cuda", "cpu"])(*arguments, **static)
+    assert exported.platforms == ("tpu", "cuda", "cpu")
+    assert exported.out_avals[0].shape == (4, 80)
+    assert "callback" not in exported.mlir_module()
+
+
+def test_one_decoding_loop_and_no_callback(wmt):
+    arguments, static = wmt
+    found = list(primitives(generate.trace(*arguments, **static).jaxpr.jaxpr))
+    assert not [name for name, _ in found if "callback" in name]
+    loops = [path for name, path in found if name in ("while", "scan") and "while" not in path]
+    assert len(loops) == 1  # everything that repeats (the drafter's known steps) lies inside it
