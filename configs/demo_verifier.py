@@ -15,4 +15,4 @@ config = TrainConfig(
     tokenizer=str(REPOSITORY / "speccascade_jax" / "demo" / "spiece.model"),
     model=T5Config(vocab_size=4096, d_model=512, d_kv=64, num_heads=8, d_ff=1024,
                    num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.05),
-    steps=4500, batch_tokens=2048, learning_rate=0.01, warmup_steps=200)
+    steps=3500, batch_tokens=2048, learning_rate=0.01, warmup_steps=200)

@@ -81,7 +81,7 @@ class DecodeConfig:
     max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
-    dtype: str = "float32"         # of weights and caches: float32 or bfloat16
+    dtype: str = "auto"            # weights and caches: float32, bfloat16, auto (float32 on CPUs)
     missing: str = ""              # what to do where a checkpoint is missing, for people
     examples: tuple[str, ...] = () # decoded when no input is given
 

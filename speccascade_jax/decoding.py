@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ class Block(NamedTuple):
     size: Int[Array, "B"]         # 0 .. min(N, room)
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """Static and hashable. `params` and `caches` nest as the sampler does."""
 

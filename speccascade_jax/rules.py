@@ -138,8 +138,8 @@ def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -
     return lax.while_loop(lambda s: (s[0] < 20) & jnp.any(s[2] > s[1]), step, step((0, start, start)))[2]
 
 
-def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha, beta: Alpha
-              ) -> Float[Array, "*B V"]:
+def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha,
+              beta: float | Float[Array, "*B 1"]) -> Float[Array, "*B V"]:
     """The law lossy speculative sampling emits (Tran-Thien 2023; Lemma 2 where beta is tuned):
 
         out = min(q, p/(1-alpha)) + R max(0, p/beta - q) / sum max(0, p/beta - q)

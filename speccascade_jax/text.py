@@ -153,13 +153,16 @@ class Cascade:
             if not (path.startswith("hf://") or Path(path).is_dir()):
                 raise ValueError(f"the {role}'s checkpoint {path} is missing. "
                                  f"{config.missing or f'Give its folder with --{role}.'}")
-        if config.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype is {config.dtype!r}: float32 or bfloat16.")
+        dtypes = {"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16",
+                  "float32": "float32", "bfloat16": "bfloat16"}
+        if config.dtype not in dtypes:
+            raise ValueError(f"dtype is {config.dtype!r}; known: {', '.join(dtypes)}.")
         for name in ("batch_size", "max_new_tokens", "max_source_length"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
-        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(config.dtype), prefix=config.prefix,
-                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens)
+        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtypes[config.dtype]),
+                        prefix=config.prefix, max_source_length=config.max_source_length,
+                        max_new_tokens=config.max_new_tokens)
 
     def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
         """The sampler of a method, and its parameters."""
@@ -248,6 +251,9 @@ class Cascade:
             arguments = self._arguments(sampler, params, [rows[n] for n in chosen],
                                         [window[n][0] for n in chosen], seed, batch_size, options, alpha)
             result = self._run(sampler, arguments)
+            if (result.tokens >= self.verifier.vocab_size).any():
+                raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or "
+                                 "dtype bfloat16 is too narrow for it.")
             for slot, n in enumerate(chosen):
                 length = int(result.length[slot])
                 tokens = result.tokens[slot, :length].tolist()

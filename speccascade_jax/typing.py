@@ -6,7 +6,7 @@ V vocabulary, H heads, D width.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Float, Int
@@ -37,6 +37,7 @@ class SamplingOptions:
     top_k: int | None = None
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """A next-token model whose cache is an explicit pytree with a per-row `length`.
 

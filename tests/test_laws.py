@@ -15,11 +15,11 @@ from speccascade_jax.typing import SamplingOptions
 VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
 FAIL_BELOW = 1e-4
 PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
-TABLES = [table(seed, VOCAB) for seed in (0, 1, 2)]
+TABLES = [table(seed, VOCAB) for seed in (39, 40, 41)]  # rules defer in about half of their contexts
 TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}}
-FAMILIES = {"speculative": 0.0, "opt": 0.3, "token_v3": 0.4}
-LENIENCE = {"chow": 0.5, "chow_log": 1.0, "diff": 0.1, "diff_log": 0.1, "opt": 0.3, "opt_log": 0.3,
-            "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.5, "lossy": 0.3,
+FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
+LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
+            "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.6, "lossy": 0.3,
             "lossy_tuned": 0.3, "lossy_greedy": 0.3, "speculative": 0.0}
 
 

@@ -11,13 +11,13 @@ from speccascade_jax.sampling import draw, noise, token_probs
 from speccascade_jax.typing import SamplingOptions
 from speccascade_jax.verification import Draft, accepted_prefix, residual, verify
 
-Q, P = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.3, 0.5])
+Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
 
 
 def random_pairs(count, size, seed=0):
     rng = np.random.default_rng(seed)
     q, p = (np.exp(2 * rng.normal(size=(count, size))) for _ in range(2))
-    return q / q.sum(-1, keepdims=True), p / p.sum(-1, keepdims=True)
+    return [jnp.asarray(x / x.sum(-1, keepdims=True), jnp.float32) for x in (q, p)]
 
 
 def test_worked_examples_of_the_docstrings():
@@ -39,27 +39,29 @@ def test_targets_equal_the_table_token_by_token(method, alpha, temperature):
     np.testing.assert_allclose(pi.sum(-1), 1, atol=1e-5)
     qs, ps = (np.asarray(x, np.float64) for x in shaped)
     for n in range(len(q)):
-        expected = target(method, q[n], p[n], qs[n], ps[n], alpha, temperature == 0)
+        own = [np.asarray(x[n], np.float64) for x in (q, p)]
+        expected = target(method, *own, qs[n], ps[n], alpha, temperature == 0)
         np.testing.assert_allclose(pi[n], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9])
 def test_tuned_beta_balances_rejection_and_residual(alpha):
-    q, p = (x.astype(np.float32) for x in random_pairs(2000, 8, seed=1))
+    q, p = random_pairs(2000, 8, seed=1)
     rejected = np.asarray(total_variation(q, p / (1 - alpha)))
     q, p = (x[rejected[:, 0] > 1e-4] for x in (q, p))  # below, rounding decides
     rejected = rejected[rejected[:, 0] > 1e-4]
     assert len(q) > 500
     beta = np.asarray(tuned_beta(q, p, alpha))
-    np.testing.assert_allclose(rejected, np.maximum(p / beta - q, 0).sum(-1, keepdims=True), atol=1e-5)
+    np.testing.assert_allclose(rejected, np.maximum(p / beta - q, 0).sum(-1, keepdims=True),
+                               atol=1e-5)
     assert (beta >= 1).all() and (beta <= 1 / rejected * 1.001).all()
 
 
 def test_tuned_beta_where_nothing_or_everything_is_rejected():
-    same = np.array([[0.5, 0.5, 0.0]])
+    same = jnp.array([[0.5, 0.5, 0.0]])
     assert tuned_beta(same, same, 0.3) == 1
     np.testing.assert_allclose(lossy_law(same, same, 0.3, 1.0), same)
-    apart = np.array([[0.0, 0.0, 1.0]])
+    apart = jnp.array([[0.0, 0.0, 1.0]])
     np.testing.assert_allclose(lossy_law(same, apart, 0.3, tuned_beta(same, apart, 0.3)), apart)
 
 
@@ -78,7 +80,7 @@ def test_draw_never_returns_a_token_without_weight(u):
     weights = rng.random((500, 4096)).astype(np.float32) ** 8
     weights[rng.random(weights.shape) < 0.9] = 0
     weights[:, -1] = weights[:, 0] = 0
-    tokens = draw(jnp.full(500, u, jnp.float32), weights)
+    tokens = draw(jnp.full(500, u, jnp.float32), jnp.asarray(weights))
     assert (np.take_along_axis(weights, np.asarray(tokens)[:, None], axis=1) > 0).all()
 
 
@@ -101,8 +103,8 @@ def test_residual_without_mass_falls_back_to_the_target():
 
 def test_verify_by_hand():
     """x = (0, 1): 0 is accepted where u * .6 < .2, 1 always; the residual of position 0 is {2}."""
-    draft = Draft(jnp.array([[0, 1]] * 3), jnp.tile(jnp.asarray(Q), (3, 3, 1)))
-    pi = jnp.tile(jnp.asarray(P), (3, 3, 1))
+    draft = Draft(jnp.array([[0, 1]] * 3), jnp.tile(Q, (3, 3, 1)))
+    pi = jnp.tile(P, (3, 3, 1))
     accept_u = jnp.array([[0.34, 0.0], [0.33, 0.99], [0.0, 0.5]])
     verdict = verify(accept_u, jnp.array([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.1]]), draft, pi)
     assert verdict.num_accepted.tolist() == [0, 2, 2]
@@ -117,7 +119,7 @@ def test_noise_depends_on_key_role_and_position_only():
 
 
 def test_limits_of_alpha():
-    q, p = (x.astype(np.float32) for x in random_pairs(200, 6, seed=3))
+    q, p = random_pairs(200, 6, seed=3)
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for method, alpha, expected in [("diff", 1.0, q), ("chow", 1.0, q), ("chow", 0.0, p), ("lossy", 0.0, p),
                                     ("lossy_tuned", 0.0, p), ("token_v3", 1.0, q), ("token_v1", 1.0, q),

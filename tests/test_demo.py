@@ -1,0 +1,92 @@
+"""The shipped pair: greedy exactness, the identities of SPEC section 4, and its quality."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import speccascade_jax as sc
+from speccascade_jax import config as configs
+from speccascade_jax.data import joined_examples
+from speccascade_jax.evaluation import bleu
+from speccascade_jax.metrics import Counters, check_identities
+
+TASK = configs.load("demo_verifier").task
+OWN = ["Where is the station?", "Tom said that he would come tomorrow. I don't believe him.",
+       "She opened the window because it was too hot.", "Can you help me? I lost my keys.",
+       "My brother wants to buy a new car, but he has no money.", "It was raining all day."]
+
+
+@pytest.fixture(scope="module")
+def sentences(request):
+    """(source, references): the Tatoeba test split, one or two sentences each, else a few of our own."""
+    if not Path(TASK.test).is_file():
+        return [(text, []) for text in OWN]
+    examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
+    return examples[:1000 if request.config.getoption("--full") else 160]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return sc.load("demo")
+
+
+@pytest.fixture(scope="module")
+def tokens(demo, sentences):
+    """A function from a method to the tokens it gives for all sentences, at temperature 0."""
+    known = {}
+
+    def decode(method, **options):
+        options = {"alpha": 0.0, "block_size": 3, "batch_size": 16, **options}
+        key = (method, *sorted(options.items()))
+        if key not in known:
+            outputs = list(demo.generate([s for s, _ in sentences], method=method, **options))
+            if "rounds" in outputs[0].counts:
+                columns = {name: np.array([o.counts[name] for o in outputs]) for name in Counters._fields}
+                check_identities(Counters(**columns))
+            known[key] = [o.tokens for o in outputs]
+        return known[key]
+
+    return decode
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("block_size", [1, 3, 5, 7])
+def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size, request):
+    if batch_size == 1 and block_size in (1, 7) and not request.config.getoption("--full"):
+        pytest.skip("with --full only")
+    assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
+        "verifier", batch_size=batch_size)
+
+
+def test_batch_does_not_matter(tokens):
+    assert tokens("verifier", batch_size=1) == tokens("verifier", batch_size=16)
+
+
+@pytest.mark.parametrize("one,other", [
+    (("opt", 0.1), ("diff", 0.1)), (("opt", 0.4), ("diff", 0.4)),
+    (("token_v3", 0.3), ("lossy_greedy", 0.3)), (("token_v3", 0.8), ("lossy_greedy", 0.8)),
+    (("token_v3", 0.0), ("verifier", 0.0)), (("lossy", 0.0), ("verifier", 0.0)),
+    (("lossy_tuned", 0.0), ("verifier", 0.0)), (("diff", 1.0), ("drafter", 0.0)),
+    (("chow", 1.0), ("drafter", 0.0)), (("token_v3", 1.0), ("drafter", 0.0))],
+    ids=lambda x: f"{x[0]}({x[1]})")
+def test_identities(tokens, one, other):
+    assert tokens(one[0], alpha=one[1]) == tokens(other[0], alpha=other[1])
+
+
+def test_rules_change_something(tokens):
+    """The identities above would hold trivially if no rule ever trusted the drafter."""
+    assert tokens("token_v3", alpha=0.3) not in (tokens("verifier"), tokens("drafter"))
+    assert tokens("diff", alpha=0.1) not in (tokens("verifier"), tokens("drafter"))
+
+
+def test_quality(demo, tokens, sentences):
+    """Both translate; the published figures are in the README (measured on the whole split)."""
+    if not sentences[0][1]:
+        pytest.skip("needs the Tatoeba test split")
+    references = [r for _, r in sentences]
+    verifier, drafter = (bleu([demo.tokenizer.decode(t) for t in tokens(model)], references)
+                         for model in ("verifier", "drafter"))
+    assert verifier > 28
+    assert 15 < drafter < verifier - 2
