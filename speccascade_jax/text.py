@@ -54,11 +54,13 @@ class Tokenizer:
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
     """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=True, character_coverage=0.9995,
-        hard_vocab_limit=False,
-        minloglevel=2, num_threads=1)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
+            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=True, character_coverage=0.9995,
+            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    except RuntimeError as error:
+        raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(model.getvalue())
 

@@ -137,7 +137,10 @@ def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int = 32
     pairs = [([*s, tokenizer.eos_id], [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
              if len(s) < task.max_source_length and len(t) < task.max_target_length]
     batches = []
-    for begin in range(0, len(pairs) - rows + 1, rows):
+    if not pairs:
+        raise ValueError(f"{task.validation} has no example within {task.max_source_length}/"
+                         f"{task.max_target_length} tokens: raise the limits or give another split.")
+    for begin in range(0, len(pairs), rows):
         source, target = zip(*pairs[begin:begin + rows], strict=True)
         batches.append(Batch(*pad(list(source), task.max_source_length, tokenizer.pad_id),
                              *pad(list(target), task.max_target_length, tokenizer.pad_id)))
