@@ -11,4 +11,4 @@ config = dataclasses.replace(
     export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
     model=T5Config(vocab_size=4096, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=3, num_decoder_layers=1, dropout_rate=0.0),
-    teacher="runs/demo_verifier", distillation=0.8, steps=1600)
+    teacher="runs/demo_verifier", distillation=0.8, learning_rate=0.015, steps=3400)

@@ -12,7 +12,7 @@ task = Task(
 config = TrainConfig(
     name="demo_verifier", output_dir="runs/demo_verifier",
     export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "verifier"), task=task,
-    tokenizer=str(REPOSITORY / "speccascade_jax" / "demo" / "spiece.model"),
+    tokenizer=str(REPOSITORY / "speccascade_jax" / "demo" / "verifier" / "spiece.model"),
     model=T5Config(vocab_size=4096, d_model=512, d_kv=64, num_heads=8, d_ff=1024,
                    num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.05),
     steps=3500, batch_tokens=2048, learning_rate=0.01, warmup_steps=200)

@@ -92,23 +92,27 @@ def read_inputs(arguments: Arguments) -> list[str]:
     return texts
 
 
+def writable(path: Path) -> None:
+    try:
+        path.touch()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+
+
 def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple[TextIO, list[Output]]:
     """The output file, open for appending, and the outputs that an interrupted run left in it.
 
     PATH.settings.json keeps what the run was made of: another run's lines are never mixed in.
     """
     kept = Path(f"{path}.settings.json")
-    try:
-        if path.exists() and path.stat().st_size:
-            same = kept.is_file() and json.loads(kept.read_text()) == settings
-            if not same:
-                raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or "
-                                 "choose another --output.")
-        file = path.open("r+" if path.exists() else "w+", encoding="utf-8",
-                         errors="surrogateescape")  # a killed run may have cut a character in two
-        kept.write_text(json.dumps(settings, indent=1) + "\n")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+    writable(path)
+    writable(kept)
+    if path.stat().st_size and json.loads(kept.read_text() or "null") != settings:
+        raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or choose "
+                         "another --output.")
+    kept.write_text(json.dumps(settings, indent=1) + "\n")
+    # surrogateescape: a killed run may have cut a character in two.
+    file = path.open("r+", encoding="utf-8", errors="surrogateescape")
     done, end = [], 0
     for line in iter(file.readline, ""):
         try:
@@ -140,7 +144,7 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
 
 
 def table_of(summary: dict[str, Any], title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table("", title, show_header=True)
     for name, value in summary.items():
         shown = f"{value:.3f}" if isinstance(value, float) else str(value)
         table.add_row(name, "-" if value is None else shown)
@@ -166,6 +170,8 @@ def decode(arguments: Arguments) -> None:
         print_list(console)
         return
     texts = read_inputs(arguments)[:arguments.limit]
+    if arguments.summary is not None:  # better now than after hours of decoding
+        writable(Path(arguments.summary))
     with contextlib.ExitStack() as stack:
         file, finished = None, []
         if arguments.output is not None:
@@ -190,7 +196,9 @@ def decode(arguments: Arguments) -> None:
         if file is None and run.method in METHODS:
             console.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
                                                           for part in ((name, COLOURS[name]), "  "))))
-        summary = summarize([o.counts for o in [*finished, *fresh]])
+        summary: dict[str, Any] = summarize([o.counts for o in [*finished, *fresh]])
+        if run.method in METHODS and not METHODS[run.method].defers:
+            summary["deferral_rate"] = None
         seconds = cascade.clock.decode_seconds
         summary |= {
             "inputs": len(texts), "resumed_from": len(finished),
@@ -200,10 +208,7 @@ def decode(arguments: Arguments) -> None:
         title = f"{run.method}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
         console.print(table_of(summary, title))
         if arguments.summary is not None:
-            try:
-                Path(arguments.summary).write_text(json.dumps(summary, indent=1) + "\n")
-            except OSError as error:
-                raise ValueError(f"cannot write {arguments.summary}: {error.strerror}.") from None
+            Path(arguments.summary).write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def parse(argv: list[str]) -> Arguments:

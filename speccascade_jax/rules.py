@@ -180,7 +180,7 @@ Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A target distribution: (scores, alpha) -> (pi, delta), delta None where no rule defers.
+    """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
 
     `low` and `high` bound alpha (both included); `summary` is for people.
     """
@@ -189,6 +189,7 @@ class Method:
     low: float
     high: float
     summary: str
+    defers: bool = True
 
 
 def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
@@ -211,7 +212,8 @@ METHODS: dict[str, Method] = {
     "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
     "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
     "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
-    "lossy": Method(_lossy, 0, 0.999, "lossy speculative sampling, beta = 1"),
-    "lossy_tuned": Method(_lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned beta"),
+    "lossy": Method(_lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
+    "lossy_tuned": Method(_lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned beta",
+                          defers=False),
     "lossy_greedy": Method(_lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
 }

@@ -36,7 +36,8 @@ def config(tmp_path_factory):
     model = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
                      num_decoder_layers=1)
     return TrainConfig(name="toy", output_dir=str(folder / "run"), model=model, task=task,
-                       tokenizer=str(folder / "spiece.model"), tokenizer_size=300, steps=500, batch_tokens=256,
+                       tokenizer=str(folder / "spiece.model"), tokenizer_size=300, steps=500,
+                       batch_tokens=256,
                        learning_rate=0.03, warmup_steps=10, dtype="float32", save_every=60, eval_every=100,
                        validation_examples=16, export_dir=str(folder / "export"))
 
