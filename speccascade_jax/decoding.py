@@ -184,27 +184,38 @@ class Speculative:
         """block_size + 1 tokens with their laws: the last token is never submitted, its law serves
         the bonus position and its pass leaves the drafter's cache complete."""
         drafter, need = self.drafter, self.block_size + 1
-        width = need + drafter.width  # a block written at the last offset still fits
 
-        def step(carry):
+        def one_block(caches, last, done):
+            """The drafter's next block, `done` [B] tokens into the draft."""
+            at = Rows(rows.noise, last, rows.start + done, jnp.where(rows.room > 0, need - done, 0))
+            block, caches, counts = drafter.step(params, caches, at, options, alphas, NO_TOKEN)
+            return block, caches, last_token(block, last), counts
+
+        nothing = jnp.zeros_like(rows.room)
+        if drafter.width == 1:  # a known number of steps
+            def step(carry, n):
+                block, *carry, counts = one_block(*carry, jnp.where(rows.room > 0, n, 0))
+                return tuple(carry), (block, counts)
+
+            (caches, _), (blocks, counts) = lax.scan(step, (caches, rows.last), jnp.arange(need))
+            tokens, probs, own, origin, size = blocks
+            drafted = [jnp.moveaxis(x[:, :, 0], 0, 1) for x in (tokens, probs, own, origin)]
+            return Block(*drafted, jnp.sum(size, axis=0)), caches, add_up(counts)
+
+        def advance(carry):
             drafted, caches, last, counts = carry
-            room = jnp.where(rows.room > 0, need - drafted.size, 0)
-            at = Rows(rows.noise, last, rows.start + drafted.size, room)
-            block, caches, counted = drafter.step(params, caches, at, options, alphas, NO_TOKEN)
-            return append(drafted, block), caches, last_token(block, last), add(counts, counted)
+            block, caches, last, counted = one_block(caches, last, drafted.size)
+            return append(drafted, block), caches, last, add(counts, counted)
 
-        first, caches, counts = drafter.step(
-            params, caches, rows._replace(room=jnp.where(rows.room > 0, need, 0)), options, alphas, NO_TOKEN)
-        empty = jax.tree.map(lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype),
-                             first._replace(size=None))._replace(size=jnp.zeros_like(first.size))
-        carry = append(empty, first), caches, last_token(first, rows.last), counts
-        if drafter.width == 1:
-            carry = lax.fori_loop(1, need, lambda _, carry: step(carry), carry)
-        else:
-            carry = lax.while_loop(
-                lambda carry: jnp.any((carry[0].size < need) & (rows.room > 0)), step, carry)
-        drafted, caches, _, counts = carry
-        return jax.tree.map(lambda x: x[:, :need] if x.ndim > 1 else x, drafted), caches, counts
+        (*shapes, _), _, _, counts = jax.eval_shape(one_block, caches, rows.last, nothing)
+        width = need + drafter.width  # a block written at the last offset still fits
+        buffers = [jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for x in shapes]
+        counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
+        drafted, caches, _, counts = lax.while_loop(
+            lambda carry: jnp.any((carry[0].size < need) & (rows.room > 0)), advance,
+            (Block(*buffers, nothing), caches, rows.last, counts))
+        *buffers, size = drafted
+        return Block(*(x[:, :need] for x in buffers), size), caches, counts
 
 
 def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method], block_sizes: Sequence[int]
@@ -251,6 +262,11 @@ def last_token(block: Block, last: Array) -> Array:
 
 def add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
+
+
+def add_up(counts: Any) -> Any:
+    """The sum over a leading axis of steps."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
 
 
 def cut_after(tokens: Int[Array, "B N"], size: Int[Array, "B"], eos_id: int) -> Int[Array, "B"]:
