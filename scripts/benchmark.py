@@ -112,7 +112,7 @@ def benchmark(arguments: Arguments) -> None:
         counts = [o.counts for o in outputs[name]]
         rates = summarize(counts)
         round_seconds = slope([c["rounds"] for c in counts], seconds[name])
-        acceptance = position_acceptance(counts)
+        acceptance = position_acceptance([o.origin for o in outputs[name]])
         predicted = relative_cost(acceptance, gamma, step["drafter"] / step["verifier"])
         speedups = [v / s for v, s in zip(seconds["verifier"], seconds[name], strict=True)]
         figures = {

@@ -52,12 +52,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
             "deferral_rate": ratio("deferred", "drafted")}
 
 
-def position_acceptance(rows: list[dict[str, Any]]) -> float:
-    """accepted / tested drafted positions, those after a rejection being untested: the `a` of SPEC
-    section 6. (acceptance_rate divides by all drafted positions.)"""
-    histogram = np.sum([row["histogram"] for row in rows], axis=0)
-    accepted = histogram @ np.arange(len(histogram))
-    return float(accepted / max(accepted + histogram[:-1].sum(), 1))
+def position_acceptance(origins: list[list[str]]) -> float:
+    """accepted / tested drafted positions, from who wrote each row's tokens: the `a` of SPEC
+    section 6. (acceptance_rate also divides by the drafts after a rejection or the end.)"""
+    accepted = sum(origin.count("draft") for origin in origins)
+    return accepted / max(accepted + sum(origin.count("correction") for origin in origins), 1)
 
 
 def expected_tokens_per_call(acceptance: Float[np.ndarray, "..."] | float, block_size: int) -> Any:
