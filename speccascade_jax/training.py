@@ -162,6 +162,15 @@ def validation_bleu(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[nnx.
     return score
 
 
+def portable(value: Any) -> Any:
+    """`value` with absolute paths cut to their last two parts: logs are published with weights."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, str) and Path(value).is_absolute():
+        return "/".join(Path(value).parts[-2:])
+    return value
+
+
 def train(config: TrainConfig) -> Path:
     """Trains until config.steps and returns the run's directory; resumes where the last save ended.
 
@@ -195,7 +204,7 @@ def train(config: TrainConfig) -> Path:
                                 for k, v in {"event": event, "step": step, **values}.items()
                                 if not isinstance(v, dict)), highlight=False)
 
-    record("start", config=dataclasses.asdict(config), jax=jax.__version__, device=str(jax.devices()[0]),
+    record("start", config=portable(dataclasses.asdict(config)), jax=jax.__version__, device=str(jax.devices()[0]),
            machine=f"{platform.machine()}, {jax.device_count()} device(s)",
            parameters=sum(x.size for x in jax.tree.leaves(params)))
     teacher, teacher_params = None, None
