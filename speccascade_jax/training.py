@@ -204,8 +204,8 @@ def train(config: TrainConfig) -> Path:
                                 for k, v in {"event": event, "step": step, **values}.items()
                                 if not isinstance(v, dict)), highlight=False)
 
-    record("start", config=portable(dataclasses.asdict(config)), jax=jax.__version__, device=str(jax.devices()[0]),
-           machine=f"{platform.machine()}, {jax.device_count()} device(s)",
+    record("start", config=portable(dataclasses.asdict(config)), jax=jax.__version__,
+           device=str(jax.devices()[0]), machine=f"{platform.machine()}, {jax.device_count()} device(s)",
            parameters=sum(x.size for x in jax.tree.leaves(params)))
     teacher, teacher_params = None, None
     if config.teacher is not None:
