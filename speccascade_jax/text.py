@@ -236,7 +236,7 @@ class Cascade:
     def _arguments(self, sampler, params, rows, indices, seed, batch_size, options, alpha):
         size = self.bucket(max(map(len, rows)))
         spare = batch_size - len(rows)  # rows of length 0 rest from the start
-        inputs, lengths = pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id)
+        inputs, lengths = map(jnp.asarray, pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
         options = dataclasses.replace(
