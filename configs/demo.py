@@ -7,7 +7,7 @@ demo = REPOSITORY / "speccascade_jax" / "demo"
 config = DecodeConfig(
     drafter=str(demo / "drafter"), verifier=str(demo / "verifier"),
     method="token_v3", alpha=0.2, block_size=3,
-    max_source_length=64, max_new_tokens=64,
+    max_source_length=80, max_new_tokens=80,
     examples=(
         "Where is the station? I have to catch the last train to Berlin.",
         "Tom said that he would come tomorrow, but I don't believe him.",

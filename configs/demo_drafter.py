@@ -1,5 +1,5 @@
-"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer,
-learning from the data and from the verifier's distributions."""
+"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer, trained on
+what the verifier writes and towards the distributions it writes it from."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from speccascade_jax.models.t5 import T5Config
 config = dataclasses.replace(
     load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",
     export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
-    model=T5Config(vocab_size=4096, d_model=192, d_kv=64, num_heads=3, d_ff=512,
-                   num_encoder_layers=3, num_decoder_layers=1, dropout_rate=0.0),
-    teacher="runs/demo_verifier", distillation=0.8, learning_rate=0.015, steps=3400)
+    model=T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
+                   num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
+    teacher="runs/demo_verifier", teacher_outputs="runs/demo_distilled.jsonl", teacher_examples=40_000,
+    distillation=0.7, steps=5000)

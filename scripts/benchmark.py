@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from speccascade_jax import config as configs
+from speccascade_jax.commandline import exit_code
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.data import joined_examples
 from speccascade_jax.metrics import position_acceptance, relative_cost, summarize
@@ -132,8 +133,4 @@ def benchmark(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        benchmark(tyro.cli(Arguments, description=__doc__))
-    except ValueError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(2)
+    sys.exit(exit_code(lambda: benchmark(tyro.cli(Arguments, description=__doc__))))

@@ -8,7 +8,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
+from speccascade_jax.commandline import config_of, exit_code
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
 from speccascade_jax.metrics import summarize
@@ -213,24 +213,13 @@ def decode(arguments: Arguments) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
-    name, run = configs.from_command_line(argv, DecodeConfig, "demo")
+    name, run = config_of(argv, DecodeConfig, "demo")
     return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py",
                     description=__doc__)
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, 2 for bad input (said in one sentence), 130 when interrupted."""
-    try:
-        decode(parse(argv))
-    except ValueError as error:
-        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
-    except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        errors.print("interrupted; the same command goes on where --output ends.")
-        return 130
-    return 0
+    return exit_code(lambda: decode(parse(argv)), "; the same command goes on where --output ends")
 
 
 if __name__ == "__main__":

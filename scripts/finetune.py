@@ -9,11 +9,11 @@ import dataclasses
 import sys
 
 import tyro
-from rich.console import Console
 
-from speccascade_jax import config as configs
 from speccascade_jax import training
+from speccascade_jax.commandline import config_of, exit_code
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.parallel import connect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +23,21 @@ class Arguments:
     run: tyro.conf.OmitArgPrefixes[TrainConfig]
     config: str
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    cluster: str | None = None
+    """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+
+
+def finetune(argv: list[str]) -> None:
+    name, run = config_of(argv, TrainConfig)
+    arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
+                         description=__doc__)
+    if arguments.cluster is not None:
+        connect(arguments.cluster)
+    training.train(arguments.run)
 
 
 def main(argv: list[str]) -> int:
-    try:
-        name, run = configs.from_command_line(argv, TrainConfig)
-        arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
-                             description=__doc__)
-        training.train(arguments.run)
-    except ValueError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
-    return 0
+    return exit_code(lambda: finetune(argv), "; the same command goes on from the last save")
 
 
 if __name__ == "__main__":

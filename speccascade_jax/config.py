@@ -1,6 +1,5 @@
 """What a run is made of: frozen dataclasses, and `load(name)` for the files in configs/."""
 
-import argparse
 import dataclasses
 import difflib
 import os
@@ -17,14 +16,15 @@ DATA = os.environ.get("SPECCASCADE_DATA", str(REPOSITORY.parent / "shared" / "da
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A dataset: .jsonl or .jsonl.gz files with one example a line."""
+    """A dataset: .jsonl or .tsv files, gzipped or not, or hf:// and tfds:// names (data.read_examples)."""
 
     train: str
     validation: str
     test: str
-    source_field: str = "source"
+    source_field: str = "source"       # may be dotted: translation.en
     target_field: str = "target"
     references_field: str = "targets"  # optional: all references of an example
+    metric: str = "bleu"               # of decoded texts: bleu, rouge1, rouge2, rougeLsum
     prefix: str = ""                   # put before every source
     max_source_length: int = 80        # tokens, the end-of-sequence token included
     max_target_length: int = 80
@@ -39,27 +39,35 @@ class TrainConfig:
     output_dir: str
     model: T5Config
     task: Task
-    tokenizer: str                    # SentencePiece file, trained on the task where it is missing
+    tokenizer: str | None = None      # its file (or at gs://), trained on the task where it is missing;
+                                      # None: that of `init`
     tokenizer_size: int = 4096        # pieces, if it has to be trained
     init: str | None = None           # checkpoint to start from
-    teacher: str | None = None        # checkpoint whose distributions to learn from, beside the data
-    distillation: float = 0.5         # weight of KL(teacher || model); the rest is the data's loss
+    teacher: str | None = None        # checkpoint to learn from, beside the data
+    distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
+    divergence: str = "kl"            # of the teacher's distribution: kl or tv
+    teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
+                                        # outputs, decoded once where the file is missing
+    teacher_examples: int | None = None  # at most so many of them
     export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
     steps: int = 10_000
-    batch_tokens: int = 2048          # target positions a step, padding included
-    optimizer: str = "adamw"          # adamw (updates scaled by each array's RMS) or adafactor
-    learning_rate: float = 0.01
-    warmup_steps: int = 200
-    decay: str = "linear"             # linear to zero, or constant
-    weight_decay: float = 0.0
+    batch_tokens: int = 2048          # positions a batch, of the longer side, padding included
+    accumulate: int = 1               # batches a step
+    optimizer: str = "adafactor"      # or adamw, its updates scaled by each array's RMS
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    decay: str = "constant"           # or linear, to zero
+    weight_decay: float = 0.0         # adamw's
     label_smoothing: float = 0.0
     z_loss: float = 1e-4
-    clip_norm: float = 1.0
+    clip_norm: float | None = None    # largest norm of a step's gradient
     dtype: str = "bfloat16"           # of the matrix products; parameters stay float32
+    split_parameters: bool = False    # FSDP: parameters and optimizer state cut over the devices
+    remat: bool = False               # recompute each layer in the backward pass: less memory, slower
     eval_every: int = 500
     save_every: int = 500
     log_every: int = 50
-    validation_examples: int = 256    # decoded for BLEU at every evaluation
+    validation_examples: int = 256    # decoded for task.metric at every evaluation; 0 for none
     seed: int = 0
 
 
@@ -81,25 +89,10 @@ class DecodeConfig:
     max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
+    tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
     dtype: str = "auto"            # weights and caches: float32, bfloat16, auto (float32 on CPUs)
     missing: str = ""              # what to do where a checkpoint is missing, for people
     examples: tuple[str, ...] = () # decoded when no input is given
-
-
-def from_command_line(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
-    """The name after --config in argv (or `default`), and that config, which must be a `kind`.
-
-    Found before the rest of the command line is parsed: its fields are the other flags' defaults.
-    """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default=default)
-    name = finder.parse_known_args(argv)[0].config
-    if name is None:
-        raise ValueError(f"give --config=NAME, one of: {', '.join(available())}.")
-    config = load(name)
-    if not isinstance(config, kind):
-        raise ValueError(f"config {name} is a {type(config).__name__}; this script runs a {kind.__name__}.")
-    return name, config
 
 
 def available() -> dict[str, Path]:

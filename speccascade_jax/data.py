@@ -46,15 +46,85 @@ def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
     return decoded
 
 
-def read_examples(path: str | Path) -> list[dict[str, Any]]:
-    """One dict a line of a .jsonl or .jsonl.gz file."""
-    examples = []
+def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The examples of a split, one dict each.
+
+    path: a .jsonl (an object a line), a .tsv (no header; `source` TAB `target`), either gzipped;
+    hf://ORGANISATION/NAME[/CONFIG]:SPLIT or tfds://NAME[/CONFIG]:SPLIT where that library is installed.
+    Raises ValueError with the line's number.
+    """
+    scheme, _, name = str(path).partition("://")
+    if scheme in ("hf", "tfds") and name:
+        yield from {"hf": _from_hugging_face, "tfds": _from_tfds}[scheme](name)
+        return
+    tabs = str(path).removesuffix(".gz").endswith(".tsv")
     for number, line in enumerate(read_lines(path), 1):
+        if tabs:
+            columns = line.split("\t")
+            if len(columns) != 2:
+                raise ValueError(f"{path}, line {number}: {len(columns)} columns; a .tsv has two, source and "
+                                 "target, with one tab between them.")
+            yield dict(zip(("source", "target"), columns, strict=True))
+            continue
         try:
-            examples.append(json.loads(line))
+            yield json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}).") from None
-    return examples
+
+
+def _name_and_split(name: str) -> tuple[str, str]:
+    name, _, split = name.partition(":")
+    if not split:
+        raise ValueError(f"{name} names no split: write NAME:SPLIT, such as wmt/wmt14/de-en:train.")
+    return name, split
+
+
+def _from_hugging_face(name: str) -> Iterator[dict[str, Any]]:
+    """hf://abisee/cnn_dailymail/3.0.0:train: an organisation, a dataset, its configuration."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"to read hf://{name}: pip install datasets; or give a .jsonl file.") from None
+    name, split = _name_and_split(name)
+    parts = name.split("/")
+    if len(parts) not in (2, 3):
+        raise ValueError(f"hf://{name} is no dataset's name: write ORGANISATION/NAME or "
+                         "ORGANISATION/NAME/CONFIG.")
+    yield from datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+
+
+def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
+    try:
+        import tensorflow_datasets
+    except ImportError:
+        raise ValueError(f"to read tfds://{name}: pip install tensorflow-datasets; or give a .jsonl "
+                         "file.") from None
+    name, split = _name_and_split(name)
+    for example in tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split)):
+        yield {key: value.decode() if isinstance(value, bytes) else value for key, value in example.items()}
+
+
+def field(example: dict[str, Any], name: str, where: str) -> str:
+    """The text in `name`, a field or a dotted path (translation.en). Raises ValueError without one."""
+    value: Any = example
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, str):
+        known = ", ".join(example) if isinstance(example, dict) else "none"
+        raise ValueError(f"{where}: no text in field {name!r} (fields: {known}); name the task's fields in "
+                         "its config.")
+    return value
+
+
+def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
+    """(source, target, references) of every example of a split. Without a target the first
+    reference is the target, without references the target is the only one."""
+    for number, example in enumerate(read_examples(path), 1):
+        where = f"{path}, line {number}"
+        references = example.get(task.references_field) if isinstance(example, dict) else None
+        target = references[0] if references and task.target_field not in example else field(
+            example, task.target_field, where)
+        yield field(example, task.source_field, where), target, references or [target]
 
 
 def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, list[str]]]:
@@ -62,15 +132,14 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
 
     The r-th reference joins the r-th reference of each part (its last one where it has fewer).
     """
-    examples = read_examples(path)
+    examples = list(texts(task, path))
     order, starts = _groups(len(examples), task.join, np.random.default_rng([seed, 1]))
     joined = []
     for begin, end in itertools.pairwise(starts):
         parts = [examples[i] for i in order[begin:end]]
-        references = [p.get(task.references_field) or [p[task.target_field]] for p in parts]
-        count = max(len(r) for r in references)
-        joined.append((" ".join(p[task.source_field] for p in parts),
-                       [" ".join(r[min(n, len(r) - 1)] for r in references) for n in range(count)]))
+        count = max(len(references) for _, _, references in parts)
+        joined.append((" ".join(source for source, _, _ in parts),
+                       [" ".join(r[min(n, len(r) - 1)] for _, _, r in parts) for n in range(count)]))
     return joined
 
 
@@ -81,42 +150,69 @@ def _groups(count: int, join: int, rng: np.random.Generator) -> tuple[np.ndarray
     return order, np.append(borders[borders < count], count)
 
 
+class TokenTable(NamedTuple):
+    """Rows of token ids, end to end: a fraction of the memory of lists."""
+
+    tokens: np.ndarray   # [sum of lengths]
+    borders: np.ndarray  # [rows + 1]
+
+    def row(self, n: int) -> np.ndarray:
+        return self.tokens[self.borders[n]:self.borders[n + 1]]
+
+    @classmethod
+    def of(cls, rows: list[list[int]]) -> "TokenTable":
+        return cls(np.fromiter(itertools.chain.from_iterable(rows), np.int32),
+                   np.cumsum([0, *map(len, rows)]))
+
+    @classmethod
+    def joined(cls, tables: list["TokenTable"]) -> "TokenTable":
+        lengths = np.concatenate([[0], *(np.diff(t.borders) for t in tables)]).astype(np.int64)
+        return cls(np.concatenate([np.zeros(0, np.int32), *(t.tokens for t in tables)]), np.cumsum(lengths))
+
+
 @dataclasses.dataclass
 class TrainingBatches:
     """Training batches by length bucket; batch `step` depends on (seed, step) alone.
 
     Every epoch shuffles the examples, joins one to task.join of them, sorts the results into
-    buckets of padded length, and cuts these into batches of about `batch_tokens` positions.
+    `buckets` shapes, fractions of the task's limits, and cuts these into batches of about
+    `batch_tokens` positions (of the longer side) and a multiple of `rows` rows.
     """
 
     task: Task
     tokenizer: Tokenizer
     batch_tokens: int
     seed: int
-    bucket: int = 8
+    rows: int = 8
+    buckets: int = 8
 
     def __post_init__(self) -> None:
-        examples = read_examples(self.task.train)
-        self.sources = self.tokenizer.encode_batch(
-            [self.task.prefix + e[self.task.source_field] for e in examples])
-        self.targets = self.tokenizer.encode_batch([e[self.task.target_field] for e in examples])
-        self.lengths = np.array([[len(s), len(t)] for s, t in zip(self.sources, self.targets, strict=True)])
+        examples = texts(self.task, self.task.train)
+        sources, targets = [], []
+        while chunk := list(itertools.islice(examples, 10_000)):  # text is dropped as soon as it is encoded
+            sources.append(TokenTable.of(self.tokenizer.encode_batch(
+                [self.task.prefix + source for source, _, _ in chunk])))
+            targets.append(TokenTable.of(self.tokenizer.encode_batch([target for _, target, _ in chunk])))
+        self.sources, self.targets = TokenTable.joined(sources), TokenTable.joined(targets)
+        self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
 
-    def _epoch(self, epoch: int) -> list[tuple[int, list[np.ndarray]]]:
-        """The epoch's batches: (padded length, groups of example numbers)."""
+    def _epoch(self, epoch: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+        """The epoch's batches: (padded source and target length, groups of example numbers)."""
         rng = np.random.default_rng([self.seed, epoch])
-        order, borders = _groups(len(self.sources), self.task.join, rng)
+        order, borders = _groups(len(self.lengths), self.task.join, rng)
         sums = np.concatenate([[[0, 0]], np.cumsum(self.lengths[order], axis=0)])
         lengths = sums[borders[1:]] - sums[borders[:-1]] + 1  # + 1: end of sequence
         limit = np.array([self.task.max_source_length, self.task.max_target_length])
-        buckets = -(-lengths.max(axis=1) // self.bucket) * self.bucket
+        sizes = -(-limit * np.arange(1, self.buckets + 1)[:, None] // self.buckets)
+        fits = (lengths[:, None] <= sizes).all(axis=2)  # [examples, buckets]
+        smallest = np.where(fits.any(axis=1), fits.argmax(axis=1), self.buckets)
         batches = []
-        for size in np.unique(buckets):
-            members = np.flatnonzero((buckets == size) & (lengths <= limit).all(axis=1))
-            rows = max(8, self.batch_tokens // int(size) // 8 * 8)
+        for n, size in enumerate(sizes):
+            members = np.flatnonzero(smallest == n)
+            rows = max(self.rows, self.batch_tokens // int(size.max()) // self.rows * self.rows)
             for begin in range(0, len(members) - rows + 1, rows):
                 chosen = members[begin:begin + rows]
-                batches.append((int(size), [order[borders[g]:borders[g + 1]] for g in chosen]))
+                batches.append((size, [order[borders[g]:borders[g + 1]] for g in chosen]))
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def from_step(self, step: int) -> Iterator[Batch]:
@@ -133,11 +229,10 @@ class TrainingBatches:
             step = max(0, step - len(batches))
             epoch += 1
 
-    def _batch(self, size: int, groups: list[np.ndarray]) -> Batch:
-        def join(tokens: list[list[int]], group: np.ndarray) -> list[int]:
-            return [t for i in group for t in tokens[i]] + [self.tokenizer.eos_id]
+    def _batch(self, size: np.ndarray, groups: list[np.ndarray]) -> Batch:
+        def join(table: TokenTable, group: np.ndarray) -> np.ndarray:
+            return np.concatenate([*(table.row(i) for i in group), [self.tokenizer.eos_id]])
 
-        source = pad([join(self.sources, g) for g in groups], size, self.tokenizer.pad_id)
-        target = pad([join(self.targets, g) for g in groups], size, self.tokenizer.pad_id)
+        source = pad([join(self.sources, g) for g in groups], int(size[0]), self.tokenizer.pad_id)
+        target = pad([join(self.targets, g) for g in groups], int(size[1]), self.tokenizer.pad_id)
         return Batch(*source, *target)
-

@@ -308,7 +308,8 @@ class Generation(NamedTuple):
 def begin(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[Array, "B S"],
           input_length: Int[Array, "B"], *, max_new_tokens: int) -> State:
     """Prefills every model; rows with input_length 0 rest from the start and stay empty."""
-    prompt = jax.eval_shape(lambda: sampler.init(params, inputs, input_length, 1)[0]).tokens.shape[1]
+    widest = inputs.shape[1] + 1  # no prefix is longer
+    prompt = jax.eval_shape(lambda: sampler.init(params, inputs, input_length, widest)[0]).tokens.shape[1]
     length = prompt + max_new_tokens + sampler.overhang
     prefix, caches = sampler.init(params, inputs, input_length, length)
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]

@@ -27,14 +27,59 @@ from speccascade_jax.typing import LanguageModel, SamplingOptions
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
 
 
+class TokenizerJson:
+    """A Hugging Face tokenizer.json under the names of SentencePiece's methods."""
+
+    def __init__(self, content: bytes):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
+                             "spiece.model in its place.") from None
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the only kind that tokenizers raises
+            raise RuntimeError(error) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        ids = self.tokenizer.get_vocab()
+        if not {"<pad>", "</s>"} <= ids.keys():
+            raise RuntimeError("it has no <pad> or no </s>, and so is not T5's")
+        self.pad, self.eos = ids["<pad>"], ids["</s>"]
+        # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
+        self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
+                       if not piece.startswith("<extra_id_")]
+
+    def pad_id(self) -> int:
+        return self.pad
+
+    def eos_id(self) -> int:
+        return self.eos
+
+    def get_piece_size(self) -> int:
+        return len(self.pieces)
+
+    def id_to_piece(self, token: int) -> str:
+        return self.pieces[token]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
 class Tokenizer:
-    """A SentencePiece vocabulary with T5's special tokens."""
+    """A vocabulary with T5's special tokens: a SentencePiece file or a tokenizer.json."""
 
     def __init__(self, path: str | Path):
+        path = Path(path) if isinstance(path, str) else path
         try:
-            self.processor = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+            content = path.read_bytes()
+            self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
+                                   sentencepiece.SentencePieceProcessor(model_proto=content))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"cannot read the SentencePiece model {path}: {error}") from None
+            raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
         self.pad_id: int = self.processor.pad_id()
         self.eos_id: int = self.processor.eos_id()
         self.size: int = self.processor.get_piece_size()
@@ -65,7 +110,7 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
     Path(path).write_bytes(model.getvalue())
 
 
-def pad(rows: list[list[int]], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """int32 [B, size] and the rows' lengths [B]."""
     tokens = np.full((len(rows), size), pad_id, np.int32)
     for n, row in enumerate(rows):
@@ -131,28 +176,31 @@ class Cascade:
         self._compiled: dict[Any, Any] = {}
 
     @classmethod
-    def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32, **fields: Any
-             ) -> "Cascade":
-        """From two checkpoint folders. Raises ValueError where the two do not fit each other."""
+    def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32,
+             tokenizer: str | Path | None = None, **fields: Any) -> "Cascade":
+        """From two checkpoints, and a `tokenizer` file that stands for theirs where given.
+
+        Raises ValueError where the two do not fit each other.
+        """
         small, large = (checkpoints.load(path, dtype) for path in (drafter, verifier))
-        tokenizer, other = Tokenizer(large.tokenizer), Tokenizer(small.tokenizer)
-        if tokenizer.pieces() != other.pieces():
+        vocabulary, other = (Tokenizer(tokenizer or model.tokenizer_file()) for model in (large, small))
+        if vocabulary.pieces() != other.pieces():
             raise ValueError(f"the tokenizers of {drafter} ({other.size} pieces) and {verifier} "
-                             f"({tokenizer.size} pieces) differ; a cascade needs one vocabulary.")
+                             f"({vocabulary.size} pieces) differ; a cascade needs one vocabulary.")
         sizes = small.model.vocab_size, large.model.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(f"the drafter's vocabulary has {sizes[0]} entries, the verifier's {sizes[1]}; "
                              "a cascade needs one vocabulary.")
-        if tokenizer.size > sizes[1]:
-            raise ValueError(f"the tokenizer in {verifier} has {tokenizer.size} pieces, the models only "
-                             f"{sizes[1]}: it belongs to other models.")
-        return cls(small.model, large.model, small.params, large.params, tokenizer, **fields)
+        if vocabulary.size > sizes[1]:
+            raise ValueError(f"the tokenizer {tokenizer or large.tokenizer} has {vocabulary.size} pieces, "
+                             f"the models only {sizes[1]}: it belongs to other models.")
+        return cls(small.model, large.model, small.params, large.params, vocabulary, **fields)
 
     @classmethod
     def from_config(cls, config: DecodeConfig) -> "Cascade":
         """The pair a DecodeConfig names. Raises ValueError with the remedy where it cannot be had."""
         for role, path in (("drafter", config.drafter), ("verifier", config.verifier)):
-            if not (path.startswith("hf://") or Path(path).is_dir()):
+            if not (checkpoints.is_remote(path) or Path(path).is_dir()):
                 raise ValueError(f"the {role}'s checkpoint {path} is missing. "
                                  f"{config.missing or f'Give its folder with --{role}.'}")
         dtypes = {"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16",
@@ -163,8 +211,8 @@ class Cascade:
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
         return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtypes[config.dtype]),
-                        prefix=config.prefix, max_source_length=config.max_source_length,
-                        max_new_tokens=config.max_new_tokens)
+                        tokenizer=config.tokenizer, prefix=config.prefix,
+                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens)
 
     def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
         """The sampler of a method, and its parameters."""

@@ -5,7 +5,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 # Shapes and dtypes of the core's signatures are checked whenever a test traces it.
 CHECKED = ["sampling", "rules", "verification", "decoding"]
 install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")

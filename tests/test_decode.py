@@ -1,32 +1,20 @@
 """scripts/decode.py and the text API, on a tiny random pair."""
 
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import decode
 import jax
 import numpy as np
 import pytest
 
-from speccascade_jax import config as configs
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade, train_tokenizer
 
 SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree", "why not", "the end"]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, configs.REPOSITORY / "scripts" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-decode = script("decode")
 
 
 @pytest.fixture(scope="module")

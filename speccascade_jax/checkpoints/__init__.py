@@ -1,20 +1,36 @@
-"""load(path) recognises a checkpoint's format by what lies in its folder."""
+"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes any of the three."""
 
+import dataclasses
+import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speccascade_jax.checkpoints import huggingface, native
-from speccascade_jax.models.t5 import T5Model
+from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
+from speccascade_jax.checkpoints.arrays import Sharding, reason
+from speccascade_jax.models.t5 import T5Config, T5Model
+
+FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
 
 
 class Checkpoint(NamedTuple):
     model: T5Model
     params: nnx.State
-    tokenizer: Path  # the SentencePiece file
+    tokenizer: Path | None  # spiece.model or tokenizer.json; T5X's own folders have neither
+    path: str
+
+    def tokenizer_file(self) -> Path:
+        """The tokenizer. Raises ValueError with the remedy where the checkpoint came without one."""
+        if self.tokenizer is None:
+            raise ValueError(missing_tokenizer(self.path))
+        return self.tokenizer
+
+
+def is_remote(path: str | Path) -> bool:
+    return str(path).startswith(("hf://", "gs://"))
 
 
 def from_hub(name: str) -> str:
@@ -27,34 +43,97 @@ def from_hub(name: str) -> str:
     except ImportError:
         raise ValueError(f"to fetch {name} from the hub: pip install 'speccascade_jax[hub]'.") from None
     try:
-        return snapshot_download(name, allow_patterns=["*.safetensors*", "config.json", "spiece.model"])
+        return snapshot_download(name, allow_patterns=["*.safetensors*", "config.json", *vocabulary.NAMES])
     except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason}); give a local folder "
-                         "instead.") from None
+        raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local "
+                         "folder instead.") from None
 
 
-def load(path: str | Path, dtype: Any = jnp.float32) -> Checkpoint:
-    """A run of scripts/finetune.py (Orbax) or a Hugging Face folder (safetensors), in `dtype`.
+def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
+         config: T5Config | None = None) -> Checkpoint:
+    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors) or a T5X directory.
 
-    hf://ORGANISATION/NAME is fetched from the hub. Raises ValueError saying what is missing or damaged.
+    hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
+    Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
+    preset, say) the model must have that shape, dropout aside.
+    Raises ValueError saying what is missing, damaged or does not fit.
     """
-    folder = Path(from_hub(str(path).removeprefix("hf://")) if str(path).startswith("hf://") else path)
+    path, folder = str(path), Path(path)
+    if path.startswith("hf://"):
+        folder = Path(from_hub(path.removeprefix("hf://")))
+    if path.startswith("gs://"):
+        if t5x.exists(path):
+            found, tokenizer = t5x.load(path, dtype, sharding), None
+        else:
+            remote = native.remote(path)
+            found, tokenizer = native.load(remote, dtype, sharding), vocabulary.find(remote)
+    else:
+        found, tokenizer = load_local(folder, dtype, sharding), vocabulary.find(folder)
+    model, params = found
+    if config is not None:
+        check_shape(path, model.config, config)
+    compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
+    return Checkpoint(T5Model(model.config, dtype=compute), params, tokenizer, path)
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
+    folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
+    found = None if path.startswith("gs://") else vocabulary.find(folder)
+    if found is None:
+        raise ValueError(missing_tokenizer(path))
+    return found
+
+
+def missing_tokenizer(path: str) -> str:
+    return (f"{path} has no tokenizer: copy the model's spiece.model or tokenizer.json there, or name the "
+            "file with --tokenizer.")
+
+
+def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[T5Model, nnx.State]:
+    """Model and parameters of a local folder of any format."""
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}.")
     if (folder / "model.json").is_file():
-        model, params = native.load(folder)
-        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-    elif (folder / "config.json").is_file():
-        if not list(folder.glob("*.safetensors")):
-            raise ValueError(f"{folder} has no .safetensors file; pickled weights (.bin) are never read: "
-                             "save them again with safe_serialization=True.")
-        model, params = huggingface.load(folder, dtype)
-    else:
-        raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours) nor a config.json "
-                         "(Hugging Face) is in it.")
-    tokenizer = folder / "spiece.model"
-    if not tokenizer.is_file():
-        raise ValueError(f"{folder} has no spiece.model: copy the model's SentencePiece file there.")
-    compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
-    return Checkpoint(T5Model(model.config, dtype=compute), params, tokenizer)
+        return native.load(folder, dtype, sharding)
+    if (folder / "config.json").is_file():
+        return huggingface.load(folder, dtype, sharding)
+    if (folder / "checkpoint").is_file():
+        return t5x.load(str(folder), dtype, sharding)
+    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face) "
+                     "nor a file `checkpoint` (T5X) is in it.")
+
+
+def check_shape(path: str, found: T5Config, expected: T5Config) -> None:
+    """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
+    a, b = (dataclasses.asdict(c) for c in (found, expected))
+    different = [f"{name} is {a[name]}, not {b[name]}" for name in a
+                 if a[name] != b[name] and name != "dropout_rate"]
+    if different:
+        raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
+
+
+def check_absent(path: str | Path) -> None:
+    """Raises ValueError where save() would find its folder taken."""
+    if Path(path).exists():
+        raise ValueError(f"{path} exists already: delete it or choose another folder.")
+
+
+def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.float32) -> None:
+    """Writes a checkpoint in format `to` (a key of FORMATS) and `dtype`, its tokenizer along with it.
+
+    The folder appears when it is complete. Raises ValueError where it exists already or cannot be written.
+    """
+    check_absent(path)
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.mkdir(parents=True)
+        FORMATS[to](beside, checkpoint.model, checkpoint.params, dtype)
+        if checkpoint.tokenizer is not None:
+            vocabulary.copy(checkpoint.tokenizer, beside)
+        beside.rename(path)
+    except Exception as error:  # each format's library has its own kinds for a full disk
+        raise ValueError(f"cannot write {path}: {reason(error)}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,22 +1,20 @@
-"""Hugging Face T5 folders: config.json, safetensors (one file or sharded), spiece.model.
+"""Hugging Face T5 folders: config.json and safetensors (one file or sharded).
 
 Both directions. Only safetensors is read, never a pickle.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from speccascade_jax.checkpoints.arrays import Sharding, to_params
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 CONFIG_KEYS = {
@@ -51,14 +49,19 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
                 yield (stack, n, "mlp", a, "kernel"), f"{base}.DenseReluDense.{b}.weight", True
 
 
+UNUSED = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight",  # copies
+          "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}  # never read by T5
+
+
 def read_config(folder: Path) -> T5Config:
     """The T5Config of a config.json. Raises ValueError for another architecture."""
     try:
         found = json.loads((folder / "config.json").read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        kind = found.get("model_type")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
-    if found.get("model_type") != "t5":
-        raise ValueError(f"{folder} holds a {found.get('model_type')!r} model; only t5 is supported.")
+    if kind != "t5":
+        raise ValueError(f"{folder} holds a {kind!r} model; only t5 is supported.")
     activation = found.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
         raise ValueError(f"{folder}: feed_forward_proj is {activation!r}; relu and gated-gelu are supported.")
@@ -66,60 +69,90 @@ def read_config(folder: Path) -> T5Config:
     if found["num_decoder_layers"] is None:
         found["num_decoder_layers"] = found.get("num_layers")
     values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{folder / 'config.json'}: {CONFIG_KEYS[name]} is {value!r}, not a number: "
+                             "fetch it again.")
     # transformers 5 writes tie_word_embeddings: true for every T5; what tells 1.0 from 1.1 is the scale.
     tied = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
     return T5Config(**values, gated=activation == "gated-gelu", tied_embeddings=tied)
 
 
-def load(folder: Path, dtype: Any) -> tuple[T5Model, nnx.State]:
+def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (file, shape) of every array; the headers alone are read.
+
+    Raises ValueError for a file that is missing, truncated or no safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is damaged: fetch it again.") from None
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in sorted(files):
+        try:
+            with safe_open(folder / file, framework="numpy") as opened:
+                found |= {name: (file, tuple(opened.get_slice(name).get_shape()))
+                          for name in opened.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise ValueError(f"{folder / file} is missing: fetch it; pickled weights (.bin) are never read, "
+                             "save them again with safe_serialization=True.") from None
+        except SafetensorError as error:
+            raise ValueError(f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
+                             ) from None
+    return found
+
+
+def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
     """Model and parameters in `dtype`, converted one array at a time.
 
-    Raises ValueError naming the array that is missing, truncated or of another shape.
+    Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
     model = T5Model(read_config(folder))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    else:
-        shards = {}
-    params = model.abstract_params()
-    flat = dict(nnx.to_flat_state(params))
-    with contextlib.ExitStack() as stack:
-        open_files: dict[str, Any] = {}
+    found, names = read_headers(folder), list(parameter_names(model.config))
+    if "lm_head.weight" not in found and "shared.weight" in found:
+        found["lm_head.weight"] = found["shared.weight"]  # an unscaled head that was tied when saved
+    for name in found.keys() - {name for _, name, _ in names} - UNUSED:
+        raise ValueError(f"{folder}: {name} has no place in the model that config.json describes: "
+                         "fetch both again from one place.")
+    shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
+    for path, name, transposed in names:
+        if name not in found:
+            raise ValueError(f"{folder}: the array {name} is missing; the checkpoint is incomplete or not "
+                             "config.json's.")
+        expected = shapes[path][::-1] if transposed else shapes[path]
+        if found[name][1] != expected:
+            raise ValueError(f"{folder}: {name} has shape {found[name][1]}, config.json says {expected}: "
+                             "fetch both again from one place.")
 
-        def read(name: str) -> np.ndarray:
-            file = shards.get(name, "model.safetensors")
-            try:
-                if file not in open_files:
-                    open_files[file] = stack.enter_context(safe_open(folder / file, framework="flax"))
-                if name == "lm_head.weight" and name not in open_files[file].keys():  # noqa: SIM118
-                    name = "shared.weight"  # an unscaled head that was tied when it was saved
-                return open_files[file].get_tensor(name)
-            except FileNotFoundError:
-                raise ValueError(f"{folder / file} is missing.") from None
-            except SafetensorError as error:
-                raise ValueError(f"{folder / file}: {name} cannot be read ({error}); the file is truncated "
-                                 "or not a T5 checkpoint: fetch it again.") from None
+    def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
+        for path, name, transposed in names:
+            file, _ = found[name]
+            # Opened anew for each array: what was read of a mapped file stays in memory until it is closed.
+            with safe_open(folder / file, framework="numpy") as opened:
+                stored = name if name in opened.keys() else "shared.weight"  # noqa: SIM118
+                array = opened.get_tensor(stored)
+            yield path, f"{folder / file}: {name}", array.T if transposed else array
 
-        for path, name, transposed in parameter_names(model.config):
-            array = read(name)
-            array = array.T if transposed else array
-            if array.shape != flat[path].shape:
-                raise ValueError(f"{folder}: {name} has shape {array.shape}, config.json says "
-                                 f"{flat[path].shape}.")
-            flat[path] = flat[path].replace(jnp.asarray(array, dtype))
-    nnx.update(params, nnx.from_flat_state(flat))
-    return model, params
+    return model, to_params(model, read(), dtype, sharding)
 
 
 def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
-    """Writes config.json and model.safetensors in `dtype`; transformers reads the folder."""
+    """Writes config.json and model.safetensors in `dtype`; transformers reads the folder.
+
+    Raises ValueError for a model that Hugging Face's T5 cannot hold.
+    """
     config = model.config
+    if not config.shared_position_bias:
+        raise ValueError("every layer of this model has a relative-position table of its own, which Hugging "
+                         "Face's T5 cannot hold: export it to T5X or natively.")
     folder.mkdir(parents=True, exist_ok=True)
     flat = dict(nnx.to_flat_state(params))
     tensors = {}
     for path, name, transposed in parameter_names(config):
-        array = np.asarray(jax.device_get(flat[path][...])).astype(dtype)
+        array = np.asarray(flat[path][...]).astype(dtype, copy=False)
         tensors[name] = np.ascontiguousarray(array.T if transposed else array)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
@@ -17,7 +16,7 @@ class T5Cache(NamedTuple):
     cross_keys: tuple[Array, ...]    # a layer: [B, H, S, K], written once by prefill
     cross_values: tuple[Array, ...]  # a layer: [B, H, S, K]
     cross_bias: Array                # [B, 1, 1, S]: 0 on source tokens, very negative on padding
-    position_bias: Array             # [L, H]: the decoder's bias of a key that many steps back
+    position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
     length: Array                    # [B]
 
 
@@ -25,13 +24,11 @@ def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
     `new` [B, ..., T, ...].
 
-    Entries past the end are dropped. (One row takes the cheaper dynamic_update_slice, which would
-    clamp instead: callers keep a block of slack at the end, so that no write reaches it.)
+    dynamic_update_slice would clamp a write that reaches past the end: callers keep a block of slack
+    there, so that none does. (The scatter it becomes for several rows works in place; one over
+    transposed axes copies the buffer.)
     """
     new = new.astype(buffer.dtype)
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis)
-    buffer, new = jnp.moveaxis(buffer, axis, 1), jnp.moveaxis(new, axis, 1)
-    rows = jnp.arange(buffer.shape[0])[:, None]
-    columns = start[:, None] + jnp.arange(new.shape[1])
-    return jnp.moveaxis(buffer.at[rows, columns].set(new, mode="drop", unique_indices=True), 1, axis)
+    return jax.vmap(lambda b, n, s: lax.dynamic_update_slice_in_dim(b, n, s, axis - 1))(buffer, new, start)

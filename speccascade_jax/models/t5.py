@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ class T5Config:
     dropout_rate: float = 0.1
     gated: bool = True             # T5 1.0: False, one relu projection
     tied_embeddings: bool = False  # T5 1.0: True, logits scaled by d_model**-0.5
+    shared_position_bias: bool = True  # False: a relative-position table a layer (T5X's scalable_t5)
     pad_id: int = 0                # also the decoder's start token
     eos_id: int = 1
     layer_norm_epsilon: float = 1e-6
@@ -138,9 +140,9 @@ class DecoderLayer(nnx.Module):
 class T5(nnx.Module):
     """The encoder-decoder network. `dtype` is the matrix products'; sums and logits are float32."""
 
-    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
         c = config
-        self.config = c
+        self.config, self.remat = c, remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
         self.encoder = nnx.List([EncoderLayer(c, dtype=dtype, rngs=rngs)
                                  for _ in range(c.num_encoder_layers)])
@@ -148,9 +150,14 @@ class T5(nnx.Module):
                                  for _ in range(c.num_decoder_layers)])
         self.encoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
         self.decoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
-        shape = (c.relative_buckets, c.num_heads)
-        self.encoder_bias = nnx.Param(c.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
-        self.decoder_bias = nnx.Param(c.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+
+        def position_table(layers):
+            shape = (c.relative_buckets, c.num_heads)
+            return nnx.Param(c.d_model**-0.5 * jax.random.normal(
+                rngs.params(), shape if c.shared_position_bias else (layers, *shape)))
+
+        self.encoder_bias = position_table(c.num_encoder_layers)
+        self.decoder_bias = position_table(c.num_decoder_layers)
         self.head = None if c.tied_embeddings else Linear(
             c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
 
@@ -159,6 +166,10 @@ class T5(nnx.Module):
                                 num_buckets=self.config.relative_buckets,
                                 max_distance=self.config.relative_max_distance)
 
+    def _position_biases(self, table: nnx.Param, buckets: np.ndarray) -> list[Array]:
+        """The bias [*buckets.shape, H] that all layers share, or one such a layer."""
+        return [t[buckets] for t in ([table[...]] if self.config.shared_position_bias else table[...])]
+
     def _embed(self, tokens: Array) -> Array:
         return jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.float32)
 
@@ -166,11 +177,18 @@ class T5(nnx.Module):
         """source [B, S] -> [B, S, D]; `source_bias` [B, 1, 1, S] masks the padding."""
         positions = np.arange(source.shape[1])
         buckets = self._buckets(positions[None, :] - positions[:, None], bidirectional=True)
-        bias = jnp.moveaxis(self.encoder_bias[...][buckets], -1, 0)[None] + source_bias
+        biases = [jnp.moveaxis(bias, -1, 0)[None] + source_bias
+                  for bias in self._position_biases(self.encoder_bias, buckets)]
         x = dropout(self._embed(source))
-        for layer in self.encoder:
-            x = layer(x, bias, dropout)
+        for layer, bias in zip(self.encoder, cycle(biases), strict=False):
+            x = self._apply(layer, x, bias, dropout)
         return dropout(self.encoder_norm(x))
+
+    def _apply(self, layer: EncoderLayer | DecoderLayer, x: Array, *rest: Any) -> Any:
+        def call(x):
+            return layer(x, *rest)
+
+        return jax.checkpoint(call)(x) if self.remat else call(x)
 
     def _logits(self, x: Array) -> Array:
         if self.head is not None:
@@ -185,12 +203,13 @@ class T5(nnx.Module):
         encoded = self.encode(source, source_bias, dropout)
         positions = np.arange(target_in.shape[1])
         distance = positions[None, :] - positions[:, None]
-        bias = jnp.moveaxis(self.decoder_bias[...][self._buckets(distance, bidirectional=False)], -1, 0)
-        bias = (bias + np.where(distance > 0, MASKED, 0.0))[None]
+        buckets = self._buckets(distance, bidirectional=False)
+        biases = [(jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
+                  for bias in self._position_biases(self.decoder_bias, buckets)]
         x = dropout(self._embed(target_in))
-        for layer in self.decoder:
-            x, _ = layer(x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
-                         source_bias, dropout)
+        for layer, bias in zip(self.decoder, cycle(biases), strict=False):
+            x, _ = self._apply(layer, x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
+                               source_bias, dropout)
         return self._logits(dropout(self.decoder_norm(x)))
 
     def start(self, source: Array, source_length: Array, max_length: int) -> T5Cache:
@@ -208,19 +227,20 @@ class T5(nnx.Module):
             cross_keys=tuple(k.astype(dtype) for k, _ in cross),
             cross_values=tuple(v.astype(dtype) for _, v in cross),
             cross_bias=source_bias,
-            position_bias=self.decoder_bias[...][buckets].astype(jnp.float32),
+            position_bias=tuple(bias.astype(jnp.float32)
+                                for bias in self._position_biases(self.decoder_bias, buckets)),
             length=jnp.zeros((source.shape[0],), jnp.int32),
         )
 
     def extend(self, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
         """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
         query = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        back = query[:, :, None] - jnp.arange(cache.position_bias.shape[0])  # [B, T, L] steps back
-        bias = jnp.where(back[..., None] >= 0, cache.position_bias[jnp.maximum(back, 0)], MASKED)
-        bias = jnp.moveaxis(bias, -1, 1)
+        back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
+        biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
+                  for bias in cache.position_bias]
         x = self._embed(tokens)
         keys, values = [], []
-        for n, layer in enumerate(self.decoder):
+        for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
             def remember(k, v, n=n):
                 return (write(cache.keys[n], k, cache.length, axis=2),
                         write(cache.values[n], v, cache.length, axis=2))
@@ -245,13 +265,14 @@ class T5Model:
 
     config: T5Config
     dtype: str = "float32"
+    remat: bool = False  # recompute each layer in the backward pass
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
     def network(self, rngs: nnx.Rngs) -> T5:
-        return T5(self.config, dtype=jnp.dtype(self.dtype), rngs=rngs)
+        return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
 
     def graphdef(self) -> nnx.GraphDef:
         return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[0]

@@ -1,0 +1,11 @@
+"""T5 1.1 base (lm100k) on XSum; everything but the model is xsum_small's."""
+
+import dataclasses
+
+from speccascade_jax.config import load
+from speccascade_jax.models.t5 import PRESETS
+
+config = dataclasses.replace(
+    load("xsum_small"), name="xsum_base", output_dir="runs/xsum_base",
+    init="gs://t5-data/pretrained_models/t5x/t5_1_1_lm100k_base/checkpoint_1100000",
+    model=PRESETS["t5_1_1_base"])

@@ -1,0 +1,243 @@
+"""T5X checkpoints, local or at gs://: a msgpack file `checkpoint` that names zarr arrays beside it.
+
+Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table
+a stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Weights
+only: optimizer state is neither read nor written.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax import nnx, serialization, traverse_util
+
+from speccascade_jax.checkpoints.arrays import Sharding, reason, to_params
+from speccascade_jax.models.t5 import T5Config, T5Model
+
+Shape = tuple[int, ...]
+
+
+def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
+    """(T5X's name, paths in our parameters) of every array: one path, or those of the stacked layers."""
+    yield "token_embedder/embedding", [("embedding",)]
+    if not config.tied_embeddings:
+        yield "decoder/logits_dense/kernel", [("head", "kernel")]
+    up = [("gate", "wi_0"), ("up", "wi_1")] if config.gated else [("gate", "wi")]
+    for stack, layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+        decoder = stack == "decoder"
+        inside = stack if config.shared_position_bias else f"{stack}/{stack}"
+        yield f"{stack}/{stack}_norm/scale", [(f"{stack}_norm", "scale")]
+        yield f"{inside}/relpos_bias/rel_embedding", [(f"{stack}_bias",)]
+        attention = "self_attention" if decoder else "attention"
+        parts = [(("mlp_norm", "scale"), "pre_mlp_layer_norm/scale"),
+                 *((("mlp", a, "kernel"), f"mlp/{b}/kernel") for a, b in (*up, ("down", "wo")))]
+        for ours, theirs, norm in (
+                ("attention", attention, f"pre_{attention}_layer_norm"),
+                *[("cross", "encoder_decoder_attention", "pre_cross_attention_layer_norm")] * decoder):
+            parts += [((f"{ours}_norm", "scale"), f"{norm}/scale"),
+                      *(((ours, a, "kernel"), f"{theirs}/{a}/kernel")
+                        for a in ("query", "key", "value", "out"))]
+        for path, name in parts:
+            paths: list[tuple[Any, ...]] = [(stack, n, *path) for n in range(layers)]
+            if config.shared_position_bias:
+                yield from ((f"{stack}/layers_{n}/{name}", [paths[n]]) for n in range(layers))
+            else:
+                yield f"{inside}/{name}", paths
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the array holds a stack's layers on axis 1, which are arrays of their own here."""
+    stack, inside = name.split("/")[:2]
+    return stack == inside and "relpos_bias" not in name
+
+
+def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
+    """The shape in T5X of the array `name`, which (or every layer of which) has shape `ours` here."""
+    if "relpos_bias" in name:
+        return ours[-1], *ours[:-1]  # [..., buckets, H] -> [H, ..., buckets]
+    if not is_stacked(name):
+        return ours
+    heads = config.num_heads, config.d_kv
+    if name.endswith(("query/kernel", "key/kernel", "value/kernel")):
+        ours = ours[0], *heads
+    elif name.endswith("out/kernel"):
+        ours = *heads, ours[1]
+    layers = config.num_encoder_layers if name.startswith("encoder") else config.num_decoder_layers
+    return ours[0], layers, *ours[1:]
+
+
+def open_directory(path: str) -> Any:
+    """The directory at `path` (a folder or gs://) as a TensorStore KvStore. Raises ValueError."""
+    import tensorstore
+
+    where: dict[str, Any] = {"driver": "file", "path": f"{Path(path).resolve()}/"}
+    if path.startswith("gs://"):
+        bucket, _, inside = path.removeprefix("gs://").rstrip("/").partition("/")
+        where = {"driver": "gcs", "bucket": bucket, "path": f"{inside}/".lstrip("/"),
+                 "gcs_request_retries": {"max_retries": 4}}  # 15 seconds; by default a quarter of an hour
+    return tensorstore.KvStore.open(where).result()
+
+
+def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
+    """open_directory(path) and its file `checkpoint`, if any. Raises ValueError where it is out of reach."""
+    try:
+        directory = open_directory(path)
+        found = directory.read("checkpoint").result()
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {reason(error)}") from None
+    return directory, found.value if found.state == "value" else None
+
+
+def read_file(path: str) -> bytes:
+    """A file at gs://. Raises ValueError where it is missing or out of reach."""
+    folder, _, name = path.rpartition("/")
+    try:
+        found = open_directory(folder).read(name).result()
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {reason(error)}") from None
+    if found.state != "value":
+        raise ValueError(f"there is no file {path}.")
+    return found.value
+
+
+def exists(path: str) -> bool:
+    return read_checkpoint_file(path)[1] is not None
+
+
+def parse(path: str, content: bytes) -> dict[str, Any]:
+    """Name -> inline array, or folder of the zarr array, of every parameter a file `checkpoint` names."""
+    try:
+        contents = serialization.msgpack_restore(content)
+        target = contents.get("optimizer", contents)["target"]
+        leaves = traverse_util.flatten_dict(target, sep="/", is_leaf=lambda _, x: "driver" in x)
+        # Only the last part of a path counts: files may have been written elsewhere (drivers gfile and
+        # gcs, absolute paths), and before TensorStore 0.1.14 the path lay outside of `kvstore`.
+        return {name: leaf if isinstance(leaf, np.ndarray) else
+                Path(leaf["kvstore"].get("path") or leaf["path"]).name for name, leaf in leaves.items()}
+    except Exception as error:  # msgpack and flax raise many kinds for damaged bytes
+        raise ValueError(f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it "
+                         "again.") from None
+
+
+def open_arrays(path: str) -> dict[str, Any]:
+    """Name -> numpy array or open TensorStore, of every parameter; no zarr array is read yet.
+
+    Raises ValueError where `checkpoint` or an array's header is missing or damaged.
+    """
+    import tensorstore
+
+    directory, content = read_checkpoint_file(path)
+    if content is None:
+        raise ValueError(f"{path} is no T5X checkpoint: there is no file `checkpoint` in it.")
+    opened: dict[str, Any] = {}
+    for name, leaf in parse(path, content).items():
+        opened[name] = leaf if isinstance(leaf, np.ndarray) else tensorstore.open({
+            "driver": "zarr", "kvstore": (directory / f"{leaf}/").spec().to_json(),
+            "fill_missing_data_reads": False}, open=True, read=True)  # else missing chunks read as zeros
+    for name, array in opened.items():  # all are on their way by now: one by one is slow at gs://
+        if not isinstance(array, np.ndarray):
+            try:
+                opened[name] = array.result()
+            except ValueError as error:
+                raise ValueError(f"{path}: the array {name} is missing or damaged ({reason(error)}); fetch "
+                                 "it again.") from None
+    return opened
+
+
+def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
+    """The T5Config that arrays of these shapes belong to; what no shape tells is T5 1.1's.
+
+    Raises ValueError naming an array that is missing.
+    """
+    def size(name: str, axis: int) -> int:
+        if name not in shapes or not -len(shapes[name]) <= axis < len(shapes[name]):
+            raise ValueError(f"{path}: the array {name} is missing or of another rank; this is no T5 encoder-"
+                             "decoder, or the checkpoint is incomplete.")
+        return shapes[name][axis]
+
+    shared = "encoder/encoder/relpos_bias/rel_embedding" not in shapes
+    layers = {stack: len({name.split("/")[1] for name in shapes if name.startswith(f"{stack}/layers_")})
+              if shared else size(f"{stack}/{stack}/pre_mlp_layer_norm/scale", 1)
+              for stack in ("encoder", "decoder")}
+    inside, first = ("encoder", "encoder/layers_0") if shared else ("encoder/encoder",) * 2
+    heads = size(f"{inside}/relpos_bias/rel_embedding", 0)
+    width = size(f"{first}/attention/query/kernel", -1)
+    return T5Config(
+        vocab_size=size("token_embedder/embedding", 0), d_model=size("token_embedder/embedding", 1),
+        num_heads=heads, d_kv=width // heads if shared else width, d_ff=size(f"{first}/mlp/wo/kernel", 0),
+        num_encoder_layers=layers["encoder"], num_decoder_layers=layers["decoder"],
+        relative_buckets=size(f"{inside}/relpos_bias/rel_embedding", -1),
+        gated=f"{first}/mlp/wi_0/kernel" in shapes,
+        tied_embeddings="decoder/logits_dense/kernel" not in shapes, shared_position_bias=shared)
+
+
+def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+    """Model and parameters in `dtype`, converted one array at a time.
+
+    The model's shape is inferred from the arrays'. Raises ValueError naming the array that is missing,
+    damaged or does not fit the others.
+    """
+    arrays = open_arrays(path)
+    model = T5Model(infer_config(path, {name: tuple(array.shape) for name, array in arrays.items()}))
+    config, names = model.config, dict(array_names(model.config))
+    for name in arrays.keys() - names.keys():
+        raise ValueError(f"{path}: the array {name} is no part of a T5, or the arrays it belongs to are "
+                         "missing.")
+    shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
+    for name, paths in names.items():
+        if name not in arrays:
+            raise ValueError(f"{path}: the array {name} is missing; the checkpoint is incomplete.")
+        expected = stored_shape(config, name, shapes[paths[0]])
+        if arrays[name].shape != expected:
+            raise ValueError(f"{path}: {name} has shape {tuple(arrays[name].shape)}, but the other arrays "
+                             f"ask for {expected}: the checkpoint is damaged, fetch it again.")
+
+    def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
+        for name, paths in names.items():
+            array = arrays[name]
+            if not isinstance(array, np.ndarray):
+                try:
+                    array = array.read().result()
+                except ValueError as error:
+                    raise ValueError(f"{path}: the array {name} is damaged ({reason(error)}); fetch it "
+                                     "again.") from None
+            if array.dtype == np.uint16:  # how versions up to 2 kept bfloat16
+                array = array.view(ml_dtypes.bfloat16)
+            if "relpos_bias" in name:
+                array = np.moveaxis(array, 0, -1)
+            for n, ours in enumerate(paths):
+                part = array[:, n] if is_stacked(name) else array
+                yield ours, f"{path}: {name}", part.reshape(shapes[ours])
+
+    return model, to_params(model, read(), dtype, sharding)
+
+
+def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = np.float32) -> None:
+    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state."""
+    import tensorstore
+
+    config = model.config
+    flat = dict(nnx.to_flat_state(params))
+    target = {}
+    for name, paths in array_names(config):
+        arrays = [np.asarray(flat[path][...]).astype(dtype, copy=False) for path in paths]
+        shape = stored_shape(config, name, arrays[0].shape)
+        if is_stacked(name):
+            array = np.stack([x.reshape(shape[0], *shape[2:]) for x in arrays], axis=1)
+        else:
+            array = np.moveaxis(arrays[0], -1, 0) if "relpos_bias" in name else arrays[0]
+        spec = {"driver": "zarr", "dtype": np.dtype(dtype).name,
+                "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
+                "metadata": {"shape": list(shape), "chunks": list(shape),
+                             "compressor": {"id": "gzip", "level": 1}}}
+        place = {"driver": "file", "path": f"{folder.resolve()}/{spec['kvstore']['path']}"}
+        # All-zero chunks are written too: our reader takes a missing one for damage.
+        tensorstore.open({**spec, "kvstore": place, "store_data_equal_to_fill_value": True},
+                         create=True).result().write(array).result()
+        target[name] = spec
+    contents = {"version": 3, "optimizer": {
+        "target": traverse_util.unflatten_dict(target, sep="/"),
+        "state": {"step": np.zeros((), np.int32), "param_states": {}}}}
+    (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))

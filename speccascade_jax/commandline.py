@@ -1,0 +1,48 @@
+"""What the scripts share: a config's fields as flags, and how they end."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from speccascade_jax import config as configs
+
+
+def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
+    """The name after --config in argv (or `default`), and that config, which must be a `kind`.
+
+    Found before the rest of the command line is parsed: its fields are the other flags' defaults.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default=default)
+    name = finder.parse_known_args(argv)[0].config
+    if name is None:
+        raise ValueError(f"give --config=NAME, one of: {', '.join(configs.available())}.")
+    config = configs.load(name)
+    if not isinstance(config, kind):
+        raise ValueError(f"config {name} is a {type(config).__name__}; this script runs a {kind.__name__}.")
+    return name, config
+
+
+def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
+    """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), said in
+    one sentence; 130 when interrupted."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        work()
+        return 0
+    except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        said = str(error)
+    except OSError as error:
+        said = f"{error.filename or 'writing'}: {error.strerror}; what was saved before stays whole."
+    except KeyboardInterrupt:
+        errors.print(f"interrupted{interrupted}.")
+        return 130
+    errors.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
+    return 2

@@ -1,0 +1,60 @@
+"""Several devices, several processes: one mesh, batches split over it, parameters whole or split."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXIS = "data"
+
+
+def connect(cluster: str) -> None:
+    """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
+    Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
+
+    Raises ValueError for anything else.
+    """
+    if cluster == "auto":
+        jax.distributed.initialize()
+        return
+    try:
+        address, processes, number = cluster.split(",")
+        counts = int(processes), int(number)
+    except ValueError:
+        raise ValueError(f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER.") from None
+    jax.distributed.initialize(address, *counts)
+
+
+def make_mesh() -> Mesh:
+    """All devices of all processes, along one axis."""
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> NamedSharding:
+    """Where an array of parameters or optimizer state lives: whole on every device, or (`split`,
+    FSDP: Zhao et al. 2023) cut along its longest axis that the devices divide. Vectors stay whole.
+    """
+    devices = math.prod(mesh.shape.values())
+    axes = [n for n, size in enumerate(shape) if size % devices == 0]
+    if not split or len(shape) < 2 or not axes:
+        return NamedSharding(mesh, P())
+    longest = max(axes, key=lambda n: shape[n])
+    return NamedSharding(mesh, P(*(AXIS if n == longest else None for n in range(len(shape)))))
+
+
+def tree_sharding(mesh: Mesh, tree: Any, split: bool) -> Any:
+    """parameter_sharding of every array (or shape) in a pytree."""
+    return jax.tree.map(lambda x: parameter_sharding(mesh, x.shape, split), tree)
+
+
+def split_rows(mesh: Mesh, batch: Any) -> Any:
+    """Host arrays [B, ...], the same in every process, as device arrays split along their rows."""
+    sharding = NamedSharding(mesh, P(AXIS))
+
+    def place(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(place, batch)
