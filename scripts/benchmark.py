@@ -47,6 +47,8 @@ class Arguments:
     """The gammas to time."""
     temperature: float = 0.0
     """0 is greedy."""
+    dtype: str | None = None
+    """float32 or bfloat16, of weights and products (the config's own)."""
     output: str | None = None
     """Write one JSON line for each gamma here."""
 
@@ -69,6 +71,7 @@ def quartiles(values: list[float]) -> str:
 
 def benchmark(arguments: Arguments) -> None:
     run: DecodeConfig = configs.load(arguments.config)
+    run = dataclasses.replace(run, dtype=arguments.dtype or run.dtype)
     cascade, console = Cascade.from_config(run), Console(highlight=False)
     task = Task(arguments.input, arguments.input, arguments.input, join=arguments.join)
     texts = [source for source, _ in joined_examples(task, arguments.input)][:arguments.limit]
@@ -107,7 +110,8 @@ def benchmark(arguments: Arguments) -> None:
         "inputs": kept,
         "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
         "verifier step, ms": 1e3 * step["verifier"], "drafter step, ms": 1e3 * step["drafter"],
-        "verifier step / drafter step": step["verifier"] / step["drafter"], **machine}, "alone"))
+        "verifier step / drafter step": step["verifier"] / step["drafter"], "dtype": cascade.verifier.dtype,
+        **machine}, "alone"))
     for gamma in arguments.block_sizes:
         name = f"gamma {gamma}"
         counts = [o.counts for o in outputs[name]]

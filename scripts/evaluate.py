@@ -44,7 +44,8 @@ class Arguments:
 
 def evaluate(arguments: Arguments) -> None:
     if arguments.task is None and arguments.config != "demo":
-        raise ValueError(f"name the training config whose task {arguments.config} is to be scored on with --task.")
+        raise ValueError(f"--task is missing: name the training config whose task {arguments.config} is "
+                         "scored on.")
     training = configs.load(arguments.task or "demo_verifier")
     if not isinstance(training, TrainConfig):
         raise ValueError(f"config {arguments.task} has no task: name one for scripts/finetune.py.")

@@ -24,7 +24,8 @@ def primitives(jaxpr, path=()):
 def wmt():
     """generate's arguments for the config, without memory for the weights."""
     run = configs.load("wmt_small_large")
-    small, large = (T5Model(PRESETS[f"t5_1_1_{size}"], dtype="bfloat16") for size in ("small", "large"))
+    small, large = (T5Model(PRESETS[f"t5_1_1_{size}"], dtype="bfloat16", cache_dtype="bfloat16")
+                    for size in ("small", "large"))
     sampler = Speculative(Autoregressive(small), large, METHODS[run.method], run.block_size)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
                           (small.abstract_params(), large.abstract_params()))

@@ -148,6 +148,22 @@ def test_padding_does_not_matter(tiny):
     np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
 
 
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [[30], [1] * 30], ids=["block", "steps"])
+def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):
+    """One row at a time too, which takes a path of its own."""
+    model, params = shared
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    half = dataclasses.replace(model, dtype="bfloat16", cache_dtype=cache_dtype)
+    _, cache = half.prefill(params, SOURCE[:1], LENGTH[:1], 40)
+    assert cache.keys[0].dtype == cache.cross_values[0].dtype == cache_dtype
+    found, _ = in_blocks(half, params, TARGET[:1], sizes, cache)
+    full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    expected, _ = in_blocks(model, full, TARGET, [30], prefilled(model, full))
+    np.testing.assert_allclose(found, expected[:1], atol=0.1)
+    assert np.abs(found - expected[1:2]).max() > 1
+
+
 @pytest.mark.parametrize("name,millions", [("t5_1_1_small", 77), ("t5_1_1_base", 248), ("t5_1_1_large", 783),
                                            ("t5_1_1_xl", 2850), ("t5_1_1_xxl", 11135)])
 def test_presets_have_the_published_sizes(name, millions):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -73,7 +74,8 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     if config is not None:
         check_shape(path, model.config, config)
     compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
-    return Checkpoint(T5Model(model.config, dtype=compute), params, tokenizer, path)
+    cache = "float32" if jax.default_backend() == "cpu" else compute
+    return Checkpoint(T5Model(model.config, compute, cache), params, tokenizer, path)
 
 
 def tokenizer_file(path: str) -> Path:

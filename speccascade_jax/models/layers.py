@@ -1,5 +1,6 @@
 """Building blocks shared by the models: projections, norms, attention, relative positions."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -62,7 +63,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         if self.dtype == jnp.bfloat16:
-            return _mixed_matmul(x, self.kernel[...])
+            if math.prod(x.shape[:-1]) > 1:
+                return _mixed_matmul(x, self.kernel[...])
+            # To multiply a single row XLA's CPU backend converts the whole matrix to float32.
+            rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+            return _mixed_matmul(rows, self.kernel[...])[:1].reshape(*x.shape[:-1], -1)
         return x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
 
 

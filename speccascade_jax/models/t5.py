@@ -212,11 +212,10 @@ class T5(nnx.Module):
                                source_bias, dropout)
         return self._logits(dropout(self.decoder_norm(x)))
 
-    def start(self, source: Array, source_length: Array, max_length: int) -> T5Cache:
-        """Runs the encoder: an empty cache with every layer's cross-attention keys and values."""
+    def start(self, source: Array, source_length: Array, max_length: int, dtype: Any) -> T5Cache:
+        """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = self.encode(source, source_bias)
-        dtype = self.embedding[...].dtype
         cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
         c = self.config
         empty = jnp.zeros((source.shape[0], c.num_heads, max_length, c.d_kv), dtype)
@@ -264,7 +263,8 @@ class T5Model:
     """A T5 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
 
     config: T5Config
-    dtype: str = "float32"
+    dtype: str = "float32"        # of the matrix products
+    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
     remat: bool = False  # recompute each layer in the backward pass
 
     @property
@@ -290,7 +290,7 @@ class T5Model:
         start = jnp.full((inputs.shape[0], 1), self.config.pad_id, jnp.int32)
         network = nnx.merge(self.graphdef(), params)
         return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
-                network.start(inputs, input_length, max_length))
+                network.start(inputs, input_length, max_length, self.cache_dtype))
 
     def extend(self, params: nnx.State, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
         return nnx.merge(self.graphdef(), params).extend(tokens, cache)
