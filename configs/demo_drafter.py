@@ -6,10 +6,12 @@ import dataclasses
 from speccascade_jax.config import REPOSITORY, load
 from speccascade_jax.models.t5 import T5Config
 
+DEMO = REPOSITORY / "speccascade_jax" / "demo"
+
 config = dataclasses.replace(
     load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",
-    export_dir=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
+    export_dir=str(DEMO / "drafter"), tokenizer=str(DEMO / "verifier" / "spiece.model"),
     model=T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
-    teacher="runs/demo_verifier", teacher_outputs="runs/demo_distilled.jsonl", teacher_examples=40_000,
+    teacher=str(DEMO / "verifier"), teacher_outputs="runs/demo_distilled.jsonl", teacher_examples=40_000,
     distillation=0.7, steps=5000)

@@ -7,6 +7,8 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Suppress
+
 from speccascade_jax.models.t5 import T5Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -90,9 +92,10 @@ class DecodeConfig:
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
-    dtype: str = "auto"            # weights and caches: float32, bfloat16, auto (float32 on CPUs)
-    missing: str = ""              # what to do where a checkpoint is missing, for people
-    examples: tuple[str, ...] = () # decoded when no input is given
+    dtype: str = "auto"            # of weights and products: float32, bfloat16, or auto (float32 on CPUs)
+    # For configs alone, no flags:
+    missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
+    examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
 
 
 def available() -> dict[str, Path]:

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from flax import nnx
 from speccascade_jax import checkpoints, training
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import Task, TrainConfig
-from speccascade_jax.data import Batch, TrainingBatches, joined_examples
+from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import distillation_loss, total_variation
 from speccascade_jax.evaluation import bleu, rouge
 from speccascade_jax.models.layers import Linear
@@ -136,6 +138,30 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, config, tmp_path
     agree = np.mean([expected[line["source"]] == line["target"] for line in lines])
     assert agree > 0.99  # the trainer's batches may round a tie the other way
     assert events(run, "evaluation")[-1]["loss"] < 3.0 and not part.exists()
+
+
+def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
+    """A folder of that name stands for the hub."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "pairs").mkdir(parents=True)
+    line = json.dumps({"translation": {"en": "one", "de": "eins"}})
+    (tmp_path / "someone" / "pairs" / "train.jsonl").write_text(line + "\n")
+    task = Task(train="", validation="", test="", source_field="translation.en",
+                target_field="translation.de")
+    assert list(texts(task, "hf://someone/pairs:train")) == [("one", "eins", ["eins"])]
+    for name, said in (("someone/pairs", "names no split"), ("pairs:train", "ORGANISATION/NAME")):
+        with pytest.raises(ValueError, match=said):
+            list(texts(task, f"hf://{name}"))
+
+
+def test_tfds_texts_are_decoded(monkeypatch):
+    """A stub stands for the library, which needs TensorFlow."""
+    stub = types.SimpleNamespace(as_numpy=iter, load=lambda name, split: [
+        {"source": f"{name} {split}".encode(), "target": b"eins"}])
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", stub)
+    assert list(texts(Task("", "", ""), "tfds://wmt14/de-en:test")) == [
+        ("wmt14/de-en test", "eins", ["eins"])]
 
 
 def test_rouge_takes_the_best_reference_and_no_stems():
