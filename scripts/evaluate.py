@@ -1,4 +1,4 @@
-"""The quality of a cascade's methods on a task's test split.
+"""The quality of a cascade's methods on a task's test split, decoded on all devices.
 
     python scripts/evaluate.py --config=demo --task=demo_verifier --methods verifier drafter token_v3
     python scripts/evaluate.py --config=demo --task=demo_verifier --methods verifier --join 1
@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import tyro
 from decode import table_of
 from rich.console import Console
@@ -20,6 +21,7 @@ from speccascade_jax.config import DecodeConfig, TrainConfig
 from speccascade_jax.data import joined_examples
 from speccascade_jax.evaluation import METRICS
 from speccascade_jax.metrics import summarize
+from speccascade_jax.parallel import make_mesh
 from speccascade_jax.text import Cascade
 
 
@@ -55,7 +57,7 @@ def evaluate(arguments: Arguments) -> None:
     task = dataclasses.replace(task, join=arguments.join or task.join)
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
     sources, references = zip(*examples, strict=True)
-    cascade = Cascade.from_config(run)
+    cascade = Cascade.from_config(run, make_mesh() if jax.device_count() > 1 else None)
     for method in arguments.methods:
         before = cascade.clock.decode_seconds
         outputs = list(track(cascade.generate(

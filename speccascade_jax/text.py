@@ -9,6 +9,7 @@ import dataclasses
 import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sentencepiece
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints, decoding
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
 from speccascade_jax.metrics import Counters
+from speccascade_jax.parallel import AXIS
 from speccascade_jax.rules import METHODS
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
@@ -170,8 +174,12 @@ class Cascade:
     prefix: str = ""
     max_source_length: int = 80   # tokens, the end-of-sequence token included
     max_new_tokens: int = 80
+    mesh: Mesh | None = None      # devices (parallel.make_mesh) that share the rows, each with all parameters
 
     def __post_init__(self) -> None:
+        if self.mesh is not None:
+            self.drafter_params, self.verifier_params = jax.device_put(
+                (self.drafter_params, self.verifier_params), NamedSharding(self.mesh, P()))
         self.clock = Clock()
         self._compiled: dict[Any, Any] = {}
 
@@ -197,7 +205,7 @@ class Cascade:
         return cls(small.model, large.model, small.params, large.params, vocabulary, **fields)
 
     @classmethod
-    def from_config(cls, config: DecodeConfig) -> "Cascade":
+    def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
         """The pair a DecodeConfig names. Raises ValueError with the remedy where it cannot be had."""
         for role, path in (("drafter", config.drafter), ("verifier", config.verifier)):
             if not (checkpoints.is_remote(path) or Path(path).is_dir()):
@@ -212,7 +220,12 @@ class Cascade:
                 raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
         return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtypes[config.dtype]),
                         tokenizer=config.tokenizer, prefix=config.prefix,
-                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens)
+                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
+                        mesh=mesh)
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
 
     def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
         """The sampler of a method, and its parameters."""
@@ -245,20 +258,21 @@ class Cascade:
         """Decodes `texts` and yields their outputs in order, as soon as they are known.
 
         An output depends on its text, on `seed` and on its index (counted from `first_index`),
-        never on its batch. Blank texts give empty outputs.
+        never on its batch. Blank texts give empty outputs. Each device decodes `batch_size` rows.
         """
         options = SamplingOptions(temperature, top_p, top_k)
         check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
         sampler, params = self.sampler(method, block_size)
         window: list[tuple[int, str]] = []
         # Rows are sorted by length within a window, so that a batch pads little.
-        capacity = 1 if batch_size == 1 else 8 * batch_size
+        rows = batch_size * self.devices
+        capacity = 1 if rows == 1 else 8 * rows
         for item in enumerate(texts, first_index):
             window.append(item)
             if len(window) == capacity:
-                yield from self._decode(window, sampler, params, options, alpha, seed, batch_size, truncate)
+                yield from self._decode(window, sampler, params, options, alpha, seed, rows, truncate)
                 window = []
-        yield from self._decode(window, sampler, params, options, alpha, seed, batch_size, truncate)
+        yield from self._decode(window, sampler, params, options, alpha, seed, rows, truncate)
 
     def stream(self, text: str, *, method: str = "speculative", alpha: float = 0.0, block_size: int = 5,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -270,7 +284,7 @@ class Cascade:
         rows, _ = self.encode([text])
         if not rows[0]:
             return
-        arguments = self._arguments(sampler, params, rows, [index], seed, 1, options, alpha)
+        arguments = self._arguments(sampler, params, rows, [index], seed, self.devices, options, alpha)
         for state in decoding.stream(sampler, *arguments, max_new_tokens=self.max_new_tokens,
                                      eos_id=self.tokenizer.eos_id):
             tokens = np.asarray(state.tokens[0])
@@ -290,7 +304,12 @@ class Cascade:
         options = dataclasses.replace(
             options, temperature=jnp.float32(options.temperature),
             top_p=None if options.top_p is None else jnp.float32(options.top_p))
-        return params, keys, inputs, lengths, options, jnp.full((sampler.level,), alpha, jnp.float32)
+        shared = options, jnp.full((sampler.level,), alpha, jnp.float32)
+        rows = keys, inputs, lengths
+        if self.mesh is not None:
+            rows, shared = jax.device_put((rows, shared), (NamedSharding(self.mesh, P(AXIS)),
+                                                           NamedSharding(self.mesh, P())))
+        return params, *rows, *shared
 
     def _decode(self, window, sampler, params, options, alpha, seed, batch_size, truncate) -> list[Output]:
         rows, cut = self.encode([text for _, text in window], truncate)
@@ -320,7 +339,12 @@ class Cascade:
         static = {"max_new_tokens": self.max_new_tokens, "eos_id": self.tokenizer.eos_id}
         if shape not in self._compiled:
             began = time.perf_counter()
-            self._compiled[shape] = decoding.generate.lower(sampler, *arguments, **static).compile()
+            program = partial(decoding.generate, sampler, **static)
+            if self.mesh is not None:  # each device's loop ends with its own rows
+                split = P(AXIS)
+                program = jax.shard_map(program, mesh=self.mesh, out_specs=split, check_vma=False,
+                                        in_specs=(P(), split, split, split, P(), P()))
+            self._compiled[shape] = jax.jit(program).lower(*arguments).compile()
             self.clock.compile_seconds += time.perf_counter() - began
             self.clock.compilations += 1
         began = time.perf_counter()

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import decode
@@ -177,6 +180,37 @@ def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
     together = tokens(SENTENCES, 6)
     assert together == tokens(SENTENCES, 1)
     assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
+
+
+EIGHT = """
+import json, sys
+from speccascade_jax.parallel import make_mesh
+from speccascade_jax.text import Cascade
+
+pair, texts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+cascade = Cascade.load(f"{pair}/drafter", f"{pair}/verifier", max_source_length=32, max_new_tokens=24,
+                       mesh=make_mesh())
+assert cascade.devices == 8
+outputs = [o.tokens for o in cascade.generate(texts, **options)]
+program = next(iter(cascade._compiled.values())).as_text()
+assert "while(" in program and not any(x in program for x in ("all-reduce", "all-gather", "permute("))
+del options["batch_size"]
+print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
+"""
+
+
+def test_eight_devices_decode_as_one(pair, cascade):
+    """And no device waits for another's rows: their programs exchange nothing."""
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
+    options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
+    done = subprocess.run([sys.executable, "-c", EIGHT, str(pair), json.dumps(texts), json.dumps(options)],
+                          capture_output=True, text=True, env={
+                              **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert done.returncode == 0, done.stderr
+    outputs, streamed = json.loads(done.stdout)
+    expected = list(cascade.generate(texts, **options))
+    assert outputs == [o.tokens for o in expected]
+    assert streamed == expected[0].text
 
 
 def test_streaming_ends_with_what_generate_gives(cascade):
