@@ -269,7 +269,7 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
-    large = dataclasses.replace(TINY, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6,
+    large = dataclasses.replace(TINY, d_model=512, d_kv=64, num_heads=8, d_ff=4096, num_encoder_layers=6,
                                 num_decoder_layers=6)
     for name, config in (("tiny", TINY), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
