@@ -267,9 +267,9 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("to", checkpoints.FORMATS)
+@pytest.mark.parametrize("to", ["huggingface", "t5x"])
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
-    large = dataclasses.replace(TINY, d_model=512, d_kv=64, num_heads=8, d_ff=4096, num_encoder_layers=6,
+    large = dataclasses.replace(TINY, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6,
                                 num_decoder_layers=6)
     for name, config in (("tiny", TINY), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
@@ -355,7 +355,9 @@ def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
         assert checkpoints.load(folder, config=config).tokenizer == folder / name
         cascades.append(Cascade.load(folder, folder, **options))
     outputs = [[o.tokens for o in cascade.generate(SENTENCES)] for cascade in cascades]
-    assert outputs[0] == outputs[1] == outputs[2] == outputs[3] and outputs[0][0] != outputs[0][1]
+    for found in outputs[1:]:
+        assert found == outputs[0]
+    assert outputs[0][0] != outputs[0][1]
 
 
 EMBEDDING = "target.token_embedder.embedding"

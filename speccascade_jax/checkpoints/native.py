@@ -10,7 +10,6 @@ Orbax writes a step beside its place and renames it, so that a kill leaves the p
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,30 +51,6 @@ def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
     return steps.restore(steps.latest_step(), args=args)[item]
 
 
-def parts(wanted: dict[Any, jax.ShapeDtypeStruct], count: int = 32) -> Iterator[dict[Any, Any]]:
-    """`wanted` in about `count` parts of equal size: Orbax holds all it is restoring twice."""
-    limit = sum(x.size for x in wanted.values()) / count
-    part: dict[Any, Any] = {}
-    for path, x in wanted.items():
-        part[path] = x
-        if sum(x.size for x in part.values()) >= limit:
-            yield part
-            part = {}
-    if part:
-        yield part
-
-
-def restore_part(steps: "ocp.CheckpointManager", like: Any) -> Any:
-    """The newest step's parameters that are in the pytree `like`."""
-    import orbax.checkpoint as ocp
-
-    args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding,
-                                                       global_shape=x.shape), like)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(steps.directory / str(steps.latest_step()) / "params",
-                              args=ocp.args.PyTreeRestore(like, args, partial_restore=True))
-
-
 def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
          metrics: dict[str, float] | None = None) -> None:
     """Saves the pytrees `items` as `step`, unless a killed run has saved that step before.
@@ -103,22 +78,21 @@ def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) 
     # Wherever it was saved from, it is wanted here.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = model.abstract_params()
-    wanted = {
-        path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(path, x.shape) if sharding else here)
-        for path, x in nnx.to_flat_state(params)}
+    flat = {path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(path, x.shape) if sharding else here)
+            for path, x in nnx.to_flat_state(params)}
     for kind in ("best", "latest"):
         if not (run / kind).is_dir():
             continue
         steps = manager(run / kind)
         if steps.latest_step() is None:
             continue
+        like = nnx.to_pure_dict(nnx.from_flat_state(flat))
         try:
-            for part in parts(wanted):
-                like = nnx.to_pure_dict(nnx.from_flat_state(part))
-                nnx.replace_by_pure_dict(params, restore_part(steps, like))
+            pure = restore(steps, "params", like)
         except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
             raise ValueError(f"{run / kind}: the checkpoint is incomplete or damaged ({reason(error)})."
                              ) from None
+        nnx.replace_by_pure_dict(params, pure)
         return model, params
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
