@@ -13,4 +13,4 @@ config = dataclasses.replace(
     model=dataclasses.replace(DEMO.model, dropout_rate=0.2),
     task=Task(train=f"{MULTI30K}/train.jsonl.gz", validation=f"{MULTI30K}/validation.jsonl.gz",
               test=f"{MULTI30K}/test.jsonl.gz", max_source_length=64, max_target_length=64),
-    learning_rate=0.005, warmup_steps=100, label_smoothing=0.1, steps=4500)
+    learning_rate=0.005, warmup_steps=100, steps=5200)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import jax
 import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -49,6 +50,8 @@ class Arguments:
     """Write the figures of the run to this JSON file."""
     limit: int | None = None
     """Decode only the first so many inputs."""
+    precompile: bool = False
+    """Compile all programs of these settings, keep them for later runs, and stop."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
     """List configs and methods, and stop."""
 
@@ -168,6 +171,13 @@ def decode(arguments: Arguments) -> None:
     run, console = arguments.run, Console(highlight=False)
     if arguments.list:
         print_list(console)
+        return
+    if arguments.precompile:
+        cascade = Cascade.from_config(run)
+        cascade.precompile(method=run.method, block_size=run.block_size, temperature=run.temperature,
+                           top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size)
+        console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
+                      f"{jax.config.jax_compilation_cache_dir}")
         return
     texts = read_inputs(arguments)[:arguments.limit]
     if arguments.summary is not None:  # better now than after hours of decoding

@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from speccascade_jax import config as configs
@@ -27,9 +29,19 @@ def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[
     return name, config
 
 
+def keep_compilations() -> None:
+    """Compiled programs outlive the process, in $JAX_COMPILATION_CACHE_DIR, else in the user's cache
+    directory: the second start of a script compiles nothing."""
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "speccascade_jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
     """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), said in
     one sentence; 130 when interrupted."""
+    keep_compilations()
     errors = Console(stderr=True, highlight=False)
     try:
         work()

@@ -28,6 +28,7 @@ from speccascade_jax.parallel import AXIS
 from speccascade_jax.rules import METHODS
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
+Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
 
 
@@ -290,6 +291,18 @@ class Cascade:
             tokens = np.asarray(state.tokens[0])
             yield self.tokenizer.decode(tokens[tokens >= 0])
 
+    def precompile(self, *, method: str = "speculative", block_size: int = 5, temperature: float = 0.0,
+                   top_k: int | None = None, top_p: float | None = None, batch_size: int = 1) -> None:
+        """Compiles what generate() with these arguments will run, for every source length. alpha, seed
+        and the values of temperature and top_p do not matter."""
+        options = SamplingOptions(temperature, top_p, top_k)
+        check_sampling(method, METHODS[method].low if method in METHODS else 0.0, block_size, options,
+                       self.verifier.vocab_size)
+        sampler, params = self.sampler(method, block_size)
+        for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
+            self._program(sampler, self._arguments(sampler, params, [[self.tokenizer.eos_id] * length], [0], 0,
+                                                   batch_size * self.devices, options, 0.0))
+
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
@@ -299,8 +312,7 @@ class Cascade:
         size = self.bucket(max(map(len, rows)))
         spare = batch_size - len(rows)  # rows of length 0 rest from the start
         inputs, lengths = map(jnp.asarray, pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
+        keys = row_keys(jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
         options = dataclasses.replace(
             options, temperature=jnp.float32(options.temperature),
             top_p=None if options.top_p is None else jnp.float32(options.top_p))
@@ -332,8 +344,8 @@ class Cascade:
         return [outputs.get(n) or Output(index, source, "", [], [], {})
                 for n, (index, source) in enumerate(window)]
 
-    def _run(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
-        """generate() on host arrays, compiling each shape once and timing that apart."""
+    def _program(self, sampler: Sampler, arguments: Any) -> Any:
+        """generate() for arguments of these shapes, compiled once; that is timed apart."""
         inputs, options = arguments[2], arguments[4]
         shape = (sampler, inputs.shape, options.top_k, options.top_p is None)
         static = {"max_new_tokens": self.max_new_tokens, "eos_id": self.tokenizer.eos_id}
@@ -347,10 +359,21 @@ class Cascade:
             self._compiled[shape] = jax.jit(program).lower(*arguments).compile()
             self.clock.compile_seconds += time.perf_counter() - began
             self.clock.compilations += 1
+        return self._compiled[shape]
+
+    def _run(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
+        """generate() on host arrays."""
+        program = self._program(sampler, arguments)
         began = time.perf_counter()
-        result = jax.device_get(self._compiled[shape](*arguments))
+        result = jax.device_get(program(*arguments))
         self.clock.decode_seconds += time.perf_counter() - began
         return result
+
+
+@jax.jit
+def row_keys(key: Array, indices: Array) -> Array:
+    """A typed key for each of `indices` [B]."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
 
 
 def row_counts(counts: Any, row: int) -> dict[str, Any]:

@@ -243,3 +243,13 @@ def test_list_names_configs_and_methods(capsys):
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in [*METHODS, "demo", "wmt_small_large"])
+
+
+def test_precompiled_settings_compile_nothing_more(pair):
+    cascade = Cascade.load(pair / "drafter", pair / "verifier", max_source_length=32, max_new_tokens=24)
+    settings = {"method": "opt", "block_size": 2, "top_p": 0.9, "batch_size": 2}
+    cascade.precompile(**settings)
+    before = cascade.clock.compilations
+    texts = [" ".join(SENTENCES[:n]) for n in (1, 2, 4)]  # of several lengths
+    list(cascade.generate(texts, alpha=0.4, temperature=0.7, seed=3, **settings, truncate=True))
+    assert cascade.clock.compilations == before

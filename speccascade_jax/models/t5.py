@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -258,6 +259,12 @@ def padding_bias(length: Array, size: int) -> Array:
     return jnp.where(jnp.arange(size) < length[:, None], 0.0, MASKED)[:, None, None, :]
 
 
+@cache
+def skeleton(model: "T5Model") -> tuple[nnx.GraphDef, nnx.State]:
+    """The network's structure and the shapes of its parameters; tracing it takes a quarter of a second."""
+    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))
+
+
 @dataclasses.dataclass(frozen=True)
 class T5Model:
     """A T5 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
@@ -275,7 +282,7 @@ class T5Model:
         return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
 
     def graphdef(self) -> nnx.GraphDef:
-        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[0]
+        return skeleton(self)[0]
 
     def init(self, seed: int) -> nnx.State:
         """Fresh parameters with T5X's initial scales."""
@@ -283,7 +290,7 @@ class T5Model:
 
     def abstract_params(self) -> nnx.State:
         """The parameters' shapes, without memory."""
-        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[1]
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
                 ) -> tuple[Prefix, T5Cache]:
