@@ -1,0 +1,89 @@
+"""Other libraries decoding the same models, for scripts/benchmark.py: what users would pick instead.
+
+Both are optional: transformers with torch, and ctranslate2.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from speccascade_jax.checkpoints import Checkpoint, save
+
+Decode = Callable[[list[int]], tuple[float, list[int]]]
+"""Source tokens -> seconds, and the tokens written (end-of-sequence token included)."""
+
+
+def exported(checkpoint: Checkpoint, folder: Path) -> str:
+    """The checkpoint as a float32 Hugging Face folder, which both peers read."""
+    save(folder, checkpoint, "huggingface", np.float32)
+    return str(folder)
+
+
+def transformers_decoders(drafter: str, verifier: str, block_size: int, max_new_tokens: int
+                          ) -> dict[str, Decode]:
+    """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32.
+
+    Raises ValueError where transformers or torch is missing.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise ValueError("--vs hf needs Hugging Face's transformers and torch: pip install torch "
+                         "transformers==4.57.6.") from None
+    small, large = (transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
+                    for path in (drafter, verifier))
+    for model in (small, large):  # its decoding cache takes the encoder's number of layers for the decoder's
+        model.config.num_layers = model.config.num_decoder_layers
+    small.generation_config.num_assistant_tokens = block_size
+    small.generation_config.num_assistant_tokens_schedule = "constant"
+    small.generation_config.assistant_confidence_threshold = 0.0
+    version = f"transformers {transformers.__version__}"
+
+    def decoder(**options) -> Decode:
+        def decode(source):
+            inputs = torch.tensor([source])
+            began = time.perf_counter()
+            with torch.inference_mode():
+                found = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+                                       **options)
+            return time.perf_counter() - began, found[0, 1:].tolist()
+        return decode
+
+    return {f"{version}, verifier": decoder(), f"{version}, assisted": decoder(assistant_model=small)}
+
+
+def ctranslate2_decoders(verifier: str, pieces: list[str], eos: str, max_new_tokens: int
+                         ) -> dict[str, Decode]:
+    """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8.
+
+    Raises ValueError where ctranslate2 is missing.
+    """
+    os.environ.setdefault("CT2_USE_MKL", "0")  # its own kernels are the faster ones
+    try:
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+    except ImportError:
+        raise ValueError("--vs ctranslate2 needs it and transformers: pip install ctranslate2 torch "
+                         "transformers==4.57.6.") from None
+    ids = {piece: n for n, piece in enumerate(pieces)}
+    decoders = {}
+    for kind in ("float32", "int8"):
+        with tempfile.TemporaryDirectory() as folder:
+            TransformersConverter(verifier).convert(folder, quantization=kind, force=True)
+            translator = ctranslate2.Translator(folder, compute_type=kind, intra_threads=os.cpu_count() or 1)
+
+        def decode(source, translator=translator):
+            words = [pieces[n] for n in source]
+            began = time.perf_counter()
+            found = translator.translate_batch([words], beam_size=1, return_end_token=True,
+                                               max_decoding_length=max_new_tokens)
+            spent = time.perf_counter() - began
+            return spent, [ids[piece] for piece in found[0].hypotheses[0]]
+
+        decoders[f"ctranslate2 {ctranslate2.__version__} {kind}, verifier"] = decode
+    return decoders
