@@ -1,38 +1,57 @@
-"""How much faster is a cascade than its verifier? Both on the same inputs, in turn, one at a time.
+"""What a cascade costs: its parts, and whole decodings against the verifier alone and other libraries.
 
-    python scripts/benchmark.py --input ../shared/data/tatoeba_en_de/test.jsonl.gz --join 4
+    python scripts/benchmark.py                                      # parts of a round, the demo's weights
+    python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large   # random weights of these sizes
+    python scripts/benchmark.py --input ../shared/data/tatoeba_en_de/test.jsonl.gz --join 4 --vs hf
 
-Inputs whose verifier output is shorter than --min-tokens are left out. Compilation comes first
-and is not timed. Seconds are those of the compiled call: prefill and every round.
+With --input every contestant decodes every input, in turn, one at a time; inputs whose verifier output is
+shorter than --min-tokens are left out. Compilation comes first and is not timed.
 """
 
 import dataclasses
+import datetime
 import json
+import os
 import platform
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from decode import table_of
 from rich.console import Console
 from rich.progress import track
 
+from speccascade_jax import checkpoints, decoding, parts, peers
 from speccascade_jax import config as configs
 from speccascade_jax.commandline import exit_code
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.data import joined_examples
+from speccascade_jax.decoding import Autoregressive, Speculative
 from speccascade_jax.metrics import position_acceptance, relative_cost, summarize
-from speccascade_jax.text import Cascade, Output
+from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.rules import METHODS
+from speccascade_jax.text import Cascade, Output, check_sampling
+from speccascade_jax.typing import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    input: str
-    """Inputs: .jsonl with a field `source`, gzipped or not."""
     config: str = "demo"
     """A name in configs/ or the path of such a file."""
+    preset: tuple[str, str] | None = None
+    """Two T5 presets, drafter and verifier, with random weights in place of the config's."""
+    input: str | None = None
+    """Decode these: .jsonl with a field `source`, gzipped or not. Without it the parts are timed."""
+    vs: tuple[Literal["hf", "ctranslate2"], ...] = ()
+    """Other libraries that decode the same inputs with the same weights, in the same turns."""
     join: int = 1
     """One to this many inputs are joined into one, at random, as the demo pair was trained."""
     limit: int = 300
@@ -40,28 +59,44 @@ class Arguments:
     min_tokens: int = 20
     """Shortest verifier output that counts."""
     method: str = "speculative"
-    """The method that is timed against the verifier."""
+    """The method that is timed."""
     alpha: float = 0.0
     """Its lenience."""
-    block_sizes: tuple[int, ...] = (1, 3, 5, 7)
+    block_sizes: tuple[int, ...] = (5,)
     """The gammas to time."""
+    batch_sizes: tuple[int, ...] = (1,)
+    """Rows side by side, for the parts."""
     temperature: float = 0.0
     """0 is greedy."""
     dtype: str | None = None
     """float32 or bfloat16, of weights and products (the config's own)."""
     output: str | None = None
-    """Write one JSON line for each gamma here."""
+    """Append one JSON line for each figure here."""
 
 
-def timed(cascade: Cascade, text: str, index: int, **options) -> tuple[float, Output]:
-    before = cascade.clock.decode_seconds
-    output = next(iter(cascade.generate([text], first_index=index, **options)))
-    return cascade.clock.decode_seconds - before, output
+class Report:
+    """Tables for people; the same figures as JSON lines, each with what it was measured on."""
 
+    def __init__(self, arguments: Arguments, dtype: str):
+        self.console, self.path = Console(highlight=False), arguments.output
+        folder = Path(__file__).parent
+        try:
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True,
+                                    text=True).stdout.strip()
+        except OSError:
+            commit = ""
+        self.stamp = {"device": jax.devices()[0].device_kind, "machine": platform.machine(),
+                      "threads": os.cpu_count(), "dtype": dtype, "jax": jax.__version__, "commit": commit,
+                      "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv)}
+        self.console.print(table_of({k: v for k, v in self.stamp.items() if k != "command"}, "measured on"))
 
-def slope(counts: list[int], seconds: list[float]) -> float:
-    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off."""
-    return float(np.polyfit(counts, seconds, 1)[0])
+    def table(self, title: str, figures: dict[str, Any]) -> None:
+        self.console.print(table_of(figures, title))
+        if self.path is not None:
+            with Path(self.path).open("a") as file:
+                for name, value in figures.items():
+                    line = {"of": title, "figure": name, "value": value, **self.stamp}
+                    file.write(json.dumps(line) + "\n")
 
 
 def quartiles(values: list[float]) -> str:
@@ -69,31 +104,114 @@ def quartiles(values: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
-def benchmark(arguments: Arguments) -> None:
-    run: DecodeConfig = configs.load(arguments.config)
-    run = dataclasses.replace(run, dtype=arguments.dtype or run.dtype)
-    cascade, console = Cascade.from_config(run), Console(highlight=False)
+def random_pair(names: tuple[str, str], dtype: str) -> tuple[list[T5Model], tuple[Any, Any]]:
+    """T5s of two presets' sizes with random weights."""
+    for name in names:
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}: {', '.join(PRESETS)}.")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {dtype!r}: float32 or bfloat16.")
+    models = [T5Model(PRESETS[name], dtype=dtype) for name in names]
+    small, large = (jax.jit(lambda model=model: jax.tree.map(lambda x: x.astype(dtype), model.init(0)))()
+                    for model in models)
+    return models, (small, large)
+
+
+def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: list[Any],
+               params: tuple[Any, Any]) -> None:
+    bandwidth = [parts.read_bandwidth()]
+    options = SamplingOptions(arguments.temperature)
+    shape = {"source_length": run.max_source_length, "max_new_tokens": run.max_new_tokens}
+    for batch_size in arguments.batch_sizes:
+        for gamma in arguments.block_sizes:
+            found = parts.measure(*models, params, METHODS[arguments.method], block_size=gamma,
+                                  batch_size=batch_size, alpha=arguments.alpha, options=options, **shape)
+            middle = {name: timing.median for name, timing in found.items()}
+            read = {f"{name} step": parts.bytes_read(model, own)
+                    for name, model, own in zip(("drafter", "verifier"), models, params, strict=True)}
+            bandwidth.append(parts.read_bandwidth())
+            best = max(bandwidth)
+            figures: dict[str, Any] = {
+                f"{name}, ms": quartiles([1e3 * t for t in timing]) for name, timing in found.items()}
+            figures |= {"read bandwidth, GB/s": best / 1e9}
+            for name, size in read.items():
+                figures[f"{name}: MB read, GB/s, share of the bandwidth"] = (
+                    f"{size / 1e6:.1f}, {size / middle[name] / 1e9:.1f}, {size / middle[name] / best:.0%}")
+            scoring = parts.scoring(gamma)
+            figures |= {
+                f"{scoring} / verifier step": middle[scoring] / middle["verifier step"],
+                "drafter step / verifier step": middle["drafter step"] / middle["verifier step"],
+                f"{parts.OVERHEAD}, share of a round": middle[parts.OVERHEAD] / middle["round"]}
+            report.table(f"parts, batch {batch_size}, {arguments.method}, gamma {gamma}", figures)
+    sampler = Speculative(Autoregressive(models[0]), models[1], METHODS[arguments.method], gamma)
+    inputs, lengths = jnp.ones((1, run.max_source_length), jnp.int32), jnp.full(1, run.max_source_length)
+    anew, fetched, memory = parts.compilation(
+        partial(decoding.generate, sampler, max_new_tokens=run.max_new_tokens, eos_id=1),
+        (params, jax.vmap(jax.random.key)(jnp.arange(1)), inputs, lengths, SamplingOptions(jnp.float32(0)),
+         jnp.zeros(1)))
+    report.table("the whole program, batch 1", {"compile, s": anew, "from the persistent cache, s": fetched,
+                                                "memory, weights included, MB": memory / 1e6})
+
+
+def timed(cascade: Cascade, index: int, text: str, **options) -> tuple[float, Output]:
+    before = cascade.clock.decode_seconds
+    output = next(iter(cascade.generate([text], first_index=index, **options)))
+    return cascade.clock.decode_seconds - before, output
+
+
+def timed_peer(cascade: Cascade, decode: peers.Decode, index: int, text: str) -> tuple[float, Output]:
+    seconds, tokens = decode(cascade.encode([text])[0][0])
+    return seconds, Output(index, text, cascade.tokenizer.decode(tokens), tokens, [], {})
+
+
+def peers_of(arguments: Arguments, run: DecodeConfig, cascade: Cascade) -> dict[str, peers.Decode]:
+    """Other libraries' decoders, on float32 exports of the pair."""
+    found: dict[str, peers.Decode] = {}
+    if not arguments.vs:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        drafter, verifier = (peers.exported(checkpoints.load(path), Path(folder) / name)
+                             for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
+        if "hf" in arguments.vs:
+            found |= peers.transformers_decoders(drafter, verifier, run.block_size, run.max_new_tokens)
+        if "ctranslate2" in arguments.vs:
+            found |= peers.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
+    return found
+
+
+def slope(counts: list[int], seconds: list[float]) -> float:
+    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off."""
+    return float(np.polyfit(counts, seconds, 1)[0])
+
+
+def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> None:
+    assert arguments.input is not None
+    cascade = Cascade.from_config(run)
     task = Task(arguments.input, arguments.input, arguments.input, join=arguments.join)
     texts = [source for source, _ in joined_examples(task, arguments.input)][:arguments.limit]
     lengths = map(len, cascade.encode(texts, truncate=True)[0])
     texts = [t for t, n in zip(texts, lengths, strict=True) if n < cascade.max_source_length]
 
     sweep = {"temperature": arguments.temperature, "alpha": arguments.alpha}
-    contestants = {"verifier": {"method": "verifier"}, "drafter": {"method": "drafter"}} | {
-        f"gamma {g}": {"method": arguments.method, "block_size": g, **sweep} for g in arguments.block_sizes}
-    contestants["verifier"] |= {"temperature": arguments.temperature}
-    contestants["drafter"] |= {"temperature": arguments.temperature}
-    for options in track(contestants.values(), "compiling", transient=True):
+    options: dict[str, Any] = {
+        name: {"method": name, "temperature": arguments.temperature} for name in ("verifier", "drafter")}
+    options |= {f"gamma {g}": {"method": arguments.method, "block_size": g, **sweep}
+                for g in arguments.block_sizes}
+    contestants: dict[str, Callable[[int, str], tuple[float, Output]]] = {
+        name: partial(timed, cascade, **chosen) for name, chosen in options.items()}
+    others = peers_of(arguments, run, cascade)
+    contestants |= {name: partial(timed_peer, cascade, decode) for name, decode in others.items()}
+    for decode in track(contestants.values(), "compiling", transient=True):
         for n in {cascade.bucket(len(row)): n for n, row in enumerate(cascade.encode(texts)[0])}.values():
-            timed(cascade, texts[n], 0, **options)
+            decode(0, texts[n])
 
-    seconds = {name: [] for name in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     outputs: dict[str, list[Output]] = {name: [] for name in contestants}
     names = list(contestants)
     for index, text in enumerate(track(texts, "timing", transient=True)):
         measured = {}
         for name in names[index % len(names):] + names[:index % len(names)]:  # nobody is always first
-            measured[name] = timed(cascade, text, index, **contestants[name])
+            measured[name] = contestants[name](index, text)
         if len(measured["verifier"][1].tokens) >= arguments.min_tokens:
             for name, (spent, output) in measured.items():
                 seconds[name].append(spent)
@@ -105,13 +223,16 @@ def benchmark(arguments: Arguments) -> None:
                          "--limit or --join.")
     step = {name: slope([len(o.tokens) for o in outputs[name]], seconds[name])
             for name in ("verifier", "drafter")}
-    machine = {"device": str(jax.devices()[0]), "machine": platform.machine(), "jax": jax.__version__}
-    console.print(table_of({
+    report.table("one model alone", {
         "inputs": kept,
         "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
         "verifier step, ms": 1e3 * step["verifier"], "drafter step, ms": 1e3 * step["drafter"],
-        "verifier step / drafter step": step["verifier"] / step["drafter"], "dtype": cascade.verifier.dtype,
-        **machine}, "alone"))
+        "verifier step / drafter step": step["verifier"] / step["drafter"]})
+
+    def faster(name: str, other: str) -> str:
+        """How many times as fast as `other`: median and quartiles over inputs."""
+        return quartiles([b / a for a, b in zip(seconds[name], seconds[other], strict=True)])
+
     for gamma in arguments.block_sizes:
         name = f"gamma {gamma}"
         counts = [o.counts for o in outputs[name]]
@@ -119,21 +240,49 @@ def benchmark(arguments: Arguments) -> None:
         round_seconds = slope([c["rounds"] for c in counts], seconds[name])
         acceptance = position_acceptance([o.origin for o in outputs[name]])
         predicted = relative_cost(acceptance, gamma, step["drafter"] / step["verifier"])
-        speedups = [v / s for v, s in zip(seconds["verifier"], seconds[name], strict=True)]
         figures = {
-            "speedup, median (quartiles)": quartiles(speedups),
-            "speedup, total": sum(seconds["verifier"]) / sum(seconds[name]),
+            "times as fast as the verifier alone": faster(name, "verifier"),
+            **{f"as {other}": faster(name, other) for other in others},
+            "ms an input, median": 1e3 * float(np.median(seconds[name])),
             "acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
             "tokens_per_verifier_call": rates["tokens_per_verifier_call"],
             "round, ms": 1e3 * round_seconds,
             "relative cost without prefill, measured":
                 round_seconds / rates["tokens_per_verifier_call"] / step["verifier"],
             "relative cost without prefill, predicted": predicted}
-        console.print(table_of(figures, f"{arguments.method}, {name}, temperature {arguments.temperature}"))
-        if arguments.output is not None:
-            with Path(arguments.output).open("a") as file:
-                line = {"gamma": gamma, "method": arguments.method, **figures, **machine}
-                file.write(json.dumps(line) + "\n")
+        report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
+    if others:
+        report.table("the verifier alone here", {f"times as fast as {other}": faster("verifier", other)
+                                                 for other in others})
+        same = {other: np.mean([a.tokens == b.tokens for a, b in zip(outputs[other], outputs["verifier"],
+                                                                     strict=True)]) for other in others}
+        report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
+
+
+def benchmark(arguments: Arguments) -> None:
+    if arguments.vs and arguments.input is None:
+        raise ValueError("--vs compares whole decodings: give inputs with --input.")
+    if arguments.preset is not None and arguments.input is not None:
+        raise ValueError("random weights write nothing worth timing: give --preset or --input.")
+    if arguments.method not in METHODS:
+        raise ValueError(f"unknown method {arguments.method!r}; known: {', '.join(METHODS)}.")
+    run = configs.load(arguments.config)
+    if not isinstance(run, DecodeConfig):
+        raise ValueError(f"config {arguments.config} is none of scripts/decode.py's.")
+    run = dataclasses.replace(run, dtype=arguments.dtype or run.dtype)
+    for gamma in arguments.block_sizes:
+        check_sampling(arguments.method, arguments.alpha, gamma, SamplingOptions(arguments.temperature), 2)
+    if arguments.preset is not None:
+        dtype = arguments.dtype or "float32"
+        time_parts(arguments, run, Report(arguments, dtype), *random_pair(arguments.preset, dtype))
+        return
+    cascade = Cascade.from_config(run)
+    report = Report(arguments, cascade.verifier.dtype)
+    if arguments.input is None:
+        time_parts(arguments, run, report, [cascade.drafter, cascade.verifier],
+                   (cascade.drafter_params, cascade.verifier_params))
+    else:
+        time_decodings(arguments, run, report)
 
 
 if __name__ == "__main__":

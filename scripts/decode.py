@@ -176,8 +176,8 @@ def decode(arguments: Arguments) -> None:
         cascade = Cascade.from_config(run)
         cascade.precompile(method=run.method, block_size=run.block_size, temperature=run.temperature,
                            top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size)
-        console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
-                      f"{jax.config.jax_compilation_cache_dir}")
+        console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept "
+                      f"in {jax.config.values["jax_compilation_cache_dir"]}")
         return
     texts = read_inputs(arguments)[:arguments.limit]
     if arguments.summary is not None:  # better now than after hours of decoding

@@ -32,7 +32,7 @@ def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[
 def keep_compilations() -> None:
     """Compiled programs outlive the process, in $JAX_COMPILATION_CACHE_DIR, else in the user's cache
     directory: the second start of a script compiles nothing."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "speccascade_jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -5,6 +5,7 @@ inside one compiled loop, so that calling it from Python costs nothing.
 """
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 
 from speccascade_jax import decoding
 from speccascade_jax.decoding import NO_TOKEN, Autoregressive, Speculative
@@ -161,3 +163,21 @@ def timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float, int]:
+    """Seconds to compile a program anew, and to fetch it from the persistent cache (tracing apart); bytes
+    of its arguments, results and temporaries."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            compilation_cache.reset_cache()
+            lowered = [jax.jit(partial(program)).lower(*arguments) for _ in range(2)]
+            anew, fetched = (timed(lowered[n].compile) for n in range(2))
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+            compilation_cache.reset_cache()
+        memory = lowered[0].compile().memory_analysis()
+    return anew, fetched, sum(getattr(memory, f"{kind}_size_in_bytes") for kind in
+                              ("argument", "output", "temp"))

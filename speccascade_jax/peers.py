@@ -57,7 +57,7 @@ def transformers_decoders(drafter: str, verifier: str, block_size: int, max_new_
     return {f"{version}, verifier": decoder(), f"{version}, assisted": decoder(assistant_model=small)}
 
 
-def ctranslate2_decoders(verifier: str, pieces: list[str], eos: str, max_new_tokens: int
+def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int
                          ) -> dict[str, Decode]:
     """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8.
 
@@ -71,7 +71,7 @@ def ctranslate2_decoders(verifier: str, pieces: list[str], eos: str, max_new_tok
         raise ValueError("--vs ctranslate2 needs it and transformers: pip install ctranslate2 torch "
                          "transformers==4.57.6.") from None
     ids = {piece: n for n, piece in enumerate(pieces)}
-    decoders = {}
+    decoders: dict[str, Decode] = {}
     for kind in ("float32", "int8"):
         with tempfile.TemporaryDirectory() as folder:
             TransformersConverter(verifier).convert(folder, quantization=kind, force=True)

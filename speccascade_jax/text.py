@@ -300,8 +300,9 @@ class Cascade:
                        self.verifier.vocab_size)
         sampler, params = self.sampler(method, block_size)
         for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
-            self._program(sampler, self._arguments(sampler, params, [[self.tokenizer.eos_id] * length], [0], 0,
-                                                   batch_size * self.devices, options, 0.0))
+            row = [self.tokenizer.eos_id] * length
+            self._program(sampler, self._arguments(sampler, params, [row], [0], 0, batch_size * self.devices,
+                                                   options, 0.0))
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
