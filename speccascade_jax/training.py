@@ -170,12 +170,15 @@ def find_tokenizer(config: TrainConfig) -> Path:
 
 def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
     """The config's tokenizer, written with the model's shape where load() looks for them."""
+    run = Path(config.output_dir)
+    if any((run / "latest").glob("[0-9]*")):  # it goes on with the model it began with
+        checkpoints.check_shape(str(run), native.read_config(run), config.model)
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
     if tokenizer.size > config.model.vocab_size:
         raise ValueError(f"the tokenizer {path} has {tokenizer.size} pieces, the model "
                          f"{config.model.vocab_size}: set model.vocab_size to at least that.")
-    native.describe(Path(config.output_dir), config.model, path)
+    native.describe(run, config.model, path)
     return tokenizer
 
 

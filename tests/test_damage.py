@@ -83,6 +83,8 @@ DAMAGE = {
     "safetensors gone": ("huggingface", lambda f: (f / "model.safetensors").unlink(), "is missing"),
     "safetensors values": ("huggingface", rewrite(lambda a: a["shared.weight"].fill(np.nan)),
                            "shared.weight.*not finite"),
+    "safetensors integers": ("huggingface", rewrite(lambda a: a.update({"shared.weight": a["shared.weight"]
+                                                                         .astype(np.int8)})), "int8 values"),
     "array gone": ("huggingface", rewrite(lambda a: a.pop("encoder.block.1.layer.0.layer_norm.weight")),
                    r"encoder\.block\.1.*missing"),
     "index": ("huggingface", lambda f: (f / "model.safetensors.index.json").write_text("[]"),

@@ -99,12 +99,14 @@ def to_params(model: T5Model, arrays: Iterable[tuple[ParameterPath, str, np.ndar
               sharding: Sharding | None) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
-    One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds NaN or
-    infinity: all that can be told of the values of a file without checksums.
+    One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds integers,
+    NaN or infinity: all that can be told of the values of a file without checksums.
     """
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))
     for path, name, array in arrays:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
         flat[path] = flat[path].replace(place(array, path, dtype, sharding))

@@ -55,12 +55,24 @@ def describe(run: Path, config: T5Config, tokenizer: Path | None) -> None:
         vocabulary.copy(tokenizer, run)
 
 
+def read_config(run: Path) -> T5Config:
+    """The shape that describe() wrote. Raises ValueError."""
+    try:
+        return T5Config(**json.loads((run / "model.json").read_text()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{run / 'model.json'} is missing or damaged: {error}") from None
+
+
 def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
-    """`item` of the newest step, with the shapes and dtypes of the pytree `like`."""
+    """`item` of the newest step, with the shapes and dtypes of the pytree `like`. Raises ValueError."""
     import orbax.checkpoint as ocp
 
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
-    return steps.restore(steps.latest_step(), args=args)[item]
+    try:
+        return steps.restore(steps.latest_step(), args=args)[item]
+    except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
+        raise ValueError(f"{steps.directory / str(steps.latest_step())}: {item} is damaged or another run's "
+                         f"({reason(error)}); delete {steps.directory} to start over.") from None
 
 
 def dotted(path: ParameterPath) -> str:
@@ -132,10 +144,7 @@ def read_params(step: Path, model: T5Model, dtype: Any = jnp.float32, sharding: 
 
 def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
     """Model and best parameters of a run (the latest if none was evaluated) in `dtype`. Raises ValueError."""
-    try:
-        model = T5Model(T5Config(**json.loads((run / "model.json").read_text())))
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{run / 'model.json'} is damaged: {error}") from None
+    model = T5Model(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
             step = manager(run / kind).latest_step()
