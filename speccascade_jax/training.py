@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from speccascade_jax import checkpoints, distillation
 from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
+from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import DIVERGENCES, distillation_loss
@@ -169,12 +170,15 @@ def find_tokenizer(config: TrainConfig) -> Path:
 
 def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
     """The config's tokenizer, written with the model's shape where load() looks for them."""
+    run = Path(config.output_dir)
+    if any((run / "latest").glob("[0-9]*")):  # it goes on with the model it began with
+        checkpoints.check_shape(str(run), native.read_config(run), config.model)
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
     if tokenizer.size > config.model.vocab_size:
         raise ValueError(f"the tokenizer {path} has {tokenizer.size} pieces, the model "
                          f"{config.model.vocab_size}: set model.vocab_size to at least that.")
-    native.describe(Path(config.output_dir), config.model, path)
+    native.describe(run, config.model, path)
     return tokenizer
 
 
@@ -236,11 +240,15 @@ def first_parameters(config: TrainConfig, model: T5Model, mesh: Mesh) -> nnx.Sta
     return load_placed(config.init, config, mesh, config.model).params
 
 
+def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
+    """Where the mesh wants each parameter."""
+    return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
+
+
 def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: T5Config | None = None
                 ) -> checkpoints.Checkpoint:
     """A checkpoint in float32, each array where the mesh wants it."""
-    return checkpoints.load(
-        path, sharding=lambda _, size: parameter_sharding(mesh, size, config.split_parameters), config=shape)
+    return checkpoints.load(path, sharding=placement(config, mesh), config=shape)
 
 
 def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
@@ -274,13 +282,11 @@ def train(config: TrainConfig) -> Path:
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step = latest.latest_step() or 0
     if step:
-        shapes = model.abstract_params()
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=parameter_sharding(mesh, x.shape, config.split_parameters)),
-            {"params": nnx.to_pure_dict(shapes), "optimizer": jax.eval_shape(optimizer.init, shapes)})
-        params, opt_state = shapes, native.restore(latest, "optimizer", like["optimizer"])
-        nnx.replace_by_pure_dict(params, native.restore(latest, "params", like["params"]))
+        params = native.read_params(run / "latest" / str(step), model, sharding=placement(config, mesh))
+        shapes = jax.eval_shape(optimizer.init, params)
+        opt_state = native.restore(latest, "optimizer", jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes,
+            tree_sharding(mesh, shapes, config.split_parameters)))
     else:
         params = first_parameters(config, model, mesh)
         opt_at = tree_sharding(mesh, jax.eval_shape(optimizer.init, params), config.split_parameters)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -248,6 +249,23 @@ def test_divergence_keeps_the_last_good_checkpoint(toy, alone, tmp_path, capsys)
     assert "the checkpoint of step 10 is kept" in capsys.readouterr().err
     for a, b in zip(parameters(run), before, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_another_model_than_the_run_began_with_is_refused(toy, alone, capsys):
+    before = (alone / "model.json").read_text()
+    assert here(toy, alone, "--d-model=64") == 2
+    assert "d_model is 32, not 64" in capsys.readouterr().err
+    assert (alone / "model.json").read_text() == before
+
+
+@pytest.mark.parametrize("item", ["params", "optimizer"])
+def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
+    shutil.copytree(alone, tmp_path / "run")
+    for path in (tmp_path / "run" / "latest" / "20" / item).glob("ocdbt.process_0/d/*"):
+        os.truncate(path, path.stat().st_size // 2)
+    assert here(toy, tmp_path / "run", "--steps=30") == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error and len(error.splitlines()) == 1
 
 
 def test_a_full_disk_loses_nothing(toy, alone, tmp_path):

@@ -1,6 +1,8 @@
-"""What the formats share: host arrays into parameters, one at a time; the libraries' errors in a line."""
+"""What the formats share: zarr arrays, read one at a time; parameters from them; errors in a line."""
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,24 +22,91 @@ def reason(error: Exception) -> str:
     return str(error).split(" [tensorstore_spec")[0].split("\n")[0]
 
 
+def open_directory(path: str) -> Any:
+    """The directory at `path` (a folder or gs://) as a TensorStore KvStore. Raises ValueError."""
+    import tensorstore
+
+    where: dict[str, Any] = {"driver": "file", "path": f"{Path(path).resolve()}/"}
+    if path.startswith("gs://"):
+        bucket, _, inside = path.removeprefix("gs://").rstrip("/").partition("/")
+        where = {"driver": "gcs", "bucket": bucket, "path": f"{inside}/".lstrip("/"),
+                 "gcs_request_retries": {"max_retries": 4}}  # 15 seconds; by default a quarter of an hour
+    return tensorstore.KvStore.open(where).result()
+
+
+def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[str, Any]:
+    """Name -> open TensorStore of the zarr arrays that lie in `folders` (by name) of a KvStore.
+
+    Their headers alone are read. Raises ValueError naming one that is missing or damaged.
+    """
+    import tensorstore
+
+    # Each thread that reads or decompresses keeps memory of its own.
+    context = tensorstore.Context({"file_io_concurrency": {"limit": 1},
+                                   "data_copy_concurrency": {"limit": 1}})
+    opening = {}
+    for name, folder in folders.items():
+        spec = {"driver": "zarr", "kvstore": (directory / f"{folder}/").spec().to_json(),
+                "fill_missing_data_reads": False}  # else missing chunks read as zeros
+        opening[name] = tensorstore.open(spec, open=True, read=True, context=context)
+    opened = {}
+    for name, array in opening.items():  # all are on their way by now: one by one is slow at gs://
+        try:
+            opened[name] = array.result()
+        except ValueError as error:
+            raise ValueError(f"{path}: the array {name} is missing or damaged ({reason(error)}); fetch it "
+                             "again.") from None
+    return opened
+
+
+def read_array(path: str, name: str, array: Any) -> np.ndarray:
+    """An open TensorStore's values. Raises ValueError where they are damaged."""
+    import tensorstore
+
+    values = np.empty(array.shape, array.dtype.numpy_dtype)  # of this thread's memory
+    try:
+        tensorstore.array(values).write(array).result()
+        return values
+    except ValueError as error:
+        raise ValueError(f"{path}: the array {name} is damaged ({reason(error)}); fetch it again.") from None
+
+
+def checksum(array: np.ndarray) -> int:
+    """CRC-32 of an array's bytes. Of what formats keep, gzip's alone would tell a changed byte."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def check(name: str, array: np.ndarray, expected: int | None) -> None:
+    """Raises ValueError where an array is not the one whose checksum was written, if any was."""
+    if expected is not None and checksum(array) != expected:
+        raise ValueError(f"{name} holds other values than were written (its checksum differs): the file is "
+                         "damaged, fetch it again.")
+
+
 def place(array: np.ndarray, path: ParameterPath, dtype: Any, sharding: Sharding | None) -> jax.Array:
-    """A host array as a device array in `dtype`: each device gets its own part only."""
+    """A host array as a device array in `dtype`: each device gets its own part only.
+
+    It is there when this returns: JAX copies while the caller goes on, and so would hold several at once.
+    """
     array = array.astype(dtype, copy=False)
     if sharding is None:
-        return jnp.asarray(array)
-    return jax.make_array_from_callback(array.shape, sharding(path, array.shape), lambda part: array[part])
+        return jax.block_until_ready(jnp.asarray(array))
+    return jax.block_until_ready(jax.make_array_from_callback(
+        array.shape, sharding(path, array.shape), lambda part: array[part]))
 
 
 def to_params(model: T5Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], dtype: Any,
               sharding: Sharding | None) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
-    One host array is alive at a time. Raises ValueError where one holds NaN or infinity: no format
-    but T5X's compressed arrays has a checksum, and damage mostly shows in the exponents.
+    One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds integers,
+    NaN or infinity: all that can be told of the values of a file without checksums.
     """
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))
     for path, name, array in arrays:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
         flat[path] = flat[path].replace(place(array, path, dtype, sharding))

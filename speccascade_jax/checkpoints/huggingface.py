@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from speccascade_jax.checkpoints.arrays import Sharding, to_params
+from speccascade_jax.checkpoints.arrays import Sharding, check, checksum, to_params
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 CONFIG_KEYS = {
@@ -134,7 +134,10 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5
             with safe_open(folder / file, framework="numpy") as opened:
                 stored = name if name in opened.keys() else "shared.weight"  # noqa: SIM118
                 array = opened.get_tensor(stored)
+                expected = (opened.metadata() or {}).get(f"crc32 {stored}")
+            check(f"{folder / file}: {name}", array, expected and int(expected))
             yield path, f"{folder / file}: {name}", array.T if transposed else array
+            del array
 
     return model, to_params(model, read(), dtype, sharding)
 
@@ -150,11 +153,12 @@ def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes
                          "Face's T5 cannot hold: export it to T5X or natively.")
     folder.mkdir(parents=True, exist_ok=True)
     flat = dict(nnx.to_flat_state(params))
-    tensors = {}
+    tensors, metadata = {}, {"format": "pt"}
     for path, name, transposed in parameter_names(config):
         array = np.asarray(flat[path][...]).astype(dtype, copy=False)
         tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        metadata[f"crc32 {name}"] = str(checksum(tensors[name]))
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
     described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
     described |= {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
                   "feed_forward_proj": "gated-gelu" if config.gated else "relu",

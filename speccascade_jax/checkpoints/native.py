@@ -10,15 +10,27 @@ Orbax writes a step beside its place and renames it, so that a kill leaves the p
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 
 from speccascade_jax.checkpoints import vocabulary
-from speccascade_jax.checkpoints.arrays import Sharding, reason
+from speccascade_jax.checkpoints.arrays import (
+    ParameterPath,
+    Sharding,
+    check,
+    checksum,
+    open_arrays,
+    open_directory,
+    read_array,
+    reason,
+    to_params,
+)
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
@@ -43,17 +55,40 @@ def describe(run: Path, config: T5Config, tokenizer: Path | None) -> None:
         vocabulary.copy(tokenizer, run)
 
 
+def read_config(run: Path) -> T5Config:
+    """The shape that describe() wrote. Raises ValueError."""
+    try:
+        return T5Config(**json.loads((run / "model.json").read_text()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{run / 'model.json'} is missing or damaged: {error}") from None
+
+
 def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
-    """`item` of the newest step, with the shapes and dtypes of the pytree `like`."""
+    """`item` of the newest step, with the shapes and dtypes of the pytree `like`. Raises ValueError."""
     import orbax.checkpoint as ocp
 
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
-    return steps.restore(steps.latest_step(), args=args)[item]
+    try:
+        return steps.restore(steps.latest_step(), args=args)[item]
+    except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
+        raise ValueError(f"{steps.directory / str(steps.latest_step())}: {item} is damaged or another run's "
+                         f"({reason(error)}); delete {steps.directory} to start over.") from None
+
+
+def dotted(path: ParameterPath) -> str:
+    """Orbax's name of a parameter."""
+    return ".".join(map(str, path))
+
+
+def checksums(params: Any) -> dict[str, int]:
+    """Name -> checksum of each parameter, those aside whose parts lie with several processes."""
+    return {dotted(path): checksum(np.asarray(x)) for path, x in traverse_util.flatten_dict(params).items()
+            if x.is_fully_addressable or x.is_fully_replicated}
 
 
 def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
          metrics: dict[str, float] | None = None) -> None:
-    """Saves the pytrees `items` as `step`, unless a killed run has saved that step before.
+    """Saves the pytrees `items`, `params` among them, as `step`, unless a killed run has saved it before.
 
     Raises ValueError where it cannot be written; older steps stay whole.
     """
@@ -63,37 +98,58 @@ def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
         return
     args = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()})
     try:
-        steps.save(step, args=args, metrics=metrics)
+        steps.save(step, args=args, metrics=metrics, custom_metadata={"crc32": checksums(items["params"])})
     except Exception as error:  # Orbax has many kinds
         raise ValueError(f"could not save step {step} in {steps.directory} ({reason(error)}); earlier saves "
                          "are whole: make room and start again.") from None
 
 
-def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
-    """The best parameters of a run (the latest if none was evaluated) in `dtype`."""
+def open_database(folder: str) -> Any:
+    """The OCDBT database in which Orbax keeps an item's zarr arrays, as a TensorStore KvStore."""
+    import tensorstore
+
+    base = open_directory(folder).spec().to_json()
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
+def read_params(step: Path, model: T5Model, dtype: Any = jnp.float32, sharding: Sharding | None = None
+                ) -> nnx.State:
+    """The parameters of the folder of one step in `dtype`, one array at a time: Orbax would hold all twice.
+
+    Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
+    """
+    folder = f"{step}/params"
+    wanted = {path: (dotted(path), tuple(x.shape))
+              for path, x in nnx.to_flat_state(model.abstract_params())}
+    arrays = open_arrays(folder, open_database(folder), {name: name for name, _ in wanted.values()})
+    for name, shape in wanted.values():
+        if arrays[name].shape != shape:
+            raise ValueError(f"{folder}: the model asks for {name} of shape {shape}, saved was one of shape "
+                             f"{arrays[name].shape}: it is another model's run, or model.json is damaged.")
     try:
-        model = T5Model(T5Config(**json.loads((run / "model.json").read_text())))
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{run / 'model.json'} is damaged: {error}") from None
-    # Wherever it was saved from, it is wanted here.
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = model.abstract_params()
-    flat = {path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(path, x.shape) if sharding else here)
-            for path, x in nnx.to_flat_state(params)}
+        described = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+        sums = (described.get("custom_metadata") or {}).get("crc32", {})
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{step / '_CHECKPOINT_METADATA'} is damaged: {error}") from None
+
+    def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
+        for path, (name, _) in wanted.items():
+            array = read_array(folder, name, arrays[name])
+            check(f"{folder}: {name}", array, sums.get(name))
+            yield path, f"{folder}: {name}", array
+            del array
+
+    return to_params(model, read(), dtype, sharding)
+
+
+def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+    """Model and best parameters of a run (the latest if none was evaluated) in `dtype`. Raises ValueError."""
+    model = T5Model(read_config(run))
     for kind in ("best", "latest"):
-        if not (run / kind).is_dir():
-            continue
-        steps = manager(run / kind)
-        if steps.latest_step() is None:
-            continue
-        like = nnx.to_pure_dict(nnx.from_flat_state(flat))
-        try:
-            pure = restore(steps, "params", like)
-        except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
-            raise ValueError(f"{run / kind}: the checkpoint is incomplete or damaged ({reason(error)})."
-                             ) from None
-        nnx.replace_by_pure_dict(params, pure)
-        return model, params
+        if (run / kind).is_dir():
+            step = manager(run / kind).latest_step()
+            if step is not None:
+                return model, read_params(run / kind / str(step), model, dtype, sharding)
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 
@@ -101,7 +157,7 @@ def export(run: Path, model: T5Model, params: nnx.State, dtype: Any = jnp.float3
     """Writes a run directory with the parameters in `dtype` as its latest step, 0."""
     describe(run, model.config, None)
     with manager(run / "latest") as steps:
-        save(steps, 0, {"params": jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(params))})
+        save(steps, 0, {"params": jax.tree.map(lambda x: jnp.asarray(x, dtype), nnx.to_pure_dict(params))})
 
 
 def remote(path: str) -> Any:

@@ -13,7 +13,14 @@ import ml_dtypes
 import numpy as np
 from flax import nnx, serialization, traverse_util
 
-from speccascade_jax.checkpoints.arrays import Sharding, reason, to_params
+from speccascade_jax.checkpoints.arrays import (
+    Sharding,
+    open_arrays,
+    open_directory,
+    read_array,
+    reason,
+    to_params,
+)
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 Shape = tuple[int, ...]
@@ -68,18 +75,6 @@ def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
     return ours[0], layers, *ours[1:]
 
 
-def open_directory(path: str) -> Any:
-    """The directory at `path` (a folder or gs://) as a TensorStore KvStore. Raises ValueError."""
-    import tensorstore
-
-    where: dict[str, Any] = {"driver": "file", "path": f"{Path(path).resolve()}/"}
-    if path.startswith("gs://"):
-        bucket, _, inside = path.removeprefix("gs://").rstrip("/").partition("/")
-        where = {"driver": "gcs", "bucket": bucket, "path": f"{inside}/".lstrip("/"),
-                 "gcs_request_retries": {"max_retries": 4}}  # 15 seconds; by default a quarter of an hour
-    return tensorstore.KvStore.open(where).result()
-
-
 def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
     """open_directory(path) and its file `checkpoint`, if any. Raises ValueError where it is out of reach."""
     try:
@@ -121,29 +116,17 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
                          "again.") from None
 
 
-def open_arrays(path: str) -> dict[str, Any]:
+def open_checkpoint(path: str) -> dict[str, Any]:
     """Name -> numpy array or open TensorStore, of every parameter; no zarr array is read yet.
 
     Raises ValueError where `checkpoint` or an array's header is missing or damaged.
     """
-    import tensorstore
-
     directory, content = read_checkpoint_file(path)
     if content is None:
         raise ValueError(f"{path} is no T5X checkpoint: there is no file `checkpoint` in it.")
-    opened: dict[str, Any] = {}
-    for name, leaf in parse(path, content).items():
-        opened[name] = leaf if isinstance(leaf, np.ndarray) else tensorstore.open({
-            "driver": "zarr", "kvstore": (directory / f"{leaf}/").spec().to_json(),
-            "fill_missing_data_reads": False}, open=True, read=True)  # else missing chunks read as zeros
-    for name, array in opened.items():  # all are on their way by now: one by one is slow at gs://
-        if not isinstance(array, np.ndarray):
-            try:
-                opened[name] = array.result()
-            except ValueError as error:
-                raise ValueError(f"{path}: the array {name} is missing or damaged ({reason(error)}); fetch "
-                                 "it again.") from None
-    return opened
+    leaves = parse(path, content)
+    stored = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, np.ndarray)}
+    return leaves | open_arrays(path, directory, stored)
 
 
 def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
@@ -179,7 +162,7 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
     The model's shape is inferred from the arrays'. Raises ValueError naming the array that is missing,
     damaged or does not fit the others.
     """
-    arrays = open_arrays(path)
+    arrays = open_checkpoint(path)
     model = T5Model(infer_config(path, {name: tuple(array.shape) for name, array in arrays.items()}))
     config, names = model.config, dict(array_names(model.config))
     for name in arrays.keys() - names.keys():
@@ -198,11 +181,7 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
         for name, paths in names.items():
             array = arrays[name]
             if not isinstance(array, np.ndarray):
-                try:
-                    array = array.read().result()
-                except ValueError as error:
-                    raise ValueError(f"{path}: the array {name} is damaged ({reason(error)}); fetch it "
-                                     "again.") from None
+                array = read_array(path, name, array)
             if array.dtype == np.uint16:  # how versions up to 2 kept bfloat16
                 array = array.view(ml_dtypes.bfloat16)
             if "relpos_bias" in name:
@@ -210,12 +189,17 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
             for n, ours in enumerate(paths):
                 part = array[:, n] if is_stacked(name) else array
                 yield ours, f"{path}: {name}", part.reshape(shapes[ours])
+            del array, part
 
     return model, to_params(model, read(), dtype, sharding)
 
 
 def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = np.float32) -> None:
-    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state."""
+    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state.
+
+    T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
+    utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
+    """
     import tensorstore
 
     config = model.config

@@ -1,0 +1,167 @@
+"""A checkpoint that is damaged or cannot be written is refused in a sentence; nothing half-written stays."""
+
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import tensorstore
+from convert import main as convert
+from flax import serialization, traverse_util
+from safetensors.numpy import load_file, save_file
+from test_checkpoints import random_checkpoint, run
+from test_t5 import TINY
+
+from speccascade_jax import checkpoints
+from speccascade_jax.config import REPOSITORY
+from speccascade_jax.models.t5 import PRESETS
+
+EMBEDDING = "target.token_embedder.embedding"
+
+
+def truncate(name, keep=0.6):
+    def damage(folder):
+        for path in folder.glob(name):
+            os.truncate(path, int(path.stat().st_size * keep))
+    return damage
+
+
+def rewrite(change):
+    """Damage to model.safetensors: change() its dictionary of arrays."""
+    def damage(folder):
+        arrays = load_file(folder / "model.safetensors")
+        change(arrays)
+        save_file(arrays, folder / "model.safetensors")
+    return damage
+
+
+def describe(file="config.json", **values):
+    """Damage to what describes the model's shape."""
+    def damage(folder):
+        found = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**found, **values}))
+    return damage
+
+
+def without(name):
+    """Damage to T5X's msgpack: one array is not named any more."""
+    def damage(folder):
+        contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+        target = traverse_util.flatten_dict(contents["optimizer"]["target"], sep="/",
+                                            is_leaf=lambda _, x: "driver" in x)
+        del target[name]
+        contents["optimizer"]["target"] = traverse_util.unflatten_dict(target, sep="/")
+        (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+    return damage
+
+
+def reshape(name, shape):
+    """Damage to T5X's arrays: one has another shape."""
+    def damage(folder):
+        path = folder / f"target.{name.replace('/', '.')}"
+        tensorstore.open({"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}},
+                         dtype=tensorstore.float32, shape=shape, create=True, delete_existing=True
+                         ).result().write(np.ones(shape, np.float32)).result()
+    return damage
+
+
+def flip(name):
+    """One bit changed in the middle of the largest file: a finite number becomes another."""
+    def damage(folder):
+        path = max(folder.glob(name), key=lambda path: path.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    return damage
+
+
+DAMAGE = {
+    "safetensors truncated": ("huggingface", truncate("model.safetensors"), "truncated.*fetch it again"),
+    "safetensors header": ("huggingface", lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
+                           "no safetensors"),
+    "safetensors gone": ("huggingface", lambda f: (f / "model.safetensors").unlink(), "is missing"),
+    "safetensors values": ("huggingface", rewrite(lambda a: a["shared.weight"].fill(np.nan)),
+                           "shared.weight.*not finite"),
+    "safetensors integers": ("huggingface", rewrite(lambda a: a.update({"shared.weight": a["shared.weight"]
+                                                                         .astype(np.int8)})), "int8 values"),
+    "array gone": ("huggingface", rewrite(lambda a: a.pop("encoder.block.1.layer.0.layer_norm.weight")),
+                   r"encoder\.block\.1.*missing"),
+    "index": ("huggingface", lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+              "index.json is damaged"),
+    "width": ("huggingface", describe(d_model=32), r"\(97, 48\), config.json says \(97, 32\)"),
+    "layers": ("huggingface", describe(num_layers=2), r"encoder\.block\.2.* has no place"),
+    "no number": ("huggingface", describe(d_kv="many"), "d_kv is 'many', not a number"),
+    "heads": ("huggingface", describe(num_heads=5), r"\(\d+, \d+\), config.json says \(\d+, \d+\)"),
+    "only a pickle": ("huggingface", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+                      "never read"),
+    "config": ("huggingface", lambda f: (f / "config.json").write_text("{"), "cannot read"),
+    "other model": ("huggingface", describe(model_type="bart"), "only t5"),
+    "config gone": ("huggingface", lambda f: (f / "config.json").unlink(), "is no checkpoint"),
+    "msgpack truncated": ("t5x", truncate("checkpoint"), "checkpoint is truncated.*fetch it again"),
+    "msgpack empty": ("t5x", truncate("checkpoint", 0), "checkpoint is truncated"),
+    "other msgpack": ("t5x", lambda f: (f / "checkpoint").write_bytes(b"\x93\x01\x02\x03"), "not T5X's"),
+    "chunk truncated": ("t5x", truncate(f"{EMBEDDING}/0.0"), "token_embedder/embedding is damaged"),
+    "chunk changed": ("t5x", flip(f"{EMBEDDING}/0.0"), "token_embedder/embedding is damaged"),
+    "chunk gone": ("t5x", lambda f: (f / EMBEDDING / "0.0").unlink(), "embedding is damaged"),
+    "zarr header gone": ("t5x", lambda f: (f / EMBEDDING / ".zarray").unlink(), "embedding is missing"),
+    "zarr header": ("t5x", truncate(f"{EMBEDDING}/.zarray"), "token_embedder/embedding is missing"),
+    "unnamed array": ("t5x", without("decoder/layers_1/mlp/wi_1/kernel"),
+                      "layers_1/mlp/wi_1/kernel is missing"),
+    "unnamed embedding": ("t5x", without("token_embedder/embedding"), "token_embedder/embedding is missing"),
+    "another shape": ("t5x", reshape("decoder/layers_1/mlp/wo/kernel", (81, 48)),
+                      r"\(81, 48\), but the other arrays ask for \(80, 48\)"),
+    "another rank": ("t5x", reshape("token_embedder/embedding", (97,)), "of another rank"),
+    "model.json": ("native", lambda f: (f / "model.json").write_text("{}x"), "damaged"),
+    "native width": ("native", describe("model.json", d_model=64), r"\(64, \d+\).*\(48, \d+\)"),
+    "orbax gone": ("native", lambda f: (f / "latest" / "0").rename(f / "aside"), "no finished checkpoint"),
+    "orbax truncated": ("native", truncate("latest/0/params/d/*"), "is missing or damaged"),
+    "orbax data truncated": ("native", truncate("latest/0/params/ocdbt.process_0/d/*"), "is damaged"),
+    "orbax metadata": ("native", truncate("latest/0/_CHECKPOINT_METADATA"), "METADATA is damaged"),
+    "orbax data changed": ("native", flip("latest/0/params/ocdbt.process_0/d/*"), "is damaged"),
+    "safetensors data changed": ("huggingface", flip("model.safetensors"), "its checksum differs"),
+}
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("intact")
+    for to in checkpoints.FORMATS:
+        checkpoints.save(folder / to, random_checkpoint(TINY), to)
+    return folder
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_found_when_loading(case, intact, tmp_path, capsys):
+    kind, damage, words = DAMAGE[case]
+    folder = tmp_path / "damaged"
+    subprocess.run(["cp", "-r", str(intact / kind), str(folder)], check=True)
+    damage(folder)
+    with pytest.raises(ValueError, match=words):
+        checkpoints.load(folder)
+    assert convert([str(folder), str(tmp_path / "out"), "--to=t5x"]) == 2
+    assert "error: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_another_shape_than_asked_for_names_both(intact):
+    with pytest.raises(ValueError, match=r"d_model is 48, not 512.*num_heads is 4, not 6"):
+        checkpoints.load(intact / "huggingface", config=PRESETS["t5_1_1_small"])
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_nothing_is_left_of_an_output_that_cannot_be_written(to, intact, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    assert convert([str(intact / "t5x"), str(taken), f"--to={to}"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert convert([str(intact / "t5x"), str(tmp_path / "file" / "out"), f"--to={to}"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    # A limit on the size of files fails in the middle of writing, as a full disk does.
+    script = f"""
+import resource, runpy
+main = runpy.run_path({str(REPOSITORY / 'scripts' / 'convert.py')!r})["main"]
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+print(main([{str(intact / 't5x')!r}, {str(tmp_path / 'full')!r}, "--to={to}"]))"""
+    assert run(script, JAX_ENABLE_COMPILATION_CACHE="false") == "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"] and not list(taken.iterdir())
