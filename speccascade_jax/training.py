@@ -24,6 +24,7 @@ from speccascade_jax.config import TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import DIVERGENCES, distillation_loss
 from speccascade_jax.evaluation import METRICS
+from speccascade_jax.models import Model
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.reporting import Reporter, loss_curve
@@ -103,7 +104,7 @@ class Steps(NamedTuple):
 
 
 def make_steps(model: T5Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
-               teacher: T5Model | None = None) -> Steps:
+               teacher: Model | None = None) -> Steps:
     """Gradients are summed over tokens, so that batches of several sizes add up to one step.
 
     Dropout is a function of (seed, the batch's number).
@@ -244,7 +245,7 @@ def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: T5Config | No
 
 
 def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
-                 ) -> tuple[T5Model, nnx.State]:
+                 ) -> tuple[Model, nnx.State]:
     """The teacher in the training's dtype. Raises ValueError if its vocabulary is another."""
     checkpoint = load_placed(path, config, mesh)
     if Tokenizer(checkpoint.tokenizer_file()).pieces() != tokenizer.pieces():

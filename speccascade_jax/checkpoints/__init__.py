@@ -12,13 +12,13 @@ from flax import nnx
 
 from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
 from speccascade_jax.checkpoints.arrays import Sharding, reason
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import Config, Model, model_of
 
 FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
 
 
 class Checkpoint(NamedTuple):
-    model: T5Model
+    model: Model
     params: nnx.State
     tokenizer: Path | None  # spiece.model or tokenizer.json; T5X's own folders have neither
     path: str
@@ -51,7 +51,7 @@ def from_hub(name: str) -> str:
 
 
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
-         config: T5Config | None = None) -> Checkpoint:
+         config: Config | None = None) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors) or a T5X directory.
 
     hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
@@ -62,6 +62,7 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     path, folder = str(path), Path(path)
     if path.startswith("hf://"):
         folder = Path(from_hub(path.removeprefix("hf://")))
+    found: tuple[Model, nnx.State]
     if path.startswith("gs://"):
         if t5x.exists(path):
             found, tokenizer = t5x.load(path, dtype, sharding), None
@@ -75,7 +76,7 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
         check_shape(path, model.config, config)
     compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
     cache = "float32" if jax.default_backend() == "cpu" else compute
-    return Checkpoint(T5Model(model.config, compute, cache), params, tokenizer, path)
+    return Checkpoint(model_of(model.config, dtype=compute, cache_dtype=cache), params, tokenizer, path)
 
 
 def tokenizer_file(path: str) -> Path:
@@ -92,7 +93,7 @@ def missing_tokenizer(path: str) -> str:
             "file with --tokenizer.")
 
 
-def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[T5Model, nnx.State]:
+def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[Model, nnx.State]:
     """Model and parameters of a local folder of any format."""
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}.")
@@ -106,11 +107,11 @@ def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[T5M
                      "nor a file `checkpoint` (T5X) is in it.")
 
 
-def check_shape(path: str, found: T5Config, expected: T5Config) -> None:
+def check_shape(path: str, found: Config, expected: Config) -> None:
     """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
-    a, b = (dataclasses.asdict(c) for c in (found, expected))
-    different = [f"{name} is {a[name]}, not {b[name]}" for name in a
-                 if a[name] != b[name] and name != "dropout_rate"]
+    a, b = ({"family": c.family, **dataclasses.asdict(c)} for c in (found, expected))
+    different = [f"{name} is {a[name]}, not {b.get(name)}" for name in a
+                 if a[name] != b.get(name) and name != "dropout_rate"]
     if different:
         raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
 

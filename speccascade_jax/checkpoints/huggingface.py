@@ -1,4 +1,4 @@
-"""Hugging Face T5 folders: config.json and safetensors (one file or sharded).
+"""Hugging Face folders of T5 and Gemma 2: config.json and safetensors (one file or sharded).
 
 Both directions. Only safetensors is read, never a pickle.
 """
@@ -14,8 +14,11 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from speccascade_jax.checkpoints import gemma
 from speccascade_jax.checkpoints.arrays import Sharding, to_params
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.models.t5 import T5Config
 
 CONFIG_KEYS = {
     "vocab_size": "vocab_size", "d_model": "d_model", "d_kv": "d_kv", "d_ff": "d_ff",
@@ -26,8 +29,11 @@ CONFIG_KEYS = {
 }
 
 
-def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
+def parameter_names(config: Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
     """(path in our parameters, Hugging Face's name, whether theirs is transposed) of every array."""
+    if isinstance(config, GemmaConfig):
+        yield from gemma.parameter_names(config)
+        return
     yield ("embedding",), "shared.weight", False
     if not config.tied_embeddings:
         yield ("head", "kernel"), "lm_head.weight", True
@@ -53,15 +59,17 @@ UNUSED = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head
           "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}  # never read by T5
 
 
-def read_config(folder: Path) -> T5Config:
-    """The T5Config of a config.json. Raises ValueError for another architecture."""
+def read_config(folder: Path) -> Config:
+    """The model's shape in a config.json. Raises ValueError for another architecture."""
     try:
         found = json.loads((folder / "config.json").read_text())
         kind = found.get("model_type")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
-    if kind != "t5":
-        raise ValueError(f"{folder} holds a {kind!r} model; only t5 is supported.")
+    if kind == GemmaConfig.family:
+        return gemma.read_config(folder, found)
+    if kind != T5Config.family:
+        raise ValueError(f"{folder} holds a {kind!r} model; only t5 and gemma2 are supported.")
     activation = found.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
         raise ValueError(f"{folder}: feed_forward_proj is {activation!r}; relu and gated-gelu are supported.")
@@ -105,12 +113,12 @@ def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
     """Model and parameters in `dtype`, converted one array at a time.
 
     Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
-    model = T5Model(read_config(folder))
+    model = model_of(read_config(folder))
     found, names = read_headers(folder), list(parameter_names(model.config))
     if "lm_head.weight" not in found and "shared.weight" in found:
         found["lm_head.weight"] = found["shared.weight"]  # an unscaled head that was tied when saved
@@ -139,13 +147,13 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5
     return model, to_params(model, read(), dtype, sharding)
 
 
-def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
+def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
     """Writes config.json and model.safetensors in `dtype`; transformers reads the folder.
 
     Raises ValueError for a model that Hugging Face's T5 cannot hold.
     """
     config = model.config
-    if not config.shared_position_bias:
+    if isinstance(config, T5Config) and not config.shared_position_bias:
         raise ValueError("every layer of this model has a relative-position table of its own, which Hugging "
                          "Face's T5 cannot hold: export it to T5X or natively.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,11 +163,16 @@ def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes
         array = np.asarray(flat[path][...]).astype(dtype, copy=False)
         tensors[name] = np.ascontiguousarray(array.T if transposed else array)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
-    described |= {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
-                  "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-                  "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
-                  "tie_word_embeddings": config.tied_embeddings,
-                  "scale_decoder_outputs": config.tied_embeddings,
-                  "torch_dtype": np.dtype(dtype).name}
+    described = gemma.describe(config) if isinstance(config, GemmaConfig) else describe(config)
+    described["torch_dtype"] = np.dtype(dtype).name
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+
+
+def describe(config: T5Config) -> dict[str, Any]:
+    """The content of config.json."""
+    described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
+    return described | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
+                        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+                        "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
+                        "tie_word_embeddings": config.tied_embeddings,
+                        "scale_decoder_outputs": config.tied_embeddings}

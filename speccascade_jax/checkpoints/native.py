@@ -1,6 +1,6 @@
 """Our own checkpoints: an Orbax directory a run owns, with the model's shape and its tokenizer.
 
-    <run>/model.json      the T5Config
+    <run>/model.json      the model's family and shape
     <run>/spiece.model    the vocabulary, or tokenizer.json
     <run>/latest/<step>/  params, optimizer    (Orbax; what a killed run resumes from)
     <run>/best/<step>/    params               (lowest validation loss)
@@ -19,7 +19,7 @@ from flax import nnx
 
 from speccascade_jax.checkpoints import vocabulary
 from speccascade_jax.checkpoints.arrays import Sharding, reason
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import FAMILIES, Config, Model, model_of
 
 if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
     import orbax.checkpoint as ocp
@@ -35,10 +35,11 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
-def describe(run: Path, config: T5Config, tokenizer: Path | None) -> None:
+def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
     """Writes what load() needs beside the parameters."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "model.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    shape = {"family": config.family, **dataclasses.asdict(config)}
+    (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")
     if tokenizer is not None:
         vocabulary.copy(tokenizer, run)
 
@@ -69,11 +70,12 @@ def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
                          "are whole: make room and start again.") from None
 
 
-def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
     """The best parameters of a run (the latest if none was evaluated) in `dtype`."""
     try:
-        model = T5Model(T5Config(**json.loads((run / "model.json").read_text())))
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        shape = json.loads((run / "model.json").read_text())
+        model = model_of(FAMILIES[shape.pop("family", "t5")](**shape))
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{run / 'model.json'} is damaged: {error}") from None
     # Wherever it was saved from, it is wanted here.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -97,7 +99,7 @@ def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) 
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 
-def export(run: Path, model: T5Model, params: nnx.State, dtype: Any = jnp.float32) -> None:
+def export(run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32) -> None:
     """Writes a run directory with the parameters in `dtype` as its latest step, 0."""
     describe(run, model.config, None)
     with manager(run / "latest") as steps:

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 
 from speccascade_jax.checkpoints.arrays import Sharding, reason, to_params
+from speccascade_jax.models import Model
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 Shape = tuple[int, ...]
@@ -214,11 +215,16 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
     return model, to_params(model, read(), dtype, sharding)
 
 
-def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = np.float32) -> None:
-    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state."""
+def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32) -> None:
+    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state.
+
+    Raises ValueError for a model that is no T5.
+    """
     import tensorstore
 
     config = model.config
+    if not isinstance(config, T5Config):
+        raise ValueError(f"T5X holds T5 models alone, not {config.family}: export to huggingface or native.")
     flat = dict(nnx.to_flat_state(params))
     target = {}
     for name, paths in array_names(config):

@@ -5,7 +5,7 @@
 
 import dataclasses
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
 class T5Config:
     """A T5's shape. The defaults of everything but sizes are T5 1.1's."""
 
+    family: ClassVar[str] = "t5"
     vocab_size: int = 32128
     d_model: int = 512
     d_kv: int = 64
