@@ -26,7 +26,8 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
 from speccascade_jax.metrics import summarize
 from speccascade_jax.rules import METHODS
-from speccascade_jax.text import SINGLE_MODEL, Cascade, Output, Tokenizer
+from speccascade_jax.text import SINGLE_MODEL, Cascade, Output
+from speccascade_jax.tokenizer import Tokenizer
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
 errors = Console(stderr=True, highlight=False)

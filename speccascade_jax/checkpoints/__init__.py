@@ -20,7 +20,7 @@ FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.ex
 class Checkpoint(NamedTuple):
     model: Model
     params: nnx.State
-    tokenizer: Path | None  # spiece.model or tokenizer.json; T5X's own folders have neither
+    tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X's own folders have neither
     path: str
 
     def tokenizer_file(self) -> Path:
@@ -77,6 +77,16 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
     cache = "float32" if jax.default_backend() == "cpu" else compute
     return Checkpoint(model_of(model.config, dtype=compute, cache_dtype=cache), params, tokenizer, path)
+
+
+def config_of(path: str) -> Config:
+    """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
+    folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
+    for name, read in (("model.json", native.read_config), ("config.json", huggingface.read_config)):
+        if (folder / name).is_file():
+            return read(folder)
+    raise ValueError(f"{path} has neither a model.json (ours) nor a config.json (Hugging Face), which tell a "
+                     "model's shape: convert it with scripts/convert.py first.")
 
 
 def tokenizer_file(path: str) -> Path:

@@ -20,6 +20,7 @@ from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.t5 import T5Config
 
+SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
 CONFIG_KEYS = {
     "vocab_size": "vocab_size", "d_model": "d_model", "d_kv": "d_kv", "d_ff": "d_ff",
     "num_heads": "num_heads", "num_encoder_layers": "num_layers",
@@ -148,7 +149,8 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Mo
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
-    """Writes config.json and model.safetensors in `dtype`; transformers reads the folder.
+    """Writes config.json and safetensors (several files past SHARD_BYTES) in `dtype`; transformers reads
+    the folder.
 
     Raises ValueError for a model that Hugging Face's T5 cannot hold.
     """
@@ -158,11 +160,27 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
                          "Face's T5 cannot hold: export it to T5X or natively.")
     folder.mkdir(parents=True, exist_ok=True)
     flat = dict(nnx.to_flat_state(params))
-    tensors = {}
-    for path, name, transposed in parameter_names(config):
-        array = np.asarray(flat[path][...]).astype(dtype, copy=False)
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    shards: list[list[tuple[Any, str, bool]]] = [[]]
+    size = total = 0
+    for entry in parameter_names(config):
+        array_bytes = flat[entry[0]].size * np.dtype(dtype).itemsize
+        if shards[-1] and size + array_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size, total = size + array_bytes, total + array_bytes
+    files = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    for file, entries in zip(files, shards, strict=True):
+        tensors = {}
+        for path, name, transposed in entries:
+            array = np.asarray(flat[path][...]).astype(dtype, copy=False)
+            tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file for file, entries in zip(files, shards, strict=True) for _, name, _ in entries}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     described = gemma.describe(config) if isinstance(config, GemmaConfig) else describe(config)
     described["torch_dtype"] = np.dtype(dtype).name
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")

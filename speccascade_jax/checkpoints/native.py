@@ -70,13 +70,18 @@ def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
                          "are whole: make room and start again.") from None
 
 
-def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
-    """The best parameters of a run (the latest if none was evaluated) in `dtype`."""
+def read_config(run: Path) -> Config:
+    """The model's shape. Raises ValueError where model.json is damaged."""
     try:
         shape = json.loads((run / "model.json").read_text())
-        model = model_of(FAMILIES[shape.pop("family", "t5")](**shape))
+        return FAMILIES[shape.pop("family", "t5")](**shape)
     except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{run / 'model.json'} is damaged: {error}") from None
+
+
+def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
+    """The best parameters of a run (the latest if none was evaluated) in `dtype`."""
+    model = model_of(read_config(run))
     # Wherever it was saved from, it is wanted here.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = model.abstract_params()

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from speccascade_jax.models.cache import GemmaCache, write
-from speccascade_jax.models.layers import Linear
+from speccascade_jax.models.layers import Linear, shift_right
 from speccascade_jax.typing import Prefix
 
 Array = jax.Array
@@ -206,6 +206,14 @@ class GemmaModel:
     def abstract_params(self) -> nnx.State:
         """The parameters' shapes, without memory."""
         return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[1]
+
+    def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
+               key: Array | None = None) -> Array:
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
+        `source`. Gemma has no dropout: `key` is not read."""
+        _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1])
+        last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
+        return self.extend(params, shift_right(target, last), cache)[0]
 
     def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
                 ) -> tuple[Prefix, GemmaCache]:

@@ -20,6 +20,7 @@ from speccascade_jax.models.layers import (
     attend,
     make_dropout,
     relative_buckets,
+    shift_right,
 )
 from speccascade_jax.typing import Prefix
 
@@ -285,6 +286,12 @@ class T5Model:
     def abstract_params(self) -> nnx.State:
         """The parameters' shapes, without memory."""
         return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[1]
+
+    def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
+               key: Array | None = None) -> Array:
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on."""
+        start = jnp.full((target.shape[0],), self.config.pad_id, target.dtype)
+        return nnx.merge(self.graphdef(), params)(source, source_length, shift_right(target, start), key)
 
     def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
                 ) -> tuple[Prefix, T5Cache]:
