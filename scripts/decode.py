@@ -108,6 +108,7 @@ def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple
     kept = Path(f"{path}.settings.json")
     writable(path)
     writable(kept)
+    settings = json.loads(json.dumps(settings))  # lists for tuples, as they are read again
     if path.stat().st_size and json.loads(kept.read_text() or "null") != settings:
         raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or choose "
                          "another --output.")
