@@ -19,9 +19,10 @@ NOBODY = 65534
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # unshare(2)
 # Imported before root becomes nobody, who may not be allowed to read them.
 MODULES = ("array", "bisect", "calendar", "cmath", "collections", "copy", "dataclasses", "datetime",
-           "decimal", "encodings.idna", "enum", "fractions", "functools", "heapq", "itertools", "json", "math", "numbers",
-           "operator", "pathlib", "queue", "random", "re", "shutil", "socket", "statistics", "string",
-           "subprocess", "tempfile", "textwrap", "threading", "time", "typing", "unicodedata")
+           "decimal", "encodings.idna", "enum", "fractions", "functools", "heapq", "itertools", "json",
+           "math", "numbers", "operator", "pathlib", "queue", "random", "re", "shutil", "socket",
+           "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "typing",
+           "unicodedata")
 FORBIDDEN = {  # beginning of an audit event's name -> what it is
     "socket.": "network", "urllib.": "network", "http.": "network", "ftplib.": "network",
     "smtplib.": "network",

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import sentencepiece
 from test_gemma import TINY
+from test_training import config  # noqa: F401
 
-from speccascade_jax import checkpoints
+from speccascade_jax import checkpoints, training
 from speccascade_jax.checkpoints import Checkpoint, huggingface
-from speccascade_jax.models.gemma import GemmaModel
+from speccascade_jax.data import joined_examples
+from speccascade_jax.models.gemma import GemmaConfig, GemmaModel
 from speccascade_jax.text import Cascade
 from speccascade_jax.tokenizer import Tokenizer, train_tokenizer, up_to_stop
 
@@ -197,3 +199,21 @@ def test_logits_of_training_are_those_of_decoding(pair):
         fed = np.concatenate([source[row, length[row] - 1][None], target[row, :-1]])
         logits, _ = model.extend(params, fed[None], cache)
         np.testing.assert_allclose(forced[row], logits[0], atol=1e-5)
+
+
+def test_a_decoder_only_model_learns_a_task_and_decodes_it(config, tmp_path):  # noqa: F811
+    """The toy translation of test_training as a prompt and its continuation, from config to text."""
+    folder = tmp_path / "run"
+    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2, num_layers=2,
+                        window=12, query_scalar=8)
+    config = dataclasses.replace(
+        config, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"), export_dir=None,
+        task=dataclasses.replace(config.task, suffix=" =", join=1), steps=300, eval_every=300, save_every=300)
+    training.train(config)
+    examples = joined_examples(config.task, config.task.validation)
+    cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")
+    assert cascade.encode(["one two"])[0][0][0] == cascade.tokenizer.bos_id == 2
+    outputs = list(cascade.generate([source for source, _ in examples], batch_size=8))
+    assert np.mean([output.text == targets[0] for output, (_, targets) in zip(outputs, examples, strict=True)]
+                   ) > 0.8
+    assert all(output.tokens[-1] == cascade.tokenizer.eos_id for output in outputs)
