@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx, traverse_util
 from test_t5 import (  # the laws, with this file's `tiny`
     LENGTH,
     SOURCE,
@@ -18,7 +19,8 @@ from test_t5 import (  # the laws, with this file's `tiny`
     test_rows_are_independent,  # noqa: F401
 )
 
-from speccascade_jax.checkpoints import huggingface
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.gemma import describe
 from speccascade_jax.decoding import Autoregressive, Speculative, generate
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
@@ -134,3 +136,63 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
 def test_presets_have_the_published_sizes(name, millions):
     shapes = jax.tree.leaves(GemmaModel(PRESETS[name]).abstract_params())
     assert round(sum(x.size for x in shapes) / 1e6) == millions
+
+
+def deepmind_tree(config, params, transposed, nested):
+    """Parameters under the names and in the shapes of google-deepmind/gemma's checkpoints, in float32."""
+    c, flat = config, {path: np.asarray(x[...]) for path, x in nnx.to_flat_state(params)}
+
+    def heads(kernel, count):
+        return np.moveaxis(kernel.reshape(c.d_model, count, c.d_kv), 1, 0)
+
+    padding = np.zeros((3, c.d_model), np.float32)
+    tree = {"embedder": {"input_embedding": np.concatenate([flat["embedding",], padding])},
+            "final_norm": {"scale": flat["norm", "scale"]}}
+    for n in range(c.num_layers):
+        layer = {path[2:]: array for path, array in flat.items() if path[:2] == ("layers", n)}
+        query, key, value = (heads(layer["attention", name, "kernel"], count) for name, count in (
+            ("query", c.num_heads), ("key", c.num_kv_heads), ("value", c.num_kv_heads)))
+        if c.num_heads == c.num_kv_heads:
+            tree[f"layer_{n}/attn/qkv_einsum"] = {"w": np.stack([query, key, value])}
+        else:
+            tree[f"layer_{n}/attn/q_einsum"] = {"w": query}
+            tree[f"layer_{n}/attn/kv_einsum"] = {"w": np.stack([key, value])}
+        gating = np.stack([layer["mlp", name, "kernel"] for name in ("gate", "up")])
+        tree[f"layer_{n}/attn/attn_vec_einsum"] = {
+            "w": layer["attention", "out", "kernel"].reshape(c.num_heads, c.d_kv, c.d_model)}
+        tree[f"layer_{n}/mlp/gating_einsum"] = {"w": np.swapaxes(gating, 1, 2) if transposed else gating}
+        tree[f"layer_{n}/mlp/linear"] = {"w": layer["mlp", "down", "kernel"]}
+        for ours, theirs in (("attention_norm", "pre_attention_norm"), ("mlp_norm", "pre_ffw_norm"),
+                             ("attention_post_norm", "post_attention_norm"),
+                             ("mlp_post_norm", "post_ffw_norm")):
+            tree[f"layer_{n}/{theirs}"] = {"scale": layer[ours, "scale"]}
+    if not nested:
+        return {f"transformer/{name}": arrays for name, arrays in tree.items()}
+    return traverse_util.unflatten_dict({
+        f"{name}/{key}".removesuffix("/w") if "/mlp/" in name else f"{name}/{key}": array
+        for name, arrays in tree.items() for key, array in arrays.items()}, sep="/")
+
+
+@pytest.mark.parametrize("transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2)])
+def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    config = dataclasses.replace(GemmaConfig(), vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=6,
+                                 num_kv_heads=kv_heads, num_layers=3, query_scalar=16)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32),
+                          GemmaModel(config).abstract_params())
+    monkeypatch.setattr(deepmind, "VOCABULARY", 97)
+    monkeypatch.setattr(deepmind, "PADDED_VOCABULARY", 100)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "flax", deepmind_tree(config, params, transposed, nested))
+    loaded = checkpoints.load(tmp_path / "flax", config=config)
+    jax.tree.map(np.testing.assert_array_equal, params, loaded.params)
+    assert checkpoints.config_of(str(tmp_path / "flax")) == config
+    tree = deepmind_tree(config, params, transposed, nested)
+    del (tree["layer_1"] if nested else tree)["post_ffw_norm" if nested else
+                                              "transformer/layer_1/post_ffw_norm"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "incomplete", tree)
+    with pytest.raises(ValueError, match="layer_1/post_ffw_norm/scale is missing"):
+        checkpoints.load(tmp_path / "incomplete")

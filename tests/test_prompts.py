@@ -204,11 +204,12 @@ def test_logits_of_training_are_those_of_decoding(pair):
 def test_a_decoder_only_model_learns_a_task_and_decodes_it(config, tmp_path):  # noqa: F811
     """The toy translation of test_training as a prompt and its continuation, from config to text."""
     folder = tmp_path / "run"
-    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2, num_layers=2,
-                        window=12, query_scalar=8)
+    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
+                        num_layers=2, window=12, query_scalar=8)
     config = dataclasses.replace(
-        config, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"), export_dir=None,
-        task=dataclasses.replace(config.task, suffix=" =", join=1), steps=300, eval_every=300, save_every=300)
+        config, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),
+        task=dataclasses.replace(config.task, suffix=" =", join=1), steps=300, eval_every=300, save_every=300,
+        export_dir=None)
     training.train(config)
     examples = joined_examples(config.task, config.task.validation)
     cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")

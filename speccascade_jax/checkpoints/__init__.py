@@ -1,4 +1,4 @@
-"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes any of the three."""
+"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
+from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, vocabulary
 from speccascade_jax.checkpoints.arrays import Sharding, reason
 from speccascade_jax.models import Config, Model, model_of
 
@@ -52,7 +52,8 @@ def from_hub(name: str) -> str:
 
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
          config: Config | None = None) -> Checkpoint:
-    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors) or a T5X directory.
+    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
+    Gemma 2 as DeepMind publishes it.
 
     hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
     Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
@@ -82,11 +83,11 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
 def config_of(path: str) -> Config:
     """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
     folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
-    for name, read in (("model.json", native.read_config), ("config.json", huggingface.read_config)):
+    for name, read in (("model.json", native.read_config), ("config.json", huggingface.read_config),
+                       ("_METADATA", deepmind.read_config)):
         if (folder / name).is_file():
             return read(folder)
-    raise ValueError(f"{path} has neither a model.json (ours) nor a config.json (Hugging Face), which tell a "
-                     "model's shape: convert it with scripts/convert.py first.")
+    raise ValueError(f"no file of {path} tells the model's shape: convert it with scripts/convert.py first.")
 
 
 def tokenizer_file(path: str) -> Path:
@@ -113,8 +114,10 @@ def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[Mod
         return huggingface.load(folder, dtype, sharding)
     if (folder / "checkpoint").is_file():
         return t5x.load(str(folder), dtype, sharding)
-    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face) "
-                     "nor a file `checkpoint` (T5X) is in it.")
+    if (folder / "_METADATA").is_file():
+        return deepmind.load(folder, dtype, sharding)
+    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
+                     "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
 
 
 def check_shape(path: str, found: Config, expected: Config) -> None:
