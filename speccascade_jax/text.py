@@ -287,7 +287,7 @@ class Cascade:
         Its counts are those up to the end of that round.
         """
         params, keys, inputs, lengths, options, alphas = arguments
-        shape = (sampler, inputs.shape, options.top_k, options.top_p is None)
+        shape = ("rounds", sampler, inputs.shape, options.top_k, options.top_p is None)
         if shape not in self._compiled:
             began = time.perf_counter()
             begin = jax.jit(partial(decoding.begin, sampler, max_new_tokens=self.max_new_tokens))

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -179,6 +180,12 @@ class Gemma(nnx.Module):
         return softcap(products, self.config.logit_softcap)
 
 
+@cache
+def skeleton(model: "GemmaModel") -> tuple[nnx.GraphDef, nnx.State]:
+    """The network's structure and the shapes of its parameters, traced once."""
+    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))
+
+
 @dataclasses.dataclass(frozen=True)
 class GemmaModel:
     """A Gemma 2 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
@@ -197,7 +204,7 @@ class GemmaModel:
         return Gemma(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
 
     def graphdef(self) -> nnx.GraphDef:
-        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[0]
+        return skeleton(self)[0]
 
     def init(self, seed: int) -> nnx.State:
         """Fresh parameters: every layer's input and output, and the logits, of unit variance."""
@@ -205,7 +212,7 @@ class GemmaModel:
 
     def abstract_params(self) -> nnx.State:
         """The parameters' shapes, without memory."""
-        return nnx.split(nnx.eval_shape(lambda: self.network(nnx.Rngs(0))))[1]
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
                key: Array | None = None) -> Array:
