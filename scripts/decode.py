@@ -27,7 +27,8 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
 from speccascade_jax.metrics import summarize
 from speccascade_jax.rules import METHODS
-from speccascade_jax.text import SINGLE_MODEL, Cascade, Output, Tokenizer
+from speccascade_jax.text import SINGLE_MODEL, Cascade, Output
+from speccascade_jax.tokenizer import Tokenizer
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
 errors = Console(stderr=True, highlight=False)
@@ -110,6 +111,7 @@ def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple
     kept = Path(f"{path}.settings.json")
     writable(path)
     writable(kept)
+    settings = json.loads(json.dumps(settings))  # lists for tuples, as they are read again
     if path.stat().st_size and json.loads(kept.read_text() or "null") != settings:
         raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or choose "
                          "another --output.")
@@ -177,7 +179,7 @@ def decode(arguments: Arguments) -> None:
         cascade.precompile(method=run.method, block_size=run.block_size, temperature=run.temperature,
                            top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size)
         console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept "
-                      f"in {jax.config.values["jax_compilation_cache_dir"]}")
+                      f"in {jax.config.values['jax_compilation_cache_dir']}")
         return
     texts = read_inputs(arguments)[:arguments.limit]
     if arguments.summary is not None:  # better now than after hours of decoding

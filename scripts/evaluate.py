@@ -57,7 +57,8 @@ def evaluate(arguments: Arguments) -> None:
     task = dataclasses.replace(task, join=arguments.join or task.join)
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
     sources, references = zip(*examples, strict=True)
-    cascade = Cascade.from_config(run, make_mesh() if jax.device_count() > 1 else None)
+    alone = jax.device_count() == 1 or run.tensor_parallel > 1
+    cascade = Cascade.from_config(run, None if alone else make_mesh())
     for method in arguments.methods:
         before = cascade.clock.decode_seconds
         outputs = list(track(cascade.generate(

@@ -7,9 +7,9 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Suppress
+from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.models.t5 import T5Config
+from speccascade_jax.models import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = os.environ.get("SPECCASCADE_DATA", str(REPOSITORY.parent / "shared" / "data"))
@@ -28,6 +28,7 @@ class Task:
     references_field: str = "targets"  # optional: all references of an example
     metric: str = "bleu"               # of decoded texts: bleu, rouge1, rouge2, rougeLsum
     prefix: str = ""                   # put before every source
+    suffix: str = ""                   # put behind it: decoder-only models write the target after that
     max_source_length: int = 80        # tokens, the end-of-sequence token included
     max_target_length: int = 80
     join: int = 1                      # one to this many random examples are joined into one
@@ -39,7 +40,7 @@ class TrainConfig:
 
     name: str
     output_dir: str
-    model: T5Config
+    model: AvoidSubcommands[Config]
     task: Task
     tokenizer: str | None = None      # its file (or at gs://), trained on the task where it is missing;
                                       # None: that of `init`
@@ -91,7 +92,10 @@ class DecodeConfig:
     max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
+    suffix: str = ""               # put behind it, for decoder-only models: what their output follows
+    stop: tuple[str, ...] = ()     # pieces or texts that end an output, beside the end of the sequence
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
+    tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, or auto (float32 on CPUs)
     # For configs alone, no flags:
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people

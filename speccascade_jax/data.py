@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speccascade_jax.config import Task
-from speccascade_jax.text import Tokenizer, pad
+from speccascade_jax.text import pad
+from speccascade_jax.tokenizer import Tokenizer
 
 
 class Batch(NamedTuple):
@@ -191,7 +192,7 @@ class TrainingBatches:
         sources, targets = [], []
         while chunk := list(itertools.islice(examples, 10_000)):  # text is dropped as soon as it is encoded
             sources.append(TokenTable.of(self.tokenizer.encode_batch(
-                [self.task.prefix + source for source, _, _ in chunk])))
+                [self.task.prefix + source + self.task.suffix for source, _, _ in chunk])))
             targets.append(TokenTable.of(self.tokenizer.encode_batch([target for _, target, _ in chunk])))
         self.sources, self.targets = TokenTable.joined(sources), TokenTable.joined(targets)
         self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
@@ -201,7 +202,7 @@ class TrainingBatches:
         rng = np.random.default_rng([self.seed, epoch])
         order, borders = _groups(len(self.lengths), self.task.join, rng)
         sums = np.concatenate([[[0, 0]], np.cumsum(self.lengths[order], axis=0)])
-        lengths = sums[borders[1:]] - sums[borders[:-1]] + 1  # + 1: end of sequence
+        lengths = sums[borders[1:]] - sums[borders[:-1]] + 1  # + 1: begin or end of sequence
         limit = np.array([self.task.max_source_length, self.task.max_target_length])
         sizes = -(-limit * np.arange(1, self.buckets + 1)[:, None] // self.buckets)
         fits = (lengths[:, None] <= sizes).all(axis=2)  # [examples, buckets]
@@ -231,8 +232,9 @@ class TrainingBatches:
 
     def _batch(self, size: np.ndarray, groups: list[np.ndarray]) -> Batch:
         def join(table: TokenTable, group: np.ndarray) -> np.ndarray:
-            return np.concatenate([*(table.row(i) for i in group), [self.tokenizer.eos_id]])
+            return np.concatenate([table.row(i) for i in group])
 
-        source = pad([join(self.sources, g) for g in groups], int(size[0]), self.tokenizer.pad_id)
-        target = pad([join(self.targets, g) for g in groups], int(size[1]), self.tokenizer.pad_id)
-        return Batch(*source, *target)
+        sources = [self.tokenizer.framed(join(self.sources, g)) for g in groups]
+        targets = [[*join(self.targets, g), self.tokenizer.eos_id] for g in groups]
+        return Batch(*pad(sources, int(size[0]), self.tokenizer.pad_id),
+                     *pad(targets, int(size[1]), self.tokenizer.pad_id))

@@ -9,6 +9,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "data"
+TENSOR_AXIS = "tensor"
+CUT_AXIS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0, "embedding": 0,
+            "head": 1}
+"""The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
 
 
 def connect(cluster: str) -> None:
@@ -43,6 +47,33 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
         return NamedSharding(mesh, P())
     longest = max(axes, key=lambda n: shape[n])
     return NamedSharding(mesh, P(*(AXIS if n == longest else None for n in range(len(shape)))))
+
+
+def tensor_mesh(devices: int) -> Mesh:
+    """The first so many devices, to share each model's parameters. Raises ValueError if there are fewer."""
+    if not 1 <= devices <= jax.device_count():
+        raise ValueError(f"tensor_parallel is {devices}; it lies in [1, {jax.device_count()}], the number of "
+                         "devices here.")
+    return jax.make_mesh((devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,),
+                         devices=jax.devices()[:devices])
+
+
+def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): which part of a parameter each device holds.
+
+    Projections into heads and hidden units are cut by columns, those out of them by rows, so that a
+    layer exchanges two sums. Heads are never cut: those that the devices do not divide (the keys'
+    and values' of a grouped-query model, say) every device holds whole, as it does what is small.
+    """
+    devices = mesh.shape[TENSOR_AXIS]
+    name = path[-2] if path[-1] == "kernel" else path[-1]
+    if name not in CUT_AXIS:
+        return NamedSharding(mesh, P())
+    heads = {"query": config.num_heads, "out": config.num_heads}
+    heads |= dict.fromkeys(("key", "value"), getattr(config, "num_kv_heads", config.num_heads))
+    if heads.get(name, shape[CUT_AXIS[name]]) % devices:
+        return NamedSharding(mesh, P())
+    return NamedSharding(mesh, P(*(TENSOR_AXIS if n == CUT_AXIS[name] else None for n in range(len(shape)))))
 
 
 def tree_sharding(mesh: Mesh, tree: Any, split: bool) -> Any:

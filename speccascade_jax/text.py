@@ -1,4 +1,4 @@
-"""Text in, text out: the tokenizer, and Cascade, the API over generate.
+"""Text in, text out: Cascade, the API over generate.
 
     cascade = Cascade.load(drafter_folder, verifier_folder)  # or speccascade_jax.load("demo")
     for output in cascade.generate(["Where is the station?"], method="token_v3", alpha=0.3):
@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import sentencepiece
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,95 +22,13 @@ from speccascade_jax import checkpoints, decoding
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
 from speccascade_jax.metrics import Counters
-from speccascade_jax.parallel import AXIS
+from speccascade_jax.parallel import AXIS, tensor_mesh, tensor_sharding
 from speccascade_jax.rules import METHODS
+from speccascade_jax.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
-
-
-class TokenizerJson:
-    """A Hugging Face tokenizer.json under the names of SentencePiece's methods."""
-
-    def __init__(self, content: bytes):
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
-                             "spiece.model in its place.") from None
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the only kind that tokenizers raises
-            raise RuntimeError(error) from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        ids = self.tokenizer.get_vocab()
-        if not {"<pad>", "</s>"} <= ids.keys():
-            raise RuntimeError("it has no <pad> or no </s>, and so is not T5's")
-        self.pad, self.eos = ids["<pad>"], ids["</s>"]
-        # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
-        self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
-                       if not piece.startswith("<extra_id_")]
-
-    def pad_id(self) -> int:
-        return self.pad
-
-    def eos_id(self) -> int:
-        return self.eos
-
-    def get_piece_size(self) -> int:
-        return len(self.pieces)
-
-    def id_to_piece(self, token: int) -> str:
-        return self.pieces[token]
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens)
-
-
-class Tokenizer:
-    """A vocabulary with T5's special tokens: a SentencePiece file or a tokenizer.json."""
-
-    def __init__(self, path: str | Path):
-        path = Path(path) if isinstance(path, str) else path
-        try:
-            content = path.read_bytes()
-            self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
-                                   sentencepiece.SentencePieceProcessor(model_proto=content))
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
-        self.pad_id: int = self.processor.pad_id()
-        self.eos_id: int = self.processor.eos_id()
-        self.size: int = self.processor.get_piece_size()
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without an end-of-sequence token."""
-        return self.processor.encode(texts)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
-        return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
-
-    def pieces(self) -> list[str]:
-        return [self.processor.id_to_piece(n) for n in range(self.size)]
-
-
-def train_tokenizer(texts: Iterable[str], path: str | Path, size: int) -> None:
-    """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids."""
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
-            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=True, character_coverage=0.9995,
-            hard_vocab_limit=False, minloglevel=2, num_threads=1)
-    except RuntimeError as error:
-        raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(model.getvalue())
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +46,7 @@ class Output:
     index: int
     source: str
     text: str
-    tokens: list[int]             # the end-of-sequence token included
+    tokens: list[int]             # what ends them (the end-of-sequence token, a stop sequence) included
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
     counts: dict[str, Any]        # SPEC section 7; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
@@ -173,11 +89,15 @@ class Cascade:
     verifier_params: Any
     tokenizer: Tokenizer
     prefix: str = ""
-    max_source_length: int = 80   # tokens, the end-of-sequence token included
+    max_source_length: int = 80   # tokens, the one that begins or ends a source included
     max_new_tokens: int = 80
     mesh: Mesh | None = None      # devices (parallel.make_mesh) that share the rows, each with all parameters
+    suffix: str = ""
+    stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
 
     def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which ends every output: leave it out.")
         if self.mesh is not None:
             self.drafter_params, self.verifier_params = jax.device_put(
                 (self.drafter_params, self.verifier_params), NamedSharding(self.mesh, P()))
@@ -186,12 +106,15 @@ class Cascade:
 
     @classmethod
     def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32,
-             tokenizer: str | Path | None = None, **fields: Any) -> "Cascade":
-        """From two checkpoints, and a `tokenizer` file that stands for theirs where given.
+             tokenizer: str | Path | None = None, tensor_parallel: int = 1, **fields: Any) -> "Cascade":
+        """From two checkpoints, and a `tokenizer` file that stands for theirs where given. Each model's
+        parameters are cut over `tensor_parallel` devices as they are read.
 
         Raises ValueError where the two do not fit each other.
         """
-        small, large = (checkpoints.load(path, dtype) for path in (drafter, verifier))
+        cut = (lambda path: None) if tensor_parallel == 1 else (lambda path: partial(
+            tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(str(path))))
+        small, large = (checkpoints.load(path, dtype, cut(path)) for path in (drafter, verifier))
         vocabulary, other = (Tokenizer(tokenizer or model.tokenizer_file()) for model in (large, small))
         if vocabulary.pieces() != other.pieces():
             raise ValueError(f"the tokenizers of {drafter} ({other.size} pieces) and {verifier} "
@@ -222,7 +145,8 @@ class Cascade:
         return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtypes[config.dtype]),
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
-                        mesh=mesh)
+                        tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
+                        stop=config.stop)
 
     @property
     def devices(self) -> int:
@@ -242,14 +166,14 @@ class Cascade:
 
         Raises ValueError for a text longer than max_source_length unless `truncate`.
         """
-        rows = self.tokenizer.encode_batch([self.prefix + text for text in texts])
+        rows = self.tokenizer.encode_batch([self.prefix + text + self.suffix for text in texts])
         limit, cut = self.max_source_length, []
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
             cut.append(bool(text.strip()) and len(row) + 1 > limit)
             if cut[-1] and not truncate:
                 raise ValueError(f"input {n} has {len(row) + 1} tokens, the limit is {limit}: shorten it, "
                                  "raise --max-source-length, or cut it with --truncate.")
-            rows[n] = [*row[:limit - 1], self.tokenizer.eos_id] if text.strip() else []
+            rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
     def generate(self, texts: Iterable[str], *, method: str = "speculative", alpha: float = 0.0,
@@ -288,8 +212,11 @@ class Cascade:
         arguments = self._arguments(sampler, params, rows, [index], seed, self.devices, options, alpha)
         for state in decoding.stream(sampler, *arguments, max_new_tokens=self.max_new_tokens,
                                      eos_id=self.tokenizer.eos_id):
-            tokens = np.asarray(state.tokens[0])
-            yield self.tokenizer.decode(tokens[tokens >= 0])
+            tokens = state.tokens[0, :int(state.length[0])].tolist()
+            stopped = up_to_stop(self.tokenizer, tokens, self.stop)
+            yield stopped[1] if stopped else self.tokenizer.decode(tokens)
+            if stopped:
+                return
 
     def precompile(self, *, method: str = "speculative", block_size: int = 5, temperature: float = 0.0,
                    top_k: int | None = None, top_p: float | None = None, batch_size: int = 1) -> None:
@@ -332,16 +259,18 @@ class Cascade:
             chosen = order[begin:begin + batch_size]
             arguments = self._arguments(sampler, params, [rows[n] for n in chosen],
                                         [window[n][0] for n in chosen], seed, batch_size, options, alpha)
-            result = self._run(sampler, arguments)
+            result = (self._run_rounds if self.stop else self._run)(sampler, arguments)
             if (result.tokens >= self.verifier.vocab_size).any():
                 raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or "
                                  "dtype bfloat16 is too narrow for it.")
             for slot, n in enumerate(chosen):
-                length = int(result.length[slot])
-                tokens = result.tokens[slot, :length].tolist()
-                origin = [Origin(o).name.lower() for o in result.origin[slot, :length]]
-                outputs[n] = Output(window[n][0], window[n][1], self.tokenizer.decode(tokens), tokens,
-                                    origin, row_counts(result.counts, slot), cut[n])
+                tokens = result.tokens[slot, :int(result.length[slot])].tolist()
+                stopped = up_to_stop(self.tokenizer, tokens, self.stop)
+                tokens, text = stopped or (tokens, self.tokenizer.decode(tokens))
+                origin = [Origin(o).name.lower() for o in result.origin[slot, :len(tokens)]]
+                index, source = window[n]
+                outputs[n] = Output(index, source, text, tokens, origin, row_counts(result.counts, slot),
+                                    cut[n])
         return [outputs.get(n) or Output(index, source, "", [], [], {})
                 for n, (index, source) in enumerate(window)]
 
@@ -367,6 +296,39 @@ class Cascade:
         program = self._program(sampler, arguments)
         began = time.perf_counter()
         result = jax.device_get(program(*arguments))
+        self.clock.decode_seconds += time.perf_counter() - began
+        return result
+
+    def _run_rounds(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
+        """_run() with a look at the text after every round: rows with a stop sequence rest from there.
+
+        Its counts are those up to the end of that round.
+        """
+        params, keys, inputs, lengths, options, alphas = arguments
+        shape = ("rounds", sampler, inputs.shape, options.top_k, options.top_p is None)
+        if shape not in self._compiled:
+            began = time.perf_counter()
+            begin = jax.jit(partial(decoding.begin, sampler, max_new_tokens=self.max_new_tokens))
+            advance = jax.jit(partial(decoding.advance, sampler, eos_id=self.tokenizer.eos_id),
+                              donate_argnums=1)
+            state = begin(params, keys, inputs, lengths)
+            jax.block_until_ready(advance(params, advance(params, state, options, alphas), options, alphas))
+            self._compiled[shape] = begin, advance
+            self.clock.compile_seconds += time.perf_counter() - began
+            self.clock.compilations += 1
+        began = time.perf_counter()
+        begin, advance = self._compiled[shape]
+        state = begin(params, keys, inputs, lengths)
+        while True:
+            tokens, emitted, room = jax.device_get((state.tokens, state.emitted, state.rows.room))
+            rests = [up_to_stop(self.tokenizer, row[:size].tolist(), self.stop) is not None
+                     for row, size in zip(tokens, emitted, strict=True)]
+            room = np.where(rests, 0, room)
+            if not room.any():
+                break
+            state = state._replace(rows=state.rows._replace(room=jnp.asarray(room)))
+            state = advance(params, state, options, alphas)
+        result = jax.device_get(decoding.finish(state, self.max_new_tokens))
         self.clock.decode_seconds += time.perf_counter() - began
         return result
 

@@ -25,10 +25,11 @@ from speccascade_jax.config import TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import DIVERGENCES, distillation_loss
 from speccascade_jax.evaluation import METRICS
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.reporting import Reporter, loss_curve
-from speccascade_jax.text import Cascade, Tokenizer, pad, train_tokenizer
+from speccascade_jax.text import Cascade, pad
+from speccascade_jax.tokenizer import Tokenizer, train_tokenizer
 
 Array = jax.Array
 
@@ -91,10 +92,6 @@ def token_loss(logits: Array, target: Array, target_length: Array, *, label_smoo
     return jnp.sum(losses * mask), jnp.sum(mask)
 
 
-def shift_right(target: Array, start_id: int) -> Array:
-    return jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=start_id)
-
-
 class Steps(NamedTuple):
     """The jitted pieces of a training step."""
 
@@ -103,16 +100,15 @@ class Steps(NamedTuple):
     losses: Callable[..., Any]     # (params, batch) -> summed loss, tokens
 
 
-def make_steps(model: T5Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
-               teacher: T5Model | None = None) -> Steps:
+def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
+               teacher: Model | None = None) -> Steps:
     """Gradients are summed over tokens, so that batches of several sizes add up to one step.
 
     Dropout is a function of (seed, the batch's number).
     """
 
     def forward(model, params, batch, key=None):
-        return nnx.merge(model.graphdef(), params)(
-            batch.source, batch.source_length, shift_right(batch.target, model.config.pad_id), key)
+        return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
     def gradients(params, batch: Batch, number, teacher_params):
         def loss_sum(params):
@@ -156,7 +152,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
                              "trained on the task where it is missing.")
         return checkpoints.tokenizer_file(config.init)
     if config.tokenizer.startswith("gs://"):
-        path = run / vocabulary.NAMES[config.tokenizer.endswith(".json")]
+        path = run / vocabulary.name_for(config.tokenizer)
         if not path.is_file():
             run.mkdir(parents=True, exist_ok=True)
             path.write_bytes(t5x.read_file(config.tokenizer))
@@ -164,7 +160,8 @@ def find_tokenizer(config: TrainConfig) -> Path:
     path = Path(config.tokenizer)
     if not path.is_file():
         train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
-                         for text in (source, target)), path, config.tokenizer_size)
+                         for text in (source, target)), path, config.tokenizer_size,
+                        bos=config.model.family == "gemma2")
     return path
 
 
@@ -186,9 +183,9 @@ def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> 
     """The validation split, joined as in training, padded to the task's limits, `rows` a batch."""
     task = config.task
     examples = joined_examples(task, task.validation)
-    sources = tokenizer.encode_batch([task.prefix + source for source, _ in examples])
+    sources = tokenizer.encode_batch([task.prefix + source + task.suffix for source, _ in examples])
     targets = tokenizer.encode_batch([references[0] for _, references in examples])
-    pairs = [([*s, tokenizer.eos_id], [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
+    pairs = [(tokenizer.framed(s), [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
              if len(s) < task.max_source_length and len(t) < task.max_target_length]
     if not pairs:
         raise ValueError(f"{task.validation} has no example within {task.max_source_length}/"
@@ -206,7 +203,7 @@ def validation_quality(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
                        ) -> Callable[[nnx.State], float | None]:
     """A function from parameters to task.metric of the first validation examples, decoded greedily;
     None where the config asks for no such examples."""
-    task, model = config.task, T5Model(config.model)
+    task, model = config.task, model_of(config.model)
     examples = joined_examples(task, task.validation)[:config.validation_examples]
     gather = jax.jit(lambda params: params, out_shardings=parameter_sharding(mesh, (), split=False))
 
@@ -215,7 +212,7 @@ def validation_quality(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
             return None
         params = gather(params)
         cascade = Cascade(model, model, params, params, tokenizer, task.prefix, task.max_source_length,
-                          task.max_target_length)
+                          task.max_target_length, suffix=task.suffix)
         outputs = cascade.generate((source for source, _ in examples), method="verifier", batch_size=32,
                                    truncate=True)
         return METRICS[task.metric]([o.text for o in outputs], [references for _, references in examples])
@@ -232,7 +229,7 @@ def portable(value: Any) -> Any:
     return value
 
 
-def first_parameters(config: TrainConfig, model: T5Model, mesh: Mesh) -> nnx.State:
+def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
     """Those of config.init, or fresh ones, where the mesh wants them."""
     if config.init is None:
         at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
@@ -245,14 +242,14 @@ def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
     return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
 
 
-def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: T5Config | None = None
+def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None
                 ) -> checkpoints.Checkpoint:
     """A checkpoint in float32, each array where the mesh wants it."""
     return checkpoints.load(path, sharding=placement(config, mesh), config=shape)
 
 
 def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
-                 ) -> tuple[T5Model, nnx.State]:
+                 ) -> tuple[Model, nnx.State]:
     """The teacher in the training's dtype. Raises ValueError if its vocabulary is another."""
     checkpoint = load_placed(path, config, mesh)
     if Tokenizer(checkpoint.tokenizer_file()).pieces() != tokenizer.pieces():
@@ -277,7 +274,7 @@ def train(config: TrainConfig) -> Path:
     check(config)
     run, mesh = Path(config.output_dir), make_mesh()
     tokenizer = in_turn(lambda: prepare_tokenizer(config))
-    model = T5Model(config.model, dtype=config.dtype, remat=config.remat)
+    model = model_of(config.model, dtype=config.dtype, remat=config.remat)
     optimizer = make_optimizer(config)
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step = latest.latest_step() or 0
@@ -297,7 +294,7 @@ def train(config: TrainConfig) -> Path:
         if config.teacher_outputs is not None:
             path, writer = Path(config.teacher_outputs), Cascade(
                 teacher, teacher, teacher_params, teacher_params, tokenizer, task.prefix,
-                task.max_source_length, task.max_target_length)
+                task.max_source_length, task.max_target_length, suffix=task.suffix)
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples))
             task = distillation.distilled(task, path)
     steps = make_steps(model, config, optimizer, mesh, teacher)

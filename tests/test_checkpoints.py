@@ -26,7 +26,8 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, huggingface
 from speccascade_jax.config import REPOSITORY
 from speccascade_jax.models.t5 import PRESETS, T5Model
-from speccascade_jax.text import Cascade, Tokenizer, train_tokenizer
+from speccascade_jax.text import Cascade
+from speccascade_jax.tokenizer import Tokenizer, train_tokenizer
 
 FIXTURES = Path(os.environ.get("SPECCASCADE_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")) / "t5x"
 CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),

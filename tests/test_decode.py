@@ -15,7 +15,8 @@ import pytest
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.rules import METHODS
-from speccascade_jax.text import Cascade, train_tokenizer
+from speccascade_jax.text import Cascade
+from speccascade_jax.tokenizer import train_tokenizer
 
 SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree", "why not", "the end"]
 

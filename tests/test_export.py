@@ -1,4 +1,4 @@
-"""wmt_small_large at its real shapes, on abstract weights: what will run on TPU, GPU and CPU."""
+"""Configs at their real shapes, on abstract weights: what will run on TPU, GPU and CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
 from speccascade_jax.decoding import Autoregressive, Speculative, generate
-from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.models import gemma, model_of, t5
 from speccascade_jax.rules import METHODS
 from speccascade_jax.typing import SamplingOptions
 
@@ -20,12 +20,16 @@ def primitives(jaxpr, path=()):
             yield from primitives(inner, (*path, equation.primitive.name))
 
 
-@pytest.fixture(scope="module")
-def wmt():
+PAIRS = {"wmt_small_large": (t5.PRESETS["t5_1_1_small"], t5.PRESETS["t5_1_1_large"]),
+         "gemma2_2b_9b": (gemma.PRESETS["gemma2_2b"], gemma.PRESETS["gemma2_9b"])}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request):
     """generate's arguments for the config, without memory for the weights."""
-    run = configs.load("wmt_small_large")
-    small, large = (T5Model(PRESETS[f"t5_1_1_{size}"], dtype="bfloat16", cache_dtype="bfloat16")
-                    for size in ("small", "large"))
+    run = configs.load(request.param)
+    small, large = (model_of(config, dtype="bfloat16", cache_dtype="bfloat16")
+                    for config in PAIRS[request.param])
     sampler = Speculative(Autoregressive(small), large, METHODS[run.method], run.block_size)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
                           (small.abstract_params(), large.abstract_params()))
@@ -38,17 +42,19 @@ def wmt():
     return arguments, {"max_new_tokens": run.max_new_tokens, "eos_id": 1}
 
 
-def test_exports_for_tpu_cuda_and_cpu(wmt):
-    arguments, static = wmt
+def test_exports_for_tpu_cuda_and_cpu(pair):
+    arguments, static = pair
     exported = jax.export.export(generate, platforms=["tpu", "cuda", "cpu"])(*arguments, **static)
     assert exported.platforms == ("tpu", "cuda", "cpu")
-    assert exported.out_avals[0].shape == (4, 80)
+    assert exported.out_avals[0].shape == (4, static["max_new_tokens"])
     assert "callback" not in exported.mlir_module()
 
 
-def test_one_decoding_loop_and_no_callback(wmt):
-    arguments, static = wmt
+def test_one_decoding_loop_and_no_callback(pair):
+    arguments, static = pair
     found = list(primitives(generate.trace(*arguments, **static).jaxpr.jaxpr))
     assert not [name for name, _ in found if "callback" in name]
-    loops = [path for name, path in found if name in ("while", "scan") and "while" not in path]
-    assert len(loops) == 1  # everything that repeats (the drafter's known steps) lies inside it
+    loops = [name for name, path in found if name in ("while", "scan") and not {"while", "scan"} & {*path}]
+    assert loops.count("while") == 1  # everything that repeats (the drafter's known steps) lies inside it
+    prompts = isinstance(arguments[0].verifier, gemma.GemmaModel)
+    assert loops.count("scan") == 2 * prompts  # each model's, read in chunks before

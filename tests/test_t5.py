@@ -18,7 +18,7 @@ LENGTH = np.array([20, 13, 1], np.int32)
 TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)
 
 
-def prefilled(model, params, max_length=40):
+def prefilled(model, params, max_length=64):
     _, cache = jax.jit(model.prefill, static_argnums=3)(params, SOURCE, LENGTH, max_length)
     return cache
 
@@ -111,23 +111,24 @@ def test_equal_tables_are_a_shared_table(shared):
 
 def test_append_and_chunk(tiny):
     model, params = tiny
-    whole, cache = in_blocks(model, params, TARGET, [30], prefilled(model, params))
-    assert cache.length.tolist() == [30, 30, 30]
-    parts, cache = in_blocks(model, params, TARGET, [1, 11, 18], prefilled(model, params))
-    assert cache.length.tolist() == [30, 30, 30]
+    start = prefilled(model, params)
+    whole, cache = in_blocks(model, params, TARGET, [30], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
+    parts, cache = in_blocks(model, params, TARGET, [1, 11, 18], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
     np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
 def test_rollback_with_ragged_lengths(tiny):
     model, params = tiny
-    cache = prefilled(model, params)
-    _, cache = in_blocks(model, params, TARGET, [20], cache)
+    start = prefilled(model, params)
+    _, cache = in_blocks(model, params, TARGET, [20], start)
     kept = np.array([3, 20, 11], np.int32)
     new = TARGET[:, ::-1][:, :6]
-    rolled, _ = in_blocks(model, params, new, [2, 4], cache._replace(length=jnp.asarray(kept)))
+    rolled, _ = in_blocks(model, params, new, [2, 4], cache._replace(length=start.length + kept))
     for row, length in enumerate(kept):
         tokens = np.concatenate([TARGET[:, :length], new], axis=1)
-        fresh, _ = in_blocks(model, params, tokens, [tokens.shape[1]], prefilled(model, params))
+        fresh, _ = in_blocks(model, params, tokens, [tokens.shape[1]], start)
         np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
 
 
@@ -135,14 +136,14 @@ def test_rows_are_independent(tiny):
     model, params = tiny
     together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
     for row in range(3):
-        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 40)
+        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
         alone, _ = in_blocks(model, params, TARGET[row:row + 1], [10, 20], cache)
         np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
 
 
 def test_padding_does_not_matter(tiny):
     model, params = tiny
-    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 40)
+    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)
     short, _ = in_blocks(model, params, TARGET, [30], cache)
     long, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
     np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)

@@ -1,4 +1,4 @@
-"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes any of the three."""
+"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
 
 import dataclasses
 import os
@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
+from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, vocabulary
 from speccascade_jax.checkpoints.arrays import Sharding, reason
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import Config, Model, model_of
 
 FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
 
 
 class Checkpoint(NamedTuple):
-    model: T5Model
+    model: Model
     params: nnx.State
-    tokenizer: Path | None  # spiece.model or tokenizer.json; T5X's own folders have neither
+    tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X's own folders have neither
     path: str
 
     def tokenizer_file(self) -> Path:
@@ -51,8 +51,9 @@ def from_hub(name: str) -> str:
 
 
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
-         config: T5Config | None = None) -> Checkpoint:
-    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors) or a T5X directory.
+         config: Config | None = None) -> Checkpoint:
+    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
+    Gemma 2 as DeepMind publishes it.
 
     hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
     Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
@@ -62,6 +63,7 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     path, folder = str(path), Path(path)
     if path.startswith("hf://"):
         folder = Path(from_hub(path.removeprefix("hf://")))
+    found: tuple[Model, nnx.State]
     if path.startswith("gs://"):
         if t5x.exists(path):
             found, tokenizer = t5x.load(path, dtype, sharding), None
@@ -75,7 +77,17 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
         check_shape(path, model.config, config)
     compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
     cache = "float32" if jax.default_backend() == "cpu" else compute
-    return Checkpoint(T5Model(model.config, compute, cache), params, tokenizer, path)
+    return Checkpoint(model_of(model.config, dtype=compute, cache_dtype=cache), params, tokenizer, path)
+
+
+def config_of(path: str) -> Config:
+    """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
+    folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
+    for name, read in (("model.json", native.read_config), ("config.json", huggingface.read_config),
+                       ("_METADATA", deepmind.read_config)):
+        if (folder / name).is_file():
+            return read(folder)
+    raise ValueError(f"no file of {path} tells the model's shape: convert it with scripts/convert.py first.")
 
 
 def tokenizer_file(path: str) -> Path:
@@ -92,7 +104,7 @@ def missing_tokenizer(path: str) -> str:
             "file with --tokenizer.")
 
 
-def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[T5Model, nnx.State]:
+def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[Model, nnx.State]:
     """Model and parameters of a local folder of any format."""
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}.")
@@ -102,15 +114,17 @@ def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[T5M
         return huggingface.load(folder, dtype, sharding)
     if (folder / "checkpoint").is_file():
         return t5x.load(str(folder), dtype, sharding)
-    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face) "
-                     "nor a file `checkpoint` (T5X) is in it.")
+    if (folder / "_METADATA").is_file():
+        return deepmind.load(folder, dtype, sharding)
+    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
+                     "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
 
 
-def check_shape(path: str, found: T5Config, expected: T5Config) -> None:
+def check_shape(path: str, found: Config, expected: Config) -> None:
     """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
-    a, b = (dataclasses.asdict(c) for c in (found, expected))
-    different = [f"{name} is {a[name]}, not {b[name]}" for name in a
-                 if a[name] != b[name] and name != "dropout_rate"]
+    a, b = ({"family": c.family, **dataclasses.asdict(c)} for c in (found, expected))
+    different = [f"{name} is {a[name]}, not {b.get(name)}" for name in a
+                 if a[name] != b.get(name) and name != "dropout_rate"]
     if different:
         raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from speccascade_jax.models.t5 import T5Model
+from speccascade_jax.models import Model
 
 ParameterPath = tuple[Any, ...]
 Sharding = Callable[[ParameterPath, tuple[int, ...]], jax.sharding.Sharding]
@@ -95,7 +95,7 @@ def place(array: np.ndarray, path: ParameterPath, dtype: Any, sharding: Sharding
         array.shape, sharding(path, array.shape), lambda part: array[part]))
 
 
-def to_params(model: T5Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], dtype: Any,
+def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], dtype: Any,
               sharding: Sharding | None) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 

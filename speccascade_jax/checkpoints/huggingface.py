@@ -1,4 +1,4 @@
-"""Hugging Face T5 folders: config.json and safetensors (one file or sharded).
+"""Hugging Face folders of T5 and Gemma 2: config.json and safetensors (one file or sharded).
 
 Both directions. Only safetensors is read, never a pickle.
 """
@@ -14,9 +14,13 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from speccascade_jax.checkpoints import gemma
 from speccascade_jax.checkpoints.arrays import Sharding, check, checksum, to_params
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.models.t5 import T5Config
 
+SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
 CONFIG_KEYS = {
     "vocab_size": "vocab_size", "d_model": "d_model", "d_kv": "d_kv", "d_ff": "d_ff",
     "num_heads": "num_heads", "num_encoder_layers": "num_layers",
@@ -26,8 +30,11 @@ CONFIG_KEYS = {
 }
 
 
-def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
+def parameter_names(config: Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
     """(path in our parameters, Hugging Face's name, whether theirs is transposed) of every array."""
+    if isinstance(config, GemmaConfig):
+        yield from gemma.parameter_names(config)
+        return
     yield ("embedding",), "shared.weight", False
     if not config.tied_embeddings:
         yield ("head", "kernel"), "lm_head.weight", True
@@ -53,15 +60,17 @@ UNUSED = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head
           "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}  # never read by T5
 
 
-def read_config(folder: Path) -> T5Config:
-    """The T5Config of a config.json. Raises ValueError for another architecture."""
+def read_config(folder: Path) -> Config:
+    """The model's shape in a config.json. Raises ValueError for another architecture."""
     try:
         found = json.loads((folder / "config.json").read_text())
         kind = found.get("model_type")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
-    if kind != "t5":
-        raise ValueError(f"{folder} holds a {kind!r} model; only t5 is supported.")
+    if kind == GemmaConfig.family:
+        return gemma.read_config(folder, found)
+    if kind != T5Config.family:
+        raise ValueError(f"{folder} holds a {kind!r} model; only t5 and gemma2 are supported.")
     activation = found.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
         raise ValueError(f"{folder}: feed_forward_proj is {activation!r}; relu and gated-gelu are supported.")
@@ -105,12 +114,12 @@ def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
     """Model and parameters in `dtype`, converted one array at a time.
 
     Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
-    model = T5Model(read_config(folder))
+    model = model_of(read_config(folder))
     found, names = read_headers(folder), list(parameter_names(model.config))
     if "lm_head.weight" not in found and "shared.weight" in found:
         found["lm_head.weight"] = found["shared.weight"]  # an unscaled head that was tied when saved
@@ -142,28 +151,50 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[T5
     return model, to_params(model, read(), dtype, sharding)
 
 
-def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
-    """Writes config.json and model.safetensors in `dtype`; transformers reads the folder.
+def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:
+    """Writes config.json and safetensors (several files past SHARD_BYTES) in `dtype`; transformers reads
+    the folder.
 
     Raises ValueError for a model that Hugging Face's T5 cannot hold.
     """
     config = model.config
-    if not config.shared_position_bias:
+    if isinstance(config, T5Config) and not config.shared_position_bias:
         raise ValueError("every layer of this model has a relative-position table of its own, which Hugging "
                          "Face's T5 cannot hold: export it to T5X or natively.")
     folder.mkdir(parents=True, exist_ok=True)
     flat = dict(nnx.to_flat_state(params))
-    tensors, metadata = {}, {"format": "pt"}
-    for path, name, transposed in parameter_names(config):
-        array = np.asarray(flat[path][...]).astype(dtype, copy=False)
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-        metadata[f"crc32 {name}"] = str(checksum(tensors[name]))
-    save_file(tensors, folder / "model.safetensors", metadata=metadata)
-    described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
-    described |= {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
-                  "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-                  "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
-                  "tie_word_embeddings": config.tied_embeddings,
-                  "scale_decoder_outputs": config.tied_embeddings,
-                  "torch_dtype": np.dtype(dtype).name}
+    shards: list[list[tuple[Any, str, bool]]] = [[]]
+    size = total = 0
+    for entry in parameter_names(config):
+        array_bytes = flat[entry[0]].size * np.dtype(dtype).itemsize
+        if shards[-1] and size + array_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size, total = size + array_bytes, total + array_bytes
+    files = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    for file, entries in zip(files, shards, strict=True):
+        tensors, metadata = {}, {"format": "pt"}
+        for path, name, transposed in entries:
+            array = np.asarray(flat[path][...]).astype(dtype, copy=False)
+            tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+            metadata[f"crc32 {name}"] = str(checksum(tensors[name]))
+        save_file(tensors, folder / file, metadata=metadata)
+    if len(shards) > 1:
+        where = {name: file for file, entries in zip(files, shards, strict=True) for _, name, _ in entries}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    described = gemma.describe(config) if isinstance(config, GemmaConfig) else describe(config)
+    described["torch_dtype"] = np.dtype(dtype).name
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+
+
+def describe(config: T5Config) -> dict[str, Any]:
+    """The content of config.json."""
+    described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
+    return described | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
+                        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+                        "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
+                        "tie_word_embeddings": config.tied_embeddings,
+                        "scale_decoder_outputs": config.tied_embeddings}

@@ -1,6 +1,6 @@
 """Our own checkpoints: an Orbax directory a run owns, with the model's shape and its tokenizer.
 
-    <run>/model.json      the T5Config
+    <run>/model.json      the model's family and shape
     <run>/spiece.model    the vocabulary, or tokenizer.json
     <run>/latest/<step>/  params, optimizer    (Orbax; what a killed run resumes from)
     <run>/best/<step>/    params               (lowest validation loss)
@@ -31,7 +31,7 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models import FAMILIES, Config, Model, model_of
 
 if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
     import orbax.checkpoint as ocp
@@ -47,19 +47,21 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
-def describe(run: Path, config: T5Config, tokenizer: Path | None) -> None:
+def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
     """Writes what load() needs beside the parameters."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "model.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    shape = {"family": config.family, **dataclasses.asdict(config)}
+    (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")
     if tokenizer is not None:
         vocabulary.copy(tokenizer, run)
 
 
-def read_config(run: Path) -> T5Config:
-    """The shape that describe() wrote. Raises ValueError."""
+def read_config(run: Path) -> Config:
+    """The model's shape. Raises ValueError where model.json is missing or damaged."""
     try:
-        return T5Config(**json.loads((run / "model.json").read_text()))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        shape = json.loads((run / "model.json").read_text())
+        return FAMILIES[shape.pop("family", "t5")](**shape)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{run / 'model.json'} is missing or damaged: {error}") from None
 
 
@@ -112,7 +114,7 @@ def open_database(folder: str) -> Any:
     return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
 
-def read_params(step: Path, model: T5Model, dtype: Any = jnp.float32, sharding: Sharding | None = None
+def read_params(step: Path, model: Model, dtype: Any = jnp.float32, sharding: Sharding | None = None
                 ) -> nnx.State:
     """The parameters of the folder of one step in `dtype`, one array at a time: Orbax would hold all twice.
 
@@ -142,9 +144,9 @@ def read_params(step: Path, model: T5Model, dtype: Any = jnp.float32, sharding: 
     return to_params(model, read(), dtype, sharding)
 
 
-def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
+def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
     """Model and best parameters of a run (the latest if none was evaluated) in `dtype`. Raises ValueError."""
-    model = T5Model(read_config(run))
+    model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
             step = manager(run / kind).latest_step()
@@ -153,7 +155,7 @@ def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) 
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 
-def export(run: Path, model: T5Model, params: nnx.State, dtype: Any = jnp.float32) -> None:
+def export(run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32) -> None:
     """Writes a run directory with the parameters in `dtype` as its latest step, 0."""
     describe(run, model.config, None)
     with manager(run / "latest") as steps:

@@ -21,6 +21,7 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
+from speccascade_jax.models import Model
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 Shape = tuple[int, ...]
@@ -194,15 +195,18 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
     return model, to_params(model, read(), dtype, sharding)
 
 
-def save(folder: Path, model: T5Model, params: nnx.State, dtype: Any = np.float32) -> None:
+def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32) -> None:
     """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state.
 
     T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
     utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
+    Raises ValueError for a model that is no T5.
     """
     import tensorstore
 
     config = model.config
+    if not isinstance(config, T5Config):
+        raise ValueError(f"T5X holds T5 models alone, not {config.family}: export to huggingface or native.")
     flat = dict(nnx.to_flat_state(params))
     target = {}
     for name, paths in array_names(config):

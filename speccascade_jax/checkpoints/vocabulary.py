@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-NAMES = ("spiece.model", "tokenizer.json")  # SentencePiece; Hugging Face tokenizers
+NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5's, Gemma's); Hugging Face's
 
 
 def find(folder: Path) -> Path | None:
@@ -10,8 +10,14 @@ def find(folder: Path) -> Path | None:
     return next((folder / name for name in NAMES if (folder / name).is_file()), None)
 
 
+def name_for(tokenizer: str) -> str:
+    """The name by which find() knows the kind of this file."""
+    name = Path(tokenizer).name
+    return name if name in NAMES else NAMES[-1 if name.endswith(".json") else 0]
+
+
 def copy(tokenizer: Path, folder: Path) -> None:
     """Puts the file into `folder` under the name by which find() knows its kind."""
-    place = folder / NAMES[tokenizer.suffix == ".json"]
+    place = folder / name_for(tokenizer.name)
     if tokenizer.resolve() != place.resolve():
         place.write_bytes(tokenizer.read_bytes())

@@ -20,6 +20,14 @@ class T5Cache(NamedTuple):
     length: Array                    # [B]
 
 
+class GemmaCache(NamedTuple):
+    """What a Gemma remembers. Entries at or past `length` are scratch."""
+
+    keys: tuple[Array, ...]    # a layer: [B, H_kv, L, K], rotated to their positions
+    values: tuple[Array, ...]  # a layer: [B, H_kv, L, K]
+    length: Array              # [B]
+
+
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
     `new` [B, ..., T, ...].

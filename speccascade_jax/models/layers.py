@@ -115,6 +115,11 @@ def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: 
     return (offset + np.where(distance < exact, distance, far)).astype(np.int32)
 
 
+def shift_right(tokens: Array, first: Array) -> Array:
+    """`first` [B], then all of `tokens` [B, T] but the last."""
+    return jnp.concatenate([first[:, None], tokens[:, :-1]], axis=1)
+
+
 def make_dropout(key: Array | None, rate: float) -> Dropout:
     """A dropout function that draws a fresh mask at each call; identity without a key.
 

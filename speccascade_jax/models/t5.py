@@ -6,7 +6,7 @@
 import dataclasses
 from functools import cache
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from speccascade_jax.models.layers import (
     attend,
     make_dropout,
     relative_buckets,
+    shift_right,
 )
 from speccascade_jax.typing import Prefix
 
@@ -32,6 +33,7 @@ MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
 class T5Config:
     """A T5's shape. The defaults of everything but sizes are T5 1.1's."""
 
+    family: ClassVar[str] = "t5"
     vocab_size: int = 32128
     d_model: int = 512
     d_kv: int = 64
@@ -291,6 +293,12 @@ class T5Model:
     def abstract_params(self) -> nnx.State:
         """The parameters' shapes, without memory."""
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+
+    def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
+               key: Array | None = None) -> Array:
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on."""
+        start = jnp.full((target.shape[0],), self.config.pad_id, target.dtype)
+        return nnx.merge(self.graphdef(), params)(source, source_length, shift_right(target, start), key)
 
     def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
                 ) -> tuple[Prefix, T5Cache]:

@@ -1,0 +1,152 @@
+"""Gemma 2 as DeepMind publishes it (Flax, on Kaggle): an Orbax directory. Read only.
+
+Its names are flat (`transformer/layer_0/attn/q_einsum`, `w`) or nested (google-deepmind/gemma,
+gm/ckpts); heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from speccascade_jax.checkpoints.arrays import Sharding, reason, to_params
+from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
+
+VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with rows of no token
+Entries = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> (keys in the file, shape)
+
+
+def read_entries(folder: Path) -> Entries:
+    """Every array of the directory by its nested name; no array is read. Raises ValueError."""
+    import orbax.checkpoint as ocp
+
+    found: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+
+    def walk(tree: Any, keys: tuple[str, ...]) -> None:
+        if isinstance(tree, Mapping):
+            for key, part in tree.items():
+                walk(part, (*keys, key))
+        else:
+            name = "/".join(keys).removeprefix("params/").removeprefix("transformer/").removesuffix("/w")
+            found[name] = keys, tuple(tree.shape)
+
+    try:
+        walk(ocp.StandardCheckpointer().metadata(folder.resolve()).item_metadata.tree, ())
+    except Exception as error:  # Orbax has many kinds
+        raise ValueError(f"{folder}: the checkpoint is incomplete or damaged ({reason(error)}).") from None
+    return found
+
+
+def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int, ...]:
+    shape = entries[name][1] if name in entries else ()
+    if len(shape) != rank:
+        raise ValueError(f"{folder}: the array {name} is missing or of another rank; this is no Gemma 2 of "
+                         "DeepMind's, or it is incomplete: fetch it again.")
+    return shape
+
+
+def infer_config(folder: Path, entries: Entries) -> GemmaConfig:
+    """The GemmaConfig that arrays of these shapes belong to; what no shape tells is the preset's of these
+    sizes, else 2b's with the head's width as query_scalar."""
+    vocab_size, d_model = shape_of(folder, entries, "embedder/input_embedding", 2)
+    shared = "layer_0/attn/qkv_einsum" in entries
+    query = shape_of(folder, entries, "layer_0/attn/qkv_einsum" if shared else "layer_0/attn/q_einsum",
+                     4 if shared else 3)
+    heads, d_kv = query[-3], query[-1]
+    kv_heads = heads if shared else shape_of(folder, entries, "layer_0/attn/kv_einsum", 4)[1]
+    found = GemmaConfig(
+        vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size, d_model=d_model, d_kv=d_kv,
+        d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0], num_heads=heads, num_kv_heads=kv_heads,
+        num_layers=sum(name.endswith("/mlp/linear") for name in entries), query_scalar=d_kv)
+    large = PRESETS["gemma2_27b"]
+    return large if found.d_model == large.d_model and found.num_layers == large.num_layers else found
+
+
+def read_config(folder: Path) -> GemmaConfig:
+    return infer_config(folder, read_entries(folder))
+
+
+def converted(config: GemmaConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
+    """A layer's arrays (their names without the layer's) by the paths of ours."""
+    def columns(x: np.ndarray) -> np.ndarray:
+        """[heads, D, K] -> [D, heads K]"""
+        return np.moveaxis(x, 0, 1).reshape(config.d_model, -1)
+
+    if "attn/qkv_einsum" in arrays:
+        query, key, value = arrays["attn/qkv_einsum"]
+    else:
+        query, (key, value) = arrays["attn/q_einsum"], arrays["attn/kv_einsum"]
+    gate, up = arrays["mlp/gating_einsum"]
+    if gate.shape != (config.d_model, config.d_ff):  # 9b's and 27b's are the other way round
+        gate, up = gate.T, up.T
+    out = arrays["attn/attn_vec_einsum"].reshape(-1, config.d_model)
+    kernels = {("attention", "query"): columns(query), ("attention", "key"): columns(key),
+               ("attention", "value"): columns(value), ("attention", "out"): out, ("mlp", "gate"): gate,
+               ("mlp", "up"): up, ("mlp", "down"): arrays["mlp/linear"]}
+    scales = {"attention_norm": "pre_attention_norm", "attention_post_norm": "post_attention_norm",
+              "mlp_norm": "pre_ffw_norm", "mlp_post_norm": "post_ffw_norm"}
+    return {**{(*path, "kernel"): array for path, array in kernels.items()},
+            **{(ours, "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()}}
+
+
+def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[GemmaModel, nnx.State]:
+    """Model and parameters in `dtype`, one layer at a time on the host.
+
+    The model's shape is inferred from the arrays'. Raises ValueError naming what is missing, damaged or
+    does not fit.
+    """
+    import orbax.checkpoint as ocp
+
+    entries = read_entries(folder)
+    model = GemmaModel(infer_config(folder, entries))
+    config = model.config
+    shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
+
+    def fetch(prefix: str) -> dict[str, np.ndarray]:
+        """The arrays whose names begin with `prefix`, by the rest of their names."""
+        wanted: dict[str, Any] = {}
+        chosen = {name: keys for name, (keys, _) in entries.items() if name.startswith(prefix)}
+        for keys in chosen.values():
+            inside = wanted
+            for key in keys[:-1]:
+                inside = inside.setdefault(key, {})
+            inside[keys[-1]] = ocp.RestoreArgs(restore_type=np.ndarray)
+        try:
+            tree = ocp.PyTreeCheckpointer().restore(folder.resolve(), args=ocp.args.PyTreeRestore(
+                item=wanted, restore_args=wanted, partial_restore=True))
+        except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
+            raise ValueError(f"{folder}: {prefix}: the checkpoint is incomplete or damaged ({reason(error)})."
+                             ) from None
+        found = {}
+        for name, keys in chosen.items():
+            array = tree
+            for key in keys:
+                array = array[key]
+            found[name.removeprefix(prefix)] = array
+        return found
+
+    def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
+        parts = [("embedder/", ()), ("final_norm/", ()),
+                 *((f"layer_{n}/", ("layers", n)) for n in range(config.num_layers))]
+        for prefix, path in parts:
+            try:
+                arrays: dict[tuple[str, ...], np.ndarray]
+                if prefix == "embedder/":
+                    arrays = {("embedding",): fetch(prefix)["input_embedding"][:config.vocab_size]}
+                elif prefix == "final_norm/":
+                    arrays = {("norm", "scale"): fetch(prefix)["scale"]}
+                else:
+                    arrays = converted(config, fetch(prefix))
+            except KeyError as error:
+                raise ValueError(f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
+                                 "incomplete: fetch it again.") from None
+            for inside, array in arrays.items():
+                name, expected = f"{prefix}{'/'.join(inside)}", shapes[(*path, *inside)]
+                if array.shape != expected:
+                    raise ValueError(f"{folder}: {name} has shape {array.shape}, the other arrays ask for "
+                                     f"{expected}: fetch it again.")
+                yield (*path, *inside), f"{folder}: {name}", array
+
+    return model, to_params(model, read(), dtype, sharding)

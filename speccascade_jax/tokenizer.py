@@ -1,0 +1,135 @@
+"""Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+
+class TokenizerJson:
+    """A Hugging Face tokenizer.json under the names of SentencePiece's methods."""
+
+    def __init__(self, content: bytes):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
+                             "SentencePiece file in its place.") from None
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the only kind that tokenizers raises
+            raise RuntimeError(error) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        ids = self.tokenizer.get_vocab()
+        eos = "<eos>" if "<bos>" in ids else "</s>"  # in Gemma's vocabulary </s> is a tag of HTML
+        if not {"<pad>", eos} <= ids.keys():
+            raise RuntimeError(f"it has no <pad> or no {eos}, and so is neither T5's nor Gemma's")
+        self.pad, self.eos, self.bos = ids["<pad>"], ids[eos], ids.get("<bos>", -1)
+        # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
+        self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
+                       if not piece.startswith("<extra_id_")]
+
+    def pad_id(self) -> int:
+        return self.pad
+
+    def eos_id(self) -> int:
+        return self.eos
+
+    def bos_id(self) -> int:
+        return self.bos
+
+    def get_piece_size(self) -> int:
+        return len(self.pieces)
+
+    def id_to_piece(self, token: int) -> str:
+        return self.pieces[token]
+
+    def piece_to_id(self, piece: str) -> int:
+        return self.tokenizer.token_to_id(piece) or 0
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+class Tokenizer:
+    """A vocabulary with T5's or Gemma's special tokens: a SentencePiece file or a tokenizer.json."""
+
+    def __init__(self, path: str | Path):
+        path = Path(path) if isinstance(path, str) else path
+        try:
+            content = path.read_bytes()
+            self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
+                                   sentencepiece.SentencePieceProcessor(model_proto=content))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
+        self.pad_id: int = self.processor.pad_id()
+        self.eos_id: int = self.processor.eos_id()
+        self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
+        self.size: int = self.processor.get_piece_size()
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without those that begin and end a sequence."""
+        return self.processor.encode(texts)
+
+    def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
+        """What a model reads for a source of `tokens`, cut to `limit` ids.
+
+        An encoder's source ends with the end-of-sequence token and loses its end first. A vocabulary
+        with <bos> is a decoder-only model's: its prompts begin with it, and lose their beginning first.
+        """
+        tokens = list(tokens)
+        excess = 0 if limit is None else max(len(tokens) + 1 - limit, 0)
+        if self.bos_id < 0:
+            return [*tokens[:len(tokens) - excess], self.eos_id]
+        return [self.bos_id, *tokens[excess:]]
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of the piece spelt so, if there is one."""
+        token = self.processor.piece_to_id(piece)
+        return token if self.processor.id_to_piece(token) == piece else None
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
+        return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
+
+    def pieces(self) -> list[str]:
+        return [self.processor.id_to_piece(n) for n in range(self.size)]
+
+
+def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False) -> None:
+    """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids, or
+    (`bos`) with Gemma's: <bos> 2 and <unk> 3."""
+    model = io.BytesIO()
+    special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
+    if bos:
+        special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
+            pad_id=0, eos_id=1, **special, byte_fallback=True, character_coverage=0.9995,
+            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    except RuntimeError as error:
+        raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(model.getvalue())
+
+
+def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]
+               ) -> tuple[list[int], str] | None:
+    """The tokens up to the one that completes the first of the `stop` sequences, and the text before
+    that sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text."""
+    pieces = {tokenizer.id_of(sequence) for sequence in stop}
+    end = next((n for n, token in enumerate(tokens) if token in pieces), None)
+    text = tokenizer.decode(tokens[:end])
+    found = [at for sequence in stop if (at := text.find(sequence)) >= 0]
+    if not found:
+        return None if end is None else (tokens[:end + 1], text)
+    size = next(n for n in range(1, len(tokens) + 1)
+                if any(sequence in tokenizer.decode(tokens[:n]) for sequence in stop))
+    return tokens[:size], text[:min(found)]

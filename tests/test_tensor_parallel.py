@@ -1,0 +1,61 @@
+"""Both models' parameters cut over eight devices: the same tokens as on one."""
+
+import dataclasses
+
+import pytest
+from test_checkpoints import SENTENCES, run, spiece  # noqa: F401
+from test_prompts import vocabulary  # noqa: F401
+from test_t5 import TINY as TINY_T5
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.models import model_of
+from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.parallel import tensor_mesh
+
+GEMMA = GemmaConfig(vocab_size=352, d_model=64, d_kv=8, d_ff=96, num_heads=8, num_kv_heads=8, num_layers=2,
+                    window=7, query_scalar=8)
+CONFIGS = {"gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four heads stay whole
+           "t5": (dataclasses.replace(TINY_T5, vocab_size=448, num_heads=3, num_encoder_layers=1),
+                  dataclasses.replace(TINY_T5, vocab_size=448, num_heads=8))}
+
+SCRIPT = """
+import jax
+from speccascade_jax.text import Cascade
+
+def outputs(cascade):
+    return [[output.tokens for output in cascade.generate({sentences}, batch_size=3, **options)]
+            for options in ({{"method": "speculative"}},
+                            {{"method": "opt", "alpha": 0.1, "temperature": 1.0}})]
+
+def held(params, device):
+    return sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
+               if shard.device == device)
+
+limits = dict(max_source_length=32, max_new_tokens=12)
+alone, shared = (Cascade.load({drafter!r}, {verifier!r}, tensor_parallel=n, **limits) for n in (1, 8))
+share = held(shared.verifier_params, jax.devices()[3]) / held(alone.verifier_params, jax.devices()[0])
+first, second = outputs(alone), outputs(shared)
+assert first == second and first[0] != first[1]
+program = next(iter(shared._compiled.values())).as_text()
+assert "all-reduce" in program
+print(share)
+"""
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_eight_devices_give_the_tokens_of_one(family, spiece, vocabulary, tmp_path):  # noqa: F811
+    tokenizer = vocabulary if family == "gemma" else spiece
+    models = [model_of(config) for config in CONFIGS[family]]
+    for name, model in zip(("drafter", "verifier"), models, strict=True):
+        made = Checkpoint(model, model.init(0), tokenizer, "memory")
+        checkpoints.save(tmp_path / name, made, "huggingface")
+    share = run(SCRIPT.format(sentences=SENTENCES, drafter=str(tmp_path / "drafter"),
+                              verifier=str(tmp_path / "verifier")),
+                XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    assert 1 / 8 <= float(share) < 0.16  # norms and relative positions are whole
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ValueError, match=r"tensor_parallel is 99; it lies in \[1, "):
+        tensor_mesh(99)
