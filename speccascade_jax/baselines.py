@@ -1,8 +1,8 @@
 """The baselines that run differently (SPEC section 5): token, oracle and sequence cascades, and BiLD.
 
-The first two and BiLD are samplers for decoding.generate, one compiled loop each. The sequence
-cascade is two decodings, and only the rows that its confidence defers reach the second:
-text.Cascade runs both.
+The first two and BiLD are samplers for decoding.generate, one compiled loop each; they write texts and
+draft for nobody, for the verifier does not read the last tokens of a text. The sequence cascade is two
+decodings, and only the rows that its confidence defers reach the second: text.Cascade runs both.
 """
 
 import dataclasses

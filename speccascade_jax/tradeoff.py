@@ -257,10 +257,10 @@ def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[
 
 
 def config_text(config: str, run: DecodeConfig, promise: str) -> str:
-    """A config file that decode.py runs: `config` with what `run` has changed."""
-    loaded = load(config)
+    """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
+    loaded, point = load(config), ("method", "alpha", "block_size", "temperature", "top_p")
     changed = [f"{field.name}={getattr(run, field.name)!r}" for field in dataclasses.fields(run)
-               if getattr(run, field.name) != getattr(loaded, field.name)]
+               if field.name in point or getattr(run, field.name) != getattr(loaded, field.name)]
     return (f'"""Picked by scripts/tradeoff.py from {config}: {promise}."""\n\n'
             "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
             f"config = dataclasses.replace(\n    load({config!r}),\n    " + ",\n    ".join(changed) + ")\n")
