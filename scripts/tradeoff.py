@@ -27,6 +27,10 @@ from speccascade_jax.parallel import local_mesh
 from speccascade_jax.text import Cascade
 from speccascade_jax.tradeoff import MODELS, OneShape, Point, Result
 
+# Fields of a config that a sweep sets itself, or that change no result.
+SWEPT = ("method", "alpha", "block_size", "temperature", "top_p", "batch_size", "truncate", "missing",
+         "examples")
+
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
@@ -120,9 +124,9 @@ class Sweep:
         self.examples = joined_examples(task, getattr(task, split))[:arguments.limit]
         if not self.examples:
             raise ValueError(f"the {split} split is empty: raise --limit or name another --split.")
-        self.settings = {"drafter": run.drafter, "verifier": run.verifier, "dtype": run.dtype,
-                         "seed": run.seed, "split": split, "join": task.join, "metric": task.metric,
-                         "examples": len(self.examples), "top_k": run.top_k}
+        self.settings = {name: value for name, value in dataclasses.asdict(run).items() if name not in SWEPT}
+        self.settings |= {"split": split, "join": task.join, "metric": task.metric,
+                          "examples": len(self.examples)}
 
     def measure(self, points: list[Point]) -> list[Result]:
         run, metric = self.arguments.run, self.task.metric
@@ -136,9 +140,11 @@ class Sweep:
         latencies = {}
         if self.arguments.timed:
             chosen = np.random.default_rng(run.seed).permutation(len(sources))[:self.arguments.timed]
-            single = Cascade.from_config(run)
+            timed, single = [sources[n] for n in chosen], OneShape.from_config(run)
+            longest = max(map(len, single.encode(timed, truncate=True)[0]))
+            single = dataclasses.replace(single, max_source_length=Cascade.bucket(single, longest))
             latencies = tradeoff.measure_latency(
-                single, points, [sources[n] for n in chosen], self.folder / "latency.jsonl",
+                single, points, timed, self.folder / "latency.jsonl",
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
                 shared=shared, trials=self.arguments.trials, track=self._track)
             self._say("latency", single, points)
