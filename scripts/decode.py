@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.commandline import config_of, exit_code
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
@@ -66,6 +67,8 @@ def print_list(console: Console) -> None:
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
     for name, method in METHODS.items():
         table.add_row(name, method.summary, f"{method.low} .. {method.high}")
+    for name, baseline in BASELINES.items():
+        table.add_row(name, baseline.summary, f"{baseline.low} .. {baseline.high}")
     for name, what in SINGLE_MODEL.items():
         table.add_row(name, what, "")
     console.print(table)
@@ -205,7 +208,7 @@ def decode(arguments: Arguments) -> None:
             else:
                 file.write(json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n")
                 file.flush()
-        if file is None and run.method in METHODS:
+        if file is None and run.method not in SINGLE_MODEL:
             console.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
                                                           for part in ((name, COLOURS[name]), "  "))))
         summary: dict[str, Any] = summarize([o.counts for o in [*finished, *fresh]])

@@ -1,13 +1,14 @@
 """Speculative cascades in JAX (Narasimhan et al., ICLR 2025)."""
 
 from speccascade_jax import config as _config
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.decoding import Autoregressive, Speculative, generate, hierarchy
 from speccascade_jax.rules import METHODS, Method
 from speccascade_jax.text import Cascade, Output
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
-__all__ = ["METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output", "SamplingOptions",
-           "Speculative", "generate", "hierarchy", "load"]
+__all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",
+           "SamplingOptions", "Speculative", "generate", "hierarchy", "load"]
 
 
 def load(config: str) -> Cascade:

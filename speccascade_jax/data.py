@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -45,6 +45,27 @@ def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
             raise ValueError(f"{path}, line {number}: not valid UTF-8; convert the file first "
                              "(iconv -f latin1 -t utf-8).") from None
     return decoded
+
+
+def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], TextIO]:
+    """The whole JSON lines of a file that a killed run has left, and the file, open for more.
+
+    PATH.settings.json keeps what they were made of. Raises ValueError where that is not `settings`.
+    """
+    kept = Path(f"{path}.settings.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_bytes() if path.is_file() else b""
+        before = json.loads(kept.read_text()) if kept.is_file() else None
+        if text and before != json.loads(json.dumps(settings)):
+            raise ValueError(f"{path} holds results of other settings (see {kept}): delete it or choose "
+                             "another --output.")
+        kept.write_text(json.dumps(settings, indent=1) + "\n")
+        whole = text[:text.rfind(b"\n") + 1]
+        path.write_bytes(whole) if whole != text else path.touch()
+        return [json.loads(line) for line in whole.splitlines()], path.open("a")
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot go on with {path}: {error}") from None
 
 
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:

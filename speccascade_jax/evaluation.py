@@ -1,29 +1,89 @@
-"""Quality of decoded texts."""
+"""Quality of decoded texts, and how sure it is."""
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import sacrebleu
+from jaxtyping import Float
 
 References = Sequence[Sequence[str]]
+TOKENIZERS = {"bleu": "13a", "bleu_intl": "intl"}
+ROUGES = ("rouge1", "rouge2", "rougeLsum")
 
 
 def bleu(hypotheses: Sequence[str], references: References, tokenize: str = "13a") -> float:
-    """Corpus BLEU (0 to 100) by sacrebleu; each hypothesis has one or more references."""
+    """Corpus BLEU (0 to 100) by sacrebleu; each hypothesis has one or more references.
+
+    tokenize="intl" is the BLEU of the T5 papers.
+    """
+    return bleu_and_signature(hypotheses, references, tokenize)[0]
+
+
+def bleu_and_signature(hypotheses: Sequence[str], references: References, tokenize: str) -> tuple[float, str]:
+    """BLEU, and sacrebleu's signature of how it was computed."""
     streams = max(map(len, references))
     columns = [[r[n] if n < len(r) else "" for r in references] for n in range(streams)]  # "": none
-    return sacrebleu.corpus_bleu(list(hypotheses), columns, tokenize=tokenize).score
+    metric = sacrebleu.BLEU(tokenize=tokenize)
+    return metric.corpus_score(list(hypotheses), columns).score, metric.get_signature().format()
 
 
-def rouge(hypotheses: Sequence[str], references: References, kind: str) -> float:
-    """Mean ROUGE F-measure (0 to 100) by rouge-score, without stemming; of several references the
-    best one counts. `kind`: rouge1, rouge2 or rougeLsum (sentences on lines)."""
-    from rouge_score.rouge_scorer import RougeScorer
-    scorer = RougeScorer([kind])
-    scores = [scorer.score_multi(list(r), h)[kind].fmeasure
-              for h, r in zip(hypotheses, references, strict=True)]
-    return 100.0 * sum(scores) / len(scores)
+def statistics(metric: str, hypotheses: Sequence[str], references: References) -> Float[np.ndarray, "N K"]:
+    """What each text adds to the sums that `score` turns into the metric.
+
+    BLEU: matching and all n-grams (four each), the text's length and its closest reference's. Otherwise the
+    text's own score and 1: ROUGE F-measure by rouge-score without stemming (rougeLsum: sentences on lines),
+    or whether it is one of its references (exact_match). Of several references the best one counts.
+    """
+    if metric in TOKENIZERS:
+        scorer = sacrebleu.BLEU(tokenize=TOKENIZERS[metric], effective_order=True)
+        scores = [scorer.sentence_score(h, list(r)) for h, r in zip(hypotheses, references, strict=True)]
+        return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], np.float64)
+    if metric == "exact_match":
+        own = [h.strip() in {one.strip() for one in r} for h, r in zip(hypotheses, references, strict=True)]
+    else:
+        from rouge_score.rouge_scorer import RougeScorer
+        scorer = RougeScorer([metric])
+        own = [scorer.score_multi(list(r), h)[metric].fmeasure
+               for h, r in zip(hypotheses, references, strict=True)]
+    return np.stack([np.array(own, np.float64), np.ones(len(own))], axis=1)
+
+
+def score(metric: str, sums: Float[np.ndarray, "K"]) -> float:
+    """The metric (0 to 100) of a set of texts, from the sum of their statistics."""
+    if metric in TOKENIZERS:
+        counts = sums.astype(int).tolist()
+        return sacrebleu.BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9],
+                                           smooth_method="exp").score
+    return 100.0 * float(sums[0] / sums[1])
+
+
+def _measure(metric: str, hypotheses: Sequence[str], references: References) -> float:
+    return score(metric, statistics(metric, hypotheses, references).sum(axis=0))
 
 
 METRICS: dict[str, Callable[[Sequence[str], References], float]] = {
-    "bleu": bleu, **{kind: functools.partial(rouge, kind=kind) for kind in ("rouge1", "rouge2", "rougeLsum")}}
+    "bleu": bleu, "bleu_intl": partial(bleu, tokenize="intl"),
+    **{kind: partial(_measure, kind) for kind in (*ROUGES, "exact_match")}}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The middle 95% of bootstrap values."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def resamples(count: int, samples: int = 1000, seed: int = 0) -> np.ndarray:
+    """Example numbers [samples, count], drawn with replacement: the same for every system, so that
+    differences are paired (Koehn 2004)."""
+    return np.random.default_rng(seed).integers(0, count, (samples, count))
+
+
+def bootstrap(metric: str, own: Float[np.ndarray, "N K"], baseline: Float[np.ndarray, "N K"] | None = None
+              ) -> tuple[float, float]:
+    """The 95% interval of the metric, or of its difference to `baseline` on the same examples."""
+    drawn = resamples(len(own))
+    values = np.array([score(metric, own[rows].sum(axis=0)) for rows in drawn])
+    if baseline is not None:
+        values -= [score(metric, baseline[rows].sum(axis=0)) for rows in drawn]
+    return interval(values.tolist())

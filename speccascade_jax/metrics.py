@@ -30,6 +30,17 @@ class Counters(NamedTuple):
                    one[:, None] * jax.nn.one_hot(accepted, block_size + 1, dtype=jnp.int32))
 
 
+class Tally(NamedTuple):
+    """What a baseline counts, sums over a row's rounds (baselines)."""
+
+    drafter_passes: Int[Array, "B"]
+    rounds: Int[Array, "B"]    # = verifier calls
+    drafted: Int[Array, "B"]   # tokens the drafter wrote
+    accepted: Int[Array, "B"]  # of them, those that stayed
+    deferred: Int[Array, "B"]  # times the drafter was not trusted
+    emitted: Int[Array, "B"]
+
+
 def check_identities(counters: Counters) -> None:
     """Raises AssertionError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and
     emitted = accepted + rounds, less one where a row's last round was cut inside its draft."""
@@ -39,6 +50,34 @@ def check_identities(counters: Counters) -> None:
     assert (c.histogram @ weights == c.accepted).all(), "the histogram does not weigh to the accepted"
     missing = c.accepted + c.rounds - c.emitted
     assert ((missing == 0) | (missing == 1)).all(), "emitted is not accepted + rounds"
+
+
+def check_tally(tally: Tally) -> None:
+    """Raises AssertionError unless every row has emitted = accepted + rounds, less one where the
+    verifier found nothing to add to a finished text; or both models gave every token (the oracle)."""
+    t = jax.tree.map(np.asarray, tally)
+    missing = t.accepted + t.rounds - t.emitted
+    both = (t.rounds == t.emitted) & (t.drafter_passes == t.emitted) & (t.accepted + t.deferred == t.emitted)
+    assert ((missing == 0) | (missing == 1) | both).all(), "emitted is not accepted + rounds"
+    assert ((t.accepted <= t.drafted) & (t.drafted <= t.drafter_passes)).all(), "more accepted than drafted"
+
+
+def check_counts(rows: list[dict[str, Any]], lengths: list[int]) -> None:
+    """The identities of every row's counts (text.row_counts) and its number of tokens; AssertionError
+    where one does not hold. Rows of empty inputs have no counts."""
+    counted = [(row, size) for row, size in zip(rows, lengths, strict=True) if row]
+    for row, size in counted:
+        assert size == row.get("emitted", row.get("model_passes")), "the tokens are not those counted"
+    rounds = [row for row, _ in counted if "histogram" in row]
+    tallies = [row for row, _ in counted if "emitted" in row and "histogram" not in row]
+    if rounds:
+        check_identities(Counters(*_columns(rounds, Counters._fields)))
+    if tallies:
+        check_tally(Tally(*_columns(tallies, Tally._fields)))
+
+
+def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
+    return [np.array([row[name] for row in rows]) for name in names]
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,6 +36,30 @@ def connect(cluster: str) -> None:
 def make_mesh() -> Mesh:
     """All devices of all processes, along one axis."""
     return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def local_mesh() -> Mesh | None:
+    """This process's own devices along one axis; None where it has one."""
+    if jax.local_device_count() == 1:
+        return None
+    return jax.make_mesh((jax.local_device_count(),), (AXIS,), axis_types=(AxisType.Auto,),
+                         devices=jax.local_devices())
+
+
+def own_share(count: int) -> tuple[int, int]:
+    """The first and the last (not included) of `count` rows that are this process's."""
+    begin, end = (count * n // jax.process_count() for n in (jax.process_index(), jax.process_index() + 1))
+    return begin, end
+
+
+def gather_text(text: str) -> list[str]:
+    """Every process's `text`, in the order of their numbers, in all of them."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(data)))
+    rows = multihost_utils.process_allgather(np.pad(data, (0, int(sizes.max()) - len(data))))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> NamedSharding:

@@ -19,16 +19,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints, decoding
+from speccascade_jax.baselines import BASELINES, CONFIDENCES, Baseline, Trace
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
-from speccascade_jax.metrics import Counters
+from speccascade_jax.metrics import Counters, Tally
 from speccascade_jax.parallel import AXIS, tensor_mesh, tensor_sharding
-from speccascade_jax.rules import METHODS
+from speccascade_jax.rules import METHODS, Method
 from speccascade_jax.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
+REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -64,11 +66,15 @@ class Clock:
 def check_sampling(method: str, alpha: float, block_size: int, options: SamplingOptions,
                    vocab_size: int) -> None:
     """Raises ValueError for an unknown method or a value out of its range."""
-    if method not in METHODS and method not in SINGLE_MODEL:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join([*METHODS, *SINGLE_MODEL])}.")
-    if method in METHODS and not METHODS[method].low <= alpha <= METHODS[method].high:
+    known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
+    if method not in known and method not in SINGLE_MODEL:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join([*known, *SINGLE_MODEL])}.")
+    if method in known and not known[method].low <= alpha <= known[method].high:
         raise ValueError(f"alpha is {alpha}; for {method} it lies in "
-                         f"[{METHODS[method].low}, {METHODS[method].high}].")
+                         f"[{known[method].low}, {known[method].high}].")
+    if method in BASELINES and BASELINES[method].greedy and options.temperature != 0:
+        raise ValueError(f"temperature is {options.temperature}; {method} decodes greedily: make it 0, or "
+                         "take bild_star.")
     if not 0 <= options.temperature < float("inf"):
         raise ValueError(f"temperature is {options.temperature}; it must be at least 0 (0 is greedy).")
     if options.top_p is not None and not 0 < options.top_p <= 1:
@@ -158,6 +164,10 @@ class Cascade:
             return Autoregressive(self.verifier), self.verifier_params
         if method == "drafter":
             return Autoregressive(self.drafter), self.drafter_params
+        if method in BASELINES:
+            sampler = BASELINES[method].sampler(self.drafter, self.verifier)
+            return sampler, (self.drafter_params if method in CONFIDENCES else
+                             (self.drafter_params, self.verifier_params))
         return (Speculative(Autoregressive(self.drafter), self.verifier, METHODS[method], block_size),
                 (self.drafter_params, self.verifier_params))
 
@@ -187,17 +197,18 @@ class Cascade:
         """
         options = SamplingOptions(temperature, top_p, top_k)
         check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
-        sampler, params = self.sampler(method, block_size)
         window: list[tuple[int, str]] = []
         # Rows are sorted by length within a window, so that a batch pads little.
         rows = batch_size * self.devices
         capacity = 1 if rows == 1 else 8 * rows
+        shared = options, alpha, seed, rows, truncate
+        decode = self._rewrite if method in CONFIDENCES else self._decode
         for item in enumerate(texts, first_index):
             window.append(item)
             if len(window) == capacity:
-                yield from self._decode(window, sampler, params, options, alpha, seed, rows, truncate)
+                yield from decode(window, method, block_size, *shared)
                 window = []
-        yield from self._decode(window, sampler, params, options, alpha, seed, rows, truncate)
+        yield from decode(window, method, block_size, *shared)
 
     def stream(self, text: str, *, method: str = "speculative", alpha: float = 0.0, block_size: int = 5,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -205,6 +216,11 @@ class Cascade:
         """The text so far after every round; the last is generate's output for the same index."""
         options = SamplingOptions(temperature, top_p, top_k)
         check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
+        if method in CONFIDENCES:  # nothing of its text is certain before the end
+            yield from (output.text for output in self.generate(
+                [text], method=method, alpha=alpha, temperature=temperature, top_k=top_k, top_p=top_p,
+                seed=seed, first_index=index))
+            return
         sampler, params = self.sampler(method, block_size)
         rows, _ = self.encode([text])
         if not rows[0]:
@@ -251,7 +267,29 @@ class Cascade:
                                                            NamedSharding(self.mesh, P())))
         return params, *rows, *shared
 
-    def _decode(self, window, sampler, params, options, alpha, seed, batch_size, truncate) -> list[Output]:
+    def _rewrite(self, window, method, block_size, options, alpha, *shared) -> list[Output]:
+        """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
+        drafts = self._decode(window, method, block_size, options, alpha, *shared)
+        traces = [np.array(draft.counts.pop("log_q", [])) for draft in drafts]
+        deferred = [n for n, log_q in enumerate(traces)
+                    if log_q.size and CONFIDENCES[method](log_q) < 1 - alpha]
+        rewritten = self._decode([(window[n][0] + REWRITTEN, window[n][1]) for n in deferred], "verifier",
+                                 block_size, options, alpha, *shared)
+        counts = {}
+        for n, draft in enumerate(drafts):
+            size = len(draft.tokens)
+            counts[n] = {"drafter_passes": size, "rounds": 0, "drafted": size, "accepted": size,
+                         "deferred": 0, "emitted": size} if size else {}
+        for n, output in zip(deferred, rewritten, strict=True):
+            size = len(output.tokens)
+            counts[n] |= {"rounds": size, "accepted": 0, "deferred": counts[n]["drafted"], "emitted": size}
+            drafts[n] = dataclasses.replace(output, index=window[n][0])
+        return [dataclasses.replace(draft, counts=counts[n], origin=[
+            "correction" if counts[n].get("rounds") else "draft"] * len(draft.tokens))
+                for n, draft in enumerate(drafts)]
+
+    def _decode(self, window, method, block_size, options, alpha, seed, batch_size, truncate) -> list[Output]:
+        sampler, params = self.sampler(method, block_size)
         rows, cut = self.encode([text for _, text in window], truncate)
         outputs: dict[int, Output] = {}
         order = sorted((n for n in range(len(rows)) if rows[n]), key=lambda n: len(rows[n]))
@@ -341,6 +379,10 @@ def row_keys(key: Array, indices: Array) -> Array:
 
 def row_counts(counts: Any, row: int) -> dict[str, Any]:
     """One row of a generation's counts as plain numbers."""
+    if isinstance(counts, Tally):
+        return {name: int(value[row]) for name, value in counts._asdict().items()}
+    if isinstance(counts, Trace):
+        return {"log_q": counts.log_q[row][counts.drawn[row] > 0].tolist()}
     if isinstance(counts, tuple) and not isinstance(counts, Counters):
         drafter, own = counts
         values = {name: np.asarray(value)[row].tolist() for name, value in own._asdict().items()}

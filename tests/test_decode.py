@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.rules import METHODS
@@ -243,7 +244,7 @@ def test_greedy_speculative_is_the_verifier(cascade):
 def test_list_names_configs_and_methods(capsys):
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in [*METHODS, "demo", "wmt_small_large"])
+    assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
 
 
 def test_precompiled_settings_compile_nothing_more(pair):

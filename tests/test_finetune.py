@@ -81,7 +81,7 @@ def test_evaluate_gives_the_quality_that_training_logged(toy, alone, tmp_path):
                key=lambda e: e["loss"])
     pair = [f"--drafter={alone}", f"--verifier={alone}", "--max-source-length=16", "--max-new-tokens=16"]
     scored = ["--split=validation", "--limit=8", "--methods", "verifier", "speculative"]
-    assert evaluate.main([*pair, f"--task={toy / 'toy.py'}", *scored, f"--output={tmp_path / 'out'}"]) == 0
+    assert evaluate.main([*pair, f"--task={toy / 'toy.py'}", *scored, f"--summary={tmp_path / 'out'}"]) == 0
     single, lossless = map(json.loads, (tmp_path / "out").read_text().splitlines())
     assert single["examples"] == 8 and single["bleu"] == lossless["bleu"] == pytest.approx(best["quality"])
     assert single["tokens"] == lossless["tokens"] > 8

@@ -1,0 +1,100 @@
+"""The pictures of a sweep: quality against what it costs, a panel for each gamma and temperature."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.tradeoff import MODELS, Result
+
+Axis = Callable[[Result], float | None]
+Panel = tuple[str, list[Result], Axis]  # title, points, what lies along x
+INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
+           "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
+MARKERS = "osD^vP*Xhp"
+
+
+def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
+    """Writes quality_latency.png (where latency was measured) and quality_counts.png: their paths."""
+    style = _styles(results)
+    temperatures = sorted({r.point.temperature for r in results})
+    gammas = sorted({r.point.gamma for r in results if r.point.gamma})
+    written = []
+    if any(r.latency is not None for r in results):
+        timed: list[list[Panel]] = [
+            [(f"temperature {t:g}, gamma {g}", _at(results, t, g), lambda r: r.latency)
+             for g in gammas or [0]] for t in temperatures]
+        names = ["time relative to the verifier alone"] * len(timed[0])
+        written.append(_page(timed, style, metric, names, folder / "quality_latency.png"))
+    axes: list[tuple[str, Axis]] = [
+        ("share of drafted tokens rejected", lambda r: r.rejection_rate),
+        ("share of drafted tokens deferred", lambda r: r.deferral_rate),
+        ("verifier calls a token", lambda r: r.calls_per_token)]
+    gamma = 5 if 5 in gammas or not gammas else gammas[0]
+    panels: list[list[Panel]] = [[(f"temperature {t:g}, gamma {gamma}", _at(results, t, gamma), x)
+                                  for _, x in axes] for t in temperatures]
+    written.append(_page(panels, style, metric, [name for name, _ in axes], folder / "quality_counts.png"))
+    return written
+
+
+def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    names = list(dict.fromkeys(r.point.method for r in results if r.point.method not in MODELS))
+    return {name: {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)],
+                   "ls": "--" if name in BASELINES else "-"} for n, name in enumerate(names)}
+
+
+def _at(results: Sequence[Result], temperature: float, gamma: int) -> list[Result]:
+    return [r for r in results if r.point.temperature == temperature and r.point.gamma in (0, gamma)]
+
+
+def _page(panels: list[list[Panel]], style: dict[str, dict[str, Any]], metric: str, x_names: list[str],
+          path: Path) -> Path:
+    from matplotlib.figure import Figure  # here, for it takes a second to import
+    rows, columns = len(panels), len(panels[0])
+    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained", facecolor=PAPER)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for line, row in zip(grid, panels, strict=True):
+        for axes, (title, results, x), x_name in zip(line, row, x_names, strict=True):
+            axes.set(title=title, xlabel=x_name, ylabel=metric, facecolor=PAPER)
+            axes.title.set_fontsize(10)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            _curves(axes, results, x, style)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str, Any]]) -> None:
+    ends = []
+    for name, look in style.items():
+        points = [(at, r.quality) for r in sorted(results, key=lambda r: r.point.alpha)
+                  if r.point.method == name and (at := x(r)) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), lw=1.4, ms=4, **look)
+            ends.append((name, max(points), look["color"]))
+    for r in results:
+        if r.point.method in MODELS and x(r) is not None:
+            axes.plot(x(r), r.quality, marker="*" if r.point.method == "verifier" else "o", color=INK, ms=11,
+                      mec=PAPER, zorder=5)
+            axes.annotate(r.point.method, (x(r), r.quality), xytext=(8, 4), textcoords="offset points",
+                          color=INK, fontsize=8, fontweight="bold")
+        if r.point.method == "verifier":
+            axes.axhline(r.quality, color=INK, lw=0.8, ls=":")
+    _name_lines(axes, ends)
+
+
+def _name_lines(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
+    """Each line's name at the right border, at the height of its rightmost point or the next free one."""
+    low, high = axes.get_ylim()
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right + 0.02 * (right - left))
+    step = (high - low) / 17
+    heights: list[float] = []
+    for _, (_, y), _ in sorted(ends, key=lambda end: end[1][1]):
+        heights.append(max(y, heights[-1] + step) if heights else y)
+    over = max(heights[-1] - high, 0.0) if heights else 0.0
+    for (name, (px, py), colour), y in zip(sorted(ends, key=lambda end: end[1][1]), heights, strict=True):
+        axes.annotate(name, (px, py), xytext=(1.02, (y - over - low) / (high - low)), color=colour,
+                      textcoords="axes fraction", fontsize=8, va="center",
+                      arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "alpha": 0.6})

@@ -1,0 +1,200 @@
+"""scripts/evaluate.py and scripts/tradeoff.py on a tiny pair: resumed, shared out, scored as others do."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import decode
+import evaluate
+import numpy as np
+import pytest
+import tradeoff as tradeoff_script
+from test_decode import pair  # noqa: F401 (a fixture)
+
+from speccascade_jax import config as configs
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
+CONFIG = '''
+from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.models.t5 import T5Config
+
+data = "{data}"
+task = Task(train=data, validation=data, test=data, metric="{metric}", max_source_length=32,
+            max_target_length=24)
+config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
+'''
+
+
+@pytest.fixture(scope="module")
+def tiny(pair, tmp_path_factory):  # noqa: F811
+    """Flags of a tiny pair and a task of 48 examples, one or two references each."""
+    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
+
+    def text():
+        return " ".join(rng.choice(WORDS, rng.integers(1, 7)))
+
+    lines = [{"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
+             for n in range(48)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for metric in ("bleu", "rouge2"):
+        (folder / f"{metric}.py").write_text(CONFIG.format(data=folder / "data.jsonl", metric=metric))
+    return folder, [f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}",
+                    "--max-source-length=32", "--max-new-tokens=24", "--temperature=1", "--alpha=0.2",
+                    "--block-size=3"]
+
+
+def flags(tiny, output, *more, metric="bleu"):
+    folder, shared = tiny
+    return [*shared, f"--task={folder / metric}.py", "--methods", "token_v3", "sequence_mean",
+            f"--output={output}", *more]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """The texts of one process with one device."""
+    output = tmp_path_factory.mktemp("alone")
+    assert evaluate.main(flags(tiny, output, "--batch-size=4")) == 0
+    return {name: (output / f"{name}.jsonl").read_bytes() for name in ("token_v3", "sequence_mean")}
+
+
+def texts(output):
+    return {name: (output / f"{name}.jsonl").read_bytes() for name in ("token_v3", "sequence_mean")}
+
+
+def environment(tmp_path, devices=1):
+    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+def start(arguments, environment):
+    return subprocess.Popen([sys.executable, SCRIPTS / "evaluate.py", *arguments], env=environment,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_path, request):
+    """SIGKILL once the texts have grown by a random number of bytes, ten times with --full."""
+    def size():
+        return sum(p.stat().st_size for p in (tmp_path / "texts").glob("*.jsonl"))
+
+    arguments, rng, kills = flags(tiny, tmp_path / "texts", "--batch-size=1"), random.Random(0), 0
+    total, wanted = sum(map(len, alone.values())), 10 if request.config.getoption("--full") else 3
+    for n in range(wanted):
+        process, goal = start(arguments, environment(tmp_path)), total * (n + rng.random()) / wanted
+        while process.poll() is None and size() < goal:
+            time.sleep(0.001)
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills >= wanted - 1
+    process = start(arguments, environment(tmp_path))
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert texts(tmp_path / "texts") == alone
+
+
+def test_eight_devices_write_the_same_texts(tiny, alone, tmp_path):
+    process = start(flags(tiny, tmp_path / "texts", "--batch-size=2"), environment(tmp_path, 8))
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert texts(tmp_path / "texts") == alone
+
+
+def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [start(flags(tiny, tmp_path / "texts", "--batch-size=4", f"--cluster={address},2,{n}"),
+                       environment(tmp_path)) for n in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert texts(tmp_path / "texts") == alone
+
+
+def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_path):
+    lines = {}
+    for metric in ("bleu", "rouge2"):
+        summary = tmp_path / f"{metric}.json"
+        assert evaluate.main(flags(tiny, tmp_path / metric, "--batch-size=4", f"--summary={summary}",
+                                   metric=metric)) == 0
+        lines[metric] = json.loads(summary.read_text().splitlines()[0])
+        assert lines[metric]["method"] == "token_v3"
+    outputs = [json.loads(line) for line in (tmp_path / "bleu" / "token_v3.jsonl").read_text().splitlines()]
+    references = [json.loads(line)["targets"] for line in (tiny[0] / "data.jsonl").read_text().splitlines()]
+    order = [next(r for s, r in zip(sources(tiny), references, strict=True) if s == o["source"])
+             for o in outputs]
+
+    def write(name, rows):  # a line each: a tiny model writes line breaks too
+        (tmp_path / name).write_text("".join(" ".join(row.split()) + "\n" for row in rows))
+        return tmp_path / name
+
+    own = write("own.txt", [o["text"] for o in outputs])
+    first, second = write("first.txt", [r[0] for r in order]), write("second.txt", [
+        r[1] if len(r) > 1 else "" for r in order])
+    for tokenizer in ("13a", "intl"):
+        said = subprocess.run([sys.executable, "-m", "sacrebleu", first, second, "-i", own, "-tok", tokenizer,
+                               "-b", "-w", "2"], capture_output=True, text=True, check=True).stdout.strip()
+        assert lines["bleu"][f"BLEU {tokenizer}"].split()[0] == said
+        assert f"tok:{tokenizer}" in lines["bleu"][f"BLEU {tokenizer}"]
+    assert f"{lines['bleu']['bleu']:.2f}" == lines["bleu"]["BLEU 13a"].split()[0]
+
+    # rouge_score's command takes one reference: the single-reference examples alone.
+    single = [n for n, r in enumerate(order) if len(r) == 1]
+    subprocess.run([sys.executable, "-m", "rouge_score.rouge", "--rouge_types=rouge2", "--aggregate=False",
+                    f"--target_filepattern={write('t.txt', [order[n][0] for n in single])}",
+                    f"--prediction_filepattern={write('p.txt', [outputs[n]['text'] for n in single])}",
+                    f"--output_filename={tmp_path / 'rouge.csv'}"], check=True, capture_output=True)
+    said = [float(line.split(",")[-1]) for line in (tmp_path / "rouge.csv").read_text().splitlines()[1:]]
+    ours = evaluate.statistics("rouge2", [outputs[n]["text"] for n in single], [order[n] for n in single])
+    np.testing.assert_allclose(ours[:, 0], said, atol=1e-6)
+    low, high = lines["rouge2"]["95%"]
+    assert low <= lines["rouge2"]["rouge2"] <= high
+
+
+def sources(tiny):
+    return [json.loads(line)["source"] for line in (tiny[0] / "data.jsonl").read_text().splitlines()]
+
+
+def test_a_sweep_picks_a_config_that_decodes(tiny, tmp_path, capsys):
+    folder, shared = tiny
+    sweep = [*shared, f"--task={folder / 'bleu'}.py", f"--output={tmp_path / 'sweep'}", "--methods",
+             "token_v3", "token_cascade", "--alphas", "0.3", "0.8", "--temperatures", "1", "--gammas", "2",
+             "--limit", "12", "--timed", "2", "--trials", "1", "--batch-size", "6",
+             f"--pick={tmp_path / 'picked.py'}"]
+    assert tradeoff_script.main([*sweep, "--at-latency=1000"]) == 0
+    shown = capsys.readouterr().out
+    # The models alone are one program here: their shapes are the same.
+    for said in ("quality: 6 points of 4 methods and gammas; 3 programs compiled", "every point:",
+                 "temperature 1: verifier bleu", "quality_latency.png", "picked for", "on test: bleu"):
+        assert said in shown
+    picked = configs.load(str(tmp_path / "picked.py"))
+    assert picked.method in ("token_v3", "token_cascade") and picked.alpha in (0.3, 0.8)
+    assert picked.temperature == 1 and picked.max_new_tokens == 24 and picked.batch_size == 1
+    assert decode.main([f"--config={tmp_path / 'picked.py'}", "--text", "the cat"]) == 0
+    # Again: nothing is decoded twice.
+    assert tradeoff_script.main([*sweep, "--at-quality=-1"]) == 0
+    assert "0 programs compiled" in capsys.readouterr().out
+    assert tradeoff_script.main([*sweep, "--at-quality=101"]) == 2
+    assert "no measured point has bleu of at least 101" in capsys.readouterr().err
+
+
+BAD = [(["--at-quality=good"], "write a number or verifier"),
+       (["--at-quality=1", "--at-latency=1"], "exclude each other"),
+       (["--methods", "tokenv3"], "unknown method 'tokenv3'"),
+       (["--split=dev"], "unknown split 'dev'"),
+       (["--at-latency=1", "--timed=0"], "raise --timed")]
+
+
+@pytest.mark.parametrize("more,said", BAD, ids=lambda x: x[0] if isinstance(x, list) else "")
+def test_bad_flags_are_one_sentence(tiny, tmp_path, capsys, more, said):
+    folder, shared = tiny
+    assert tradeoff_script.main([*shared, f"--task={folder / 'bleu'}.py", f"--output={tmp_path / 'sweep'}",
+                                 "--methods", "verifier", "--temperatures", "1", "--limit", "2",
+                                 "--timed", "1", "--trials", "1", *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
