@@ -173,7 +173,8 @@ def peers_of(arguments: Arguments, run: DecodeConfig, cascade: Cascade) -> dict[
         drafter, verifier = (peers.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
         if "hf" in arguments.vs:
-            found |= peers.transformers_decoders(drafter, verifier, run.block_size, run.max_new_tokens)
+            found |= peers.transformers_decoders(drafter, verifier, arguments.block_sizes[0],
+                                                 run.max_new_tokens)
         if "ctranslate2" in arguments.vs:
             found |= peers.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
     return found

@@ -3,6 +3,7 @@
 Both are optional: transformers with torch, and ctranslate2.
 """
 
+import json
 import os
 import tempfile
 import time
@@ -20,6 +21,9 @@ Decode = Callable[[list[int]], tuple[float, list[int]]]
 def exported(checkpoint: Checkpoint, folder: Path) -> str:
     """The checkpoint as a float32 Hugging Face folder, which both peers read."""
     save(folder, checkpoint, "huggingface", np.float32)
+    # Without it a T5 tokenizer grows by a hundred sentinels, more pieces than the model has.
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "legacy": True}))
     return str(folder)
 
 

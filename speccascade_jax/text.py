@@ -239,13 +239,15 @@ class Cascade:
         """Compiles what generate() with these arguments will run, for every source length. alpha, seed
         and the values of temperature and top_p do not matter."""
         options = SamplingOptions(temperature, top_p, top_k)
-        check_sampling(method, METHODS[method].low if method in METHODS else 0.0, block_size, options,
+        rules: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
+        check_sampling(method, rules[method].low if method in rules else 0.0, block_size, options,
                        self.verifier.vocab_size)
-        sampler, params = self.sampler(method, block_size)
-        for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
-            row = [self.tokenizer.eos_id] * length
-            self._program(sampler, self._arguments(sampler, params, [row], [0], 0, batch_size * self.devices,
-                                                   options, 0.0))
+        for own in (method, "verifier") if method in CONFIDENCES else (method,):
+            sampler, params = self.sampler(own, block_size)
+            for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
+                arguments = self._arguments(sampler, params, [[self.tokenizer.eos_id] * length], [0], 0,
+                                            batch_size * self.devices, options, 0.0)
+                (self._run_rounds if self.stop else self._program)(sampler, arguments)
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
