@@ -35,10 +35,11 @@ from speccascade_jax.commandline import exit_code
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.data import joined_examples
 from speccascade_jax.decoding import Autoregressive, Speculative
+from speccascade_jax.methods import check_sampling
 from speccascade_jax.metrics import position_acceptance, relative_cost, summarize
 from speccascade_jax.models.t5 import PRESETS, T5Model
 from speccascade_jax.rules import METHODS
-from speccascade_jax.text import Cascade, Output, check_sampling
+from speccascade_jax.text import Cascade, Output
 from speccascade_jax.typing import SamplingOptions
 
 

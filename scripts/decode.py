@@ -26,9 +26,10 @@ from speccascade_jax.baselines import BASELINES
 from speccascade_jax.commandline import config_of, exit_code
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
+from speccascade_jax.methods import SINGLE_MODEL
 from speccascade_jax.metrics import summarize
 from speccascade_jax.rules import METHODS
-from speccascade_jax.text import SINGLE_MODEL, Cascade, Output
+from speccascade_jax.text import Cascade, Output
 from speccascade_jax.tokenizer import Tokenizer
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}

@@ -339,6 +339,24 @@ def advance(sampler: Sampler, params: Params, state: State, options: SamplingOpt
     return State(tokens, origin, state.emitted + block.size, rows, caches, add(state.counts, counted))
 
 
+def run(sampler: Sampler, params: Params, state: State, options: SamplingOptions, alphas: Alphas,
+        resting: int | Array, *, eos_id: int) -> State:
+    """Rounds until at least `resting` rows rest."""
+    busy = state.rows.room.shape[0] - resting
+    return lax.while_loop(lambda state: jnp.sum(state.rows.room > 0) > busy,
+                          lambda state: advance(sampler, params, state, options, alphas, eos_id=eos_id),
+                          state)
+
+
+def refill(state: State, fresh: State, slots: Int[Array, "R"]) -> State:
+    """`state` with its rows `slots` replaced by those of `fresh`, R < B; a slot past the last is left out.
+
+    Arrays of one shape in both hold nothing of rows and stay.
+    """
+    return jax.tree.map(
+        lambda old, new: old if old.shape == new.shape else old.at[slots].set(new, mode="drop"), state, fresh)
+
+
 def finish(state: State, max_new_tokens: int) -> Generation:
     past = jnp.arange(max_new_tokens) >= state.emitted[:, None]
     return Generation(jnp.where(past, -1, state.tokens[:, :max_new_tokens]),
@@ -356,9 +374,7 @@ def generate(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: In
     Autoregressive). Sweeping keys, options' traced fields and alphas does not compile again.
     """
     state = begin(sampler, params, keys, inputs, input_length, max_new_tokens=max_new_tokens)
-    state = lax.while_loop(lambda state: jnp.any(state.rows.room > 0),
-                           lambda state: advance(sampler, params, state, options, alphas, eos_id=eos_id),
-                           state)
+    state = run(sampler, params, state, options, alphas, inputs.shape[0], eos_id=eos_id)
     return finish(state, max_new_tokens)
 
 

@@ -22,6 +22,7 @@ from speccascade_jax import checkpoints, decoding
 from speccascade_jax.baselines import BASELINES, CONFIDENCES, Baseline, Trace
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
+from speccascade_jax.methods import check_sampling
 from speccascade_jax.metrics import Counters, Tally
 from speccascade_jax.parallel import AXIS, tensor_mesh, tensor_sharding
 from speccascade_jax.rules import METHODS, Method
@@ -29,7 +30,6 @@ from speccascade_jax.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 Array = jax.Array
-SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -61,28 +61,6 @@ class Clock:
     compile_seconds: float = 0.0
     decode_seconds: float = 0.0
     compilations: int = 0
-
-
-def check_sampling(method: str, alpha: float, block_size: int, options: SamplingOptions,
-                   vocab_size: int) -> None:
-    """Raises ValueError for an unknown method or a value out of its range."""
-    known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
-    if method not in known and method not in SINGLE_MODEL:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join([*known, *SINGLE_MODEL])}.")
-    if method in known and not known[method].low <= alpha <= known[method].high:
-        raise ValueError(f"alpha is {alpha}; for {method} it lies in "
-                         f"[{known[method].low}, {known[method].high}].")
-    if method in BASELINES and BASELINES[method].greedy and options.temperature != 0:
-        raise ValueError(f"temperature is {options.temperature}; {method} decodes greedily: make it 0, or "
-                         "take bild_star.")
-    if not 0 <= options.temperature < float("inf"):
-        raise ValueError(f"temperature is {options.temperature}; it must be at least 0 (0 is greedy).")
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise ValueError(f"top_p is {options.top_p}; it lies in (0, 1].")
-    if options.top_k is not None and not 1 <= options.top_k <= vocab_size:
-        raise ValueError(f"top_k is {options.top_k}; it lies in [1, {vocab_size}].")
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be at least 1.")
 
 
 @dataclasses.dataclass
@@ -245,17 +223,20 @@ class Cascade:
         for own in (method, "verifier") if method in CONFIDENCES else (method,):
             sampler, params = self.sampler(own, block_size)
             for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
-                arguments = self._arguments(sampler, params, [[self.tokenizer.eos_id] * length], [0], 0,
-                                            batch_size * self.devices, options, 0.0)
+                row = [self.tokenizer.eos_id] * length
+                shared = (sampler, params, [row], [0], 0, batch_size * self.devices, options, 0.0)
+                arguments = self._arguments(*shared)
                 (self._run_rounds if self.stop else self._program)(sampler, arguments)
+                if self._refills(batch_size):
+                    self._refilling(sampler, arguments, batch_size)
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
 
-    def _arguments(self, sampler, params, rows, indices, seed, batch_size, options, alpha):
-        size = self.bucket(max(map(len, rows)))
+    def _arguments(self, sampler, params, rows, indices, seed, batch_size, options, alpha, size=None):
+        size = size or self.bucket(max(map(len, rows)))
         spare = batch_size - len(rows)  # rows of length 0 rest from the start
         inputs, lengths = map(jnp.asarray, pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id))
         keys = row_keys(jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
@@ -295,15 +276,18 @@ class Cascade:
         rows, cut = self.encode([text for _, text in window], truncate)
         outputs: dict[int, Output] = {}
         order = sorted((n for n in range(len(rows)) if rows[n]), key=lambda n: len(rows[n]))
-        for begin in range(0, len(order), batch_size):
-            chosen = order[begin:begin + batch_size]
-            arguments = self._arguments(sampler, params, [rows[n] for n in chosen],
-                                        [window[n][0] for n in chosen], seed, batch_size, options, alpha)
-            result = (self._run_rounds if self.stop else self._run)(sampler, arguments)
+
+        def arguments(chosen, batch_size, size=None):
+            return self._arguments(sampler, params, [rows[n] for n in chosen], [window[n][0] for n in chosen],
+                                   seed, batch_size, options, alpha, size)
+
+        refills = self._refills(batch_size) and len(order) > batch_size
+        decode = self._in_turns if refills else self._in_batches
+        for where, result in decode(sampler, order, arguments, batch_size):
             if (result.tokens >= self.verifier.vocab_size).any():
                 raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or "
                                  "dtype bfloat16 is too narrow for it.")
-            for slot, n in enumerate(chosen):
+            for slot, n in where.items():
                 tokens = result.tokens[slot, :int(result.length[slot])].tolist()
                 stopped = up_to_stop(self.tokenizer, tokens, self.stop)
                 tokens, text = stopped or (tokens, self.tokenizer.decode(tokens))
@@ -313,6 +297,71 @@ class Cascade:
                                     cut[n])
         return [outputs.get(n) or Output(index, source, "", [], [], {})
                 for n, (index, source) in enumerate(window)]
+
+    def _in_batches(self, sampler, order, arguments, batch_size
+                    ) -> Iterator[tuple[dict[int, int], decoding.Generation]]:
+        """Batch after batch: {slot: input}, and what was generated in the slots."""
+        for begin in range(0, len(order), batch_size):
+            chosen = order[begin:begin + batch_size]
+            yield dict(enumerate(chosen)), (self._run_rounds if self.stop else self._run)(
+                sampler, arguments(chosen, batch_size))
+
+    def _refills(self, batch_size: int) -> bool:
+        """Whether finished rows make room for other inputs; devices with loops of their own do not meet."""
+        return batch_size > 1 and self.mesh is None and not self.stop
+
+    def _in_turns(self, sampler, order, arguments, batch_size
+                  ) -> Iterator[tuple[dict[int, int], decoding.Generation]]:
+        """As _in_batches, but wherever a quarter of the rows rest, other inputs take their places: the
+        longest come first, so that few rows rest at the end."""
+        waiting, share = order[::-1], max(batch_size // 4, 1)
+        chosen, waiting = waiting[:batch_size], waiting[batch_size:]
+        params, keys, inputs, lengths, *shared = first = arguments(chosen, batch_size)
+        begin, run, refill, finish = self._refilling(sampler, first, batch_size)
+        began = time.perf_counter()
+        state, busy = begin(params, keys, inputs, lengths), dict(enumerate(chosen))
+        idle: list[int] = []
+        while busy:
+            state = run(params, state, *shared, jnp.int32(share if waiting else batch_size))
+            room = jax.device_get(state.rows.room)
+            done = {slot: busy.pop(slot) for slot in list(busy) if room[slot] == 0}
+            result = jax.device_get(finish(state))
+            self.clock.decode_seconds += time.perf_counter() - began
+            yield done, result
+            began = time.perf_counter()
+            idle += done
+            while waiting and len(idle) >= share:
+                chosen, waiting = waiting[:share], waiting[share:]
+                slots, idle = idle[:share], idle[share:]
+                _, keys, inputs, lengths, *_ = arguments(chosen, share, first[2].shape[1])
+                busy |= dict(zip(slots, chosen, strict=False))
+                state = refill(params, state, keys, inputs, lengths, jnp.array(slots, jnp.int32))
+        self.clock.decode_seconds += time.perf_counter() - began
+
+    def _refilling(self, sampler: Sampler, arguments: Any, batch_size: int) -> tuple[Any, ...]:
+        """The programs of _in_turns for arguments of these shapes, compiled once; that is timed apart."""
+        params, keys, inputs, lengths, options, alphas = arguments
+        share = max(batch_size // 4, 1)
+        shape = ("turns", sampler, inputs.shape, options.top_k, options.top_p is None)
+        if shape not in self._compiled:
+            began = time.perf_counter()
+            start = partial(decoding.begin, sampler, max_new_tokens=self.max_new_tokens)
+
+            def refill(params, state, keys, inputs, lengths, slots):
+                return decoding.refill(state, start(params, keys, inputs, lengths), slots)
+
+            state = jax.eval_shape(start, params, keys, inputs, lengths)
+            programs = [
+                (jax.jit(start), (params, keys, inputs, lengths)),
+                (jax.jit(partial(decoding.run, sampler, eos_id=self.tokenizer.eos_id), donate_argnums=1),
+                 (params, state, options, alphas, jnp.int32(0))),
+                (jax.jit(refill, donate_argnums=1),
+                 (params, state, keys[:share], inputs[:share], lengths[:share], jnp.arange(share))),
+                (jax.jit(partial(decoding.finish, max_new_tokens=self.max_new_tokens)), (state,))]
+            self._compiled[shape] = tuple(program.lower(*given).compile() for program, given in programs)
+            self.clock.compile_seconds += time.perf_counter() - began
+            self.clock.compilations += 1
+        return self._compiled[shape]
 
     def _program(self, sampler: Sampler, arguments: Any) -> Any:
         """generate() for arguments of these shapes, compiled once; that is timed apart."""

@@ -255,3 +255,17 @@ def test_precompiled_settings_compile_nothing_more(pair):
     texts = [" ".join(SENTENCES[:n]) for n in (1, 2, 4)]  # of several lengths
     list(cascade.generate(texts, alpha=0.4, temperature=0.7, seed=3, **settings, truncate=True))
     assert cascade.clock.compilations == before
+
+
+@pytest.mark.parametrize("method", ["verifier", "token_v3"])
+def test_rows_that_rest_make_room_for_others(cascade, method, monkeypatch):
+    """More inputs than rows: each output is still its own, and the loop was refilled on the way."""
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
+    options = {"method": method, "alpha": 0.3, "block_size": 2, "temperature": 0.8, "seed": 4}
+    alone = [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, **options)]
+    real, sizes = cascade._arguments, []
+    monkeypatch.setattr(cascade, "_arguments", lambda sampler, params, rows, *rest, **size: (
+        sizes.append(len(rows)), real(sampler, params, rows, *rest, **size))[1])
+    monkeypatch.setattr(type(cascade), "_run", None)  # whole batches would go this way
+    assert [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, batch_size=8, **options)] == alone
+    assert sum(sizes) == sum(bool(text.strip()) for text in texts) and max(sizes[1:]) == 2
