@@ -32,7 +32,8 @@ FORBIDDEN = {  # beginning of an audit event's name -> what it is
     "os.remove": "file", "os.rename": "file", "os.rmdir": "file", "os.mkdir": "file", "os.link": "file",
     "os.symlink": "file", "os.truncate": "file", "os.chmod": "file", "os.chown": "file", "os.utime": "file",
     "os.setxattr": "file", "os.removexattr": "file", "shutil.": "file", "tempfile.": "file",
-    "sqlite3.": "file", "ctypes.": "machine code", "mmap.": "machine code", "sys.addaudithook": "machine code",
+    "sqlite3.": "file", "ctypes.": "machine code", "mmap.": "machine code",
+    "sys.addaudithook": "machine code",
 }
 
 
