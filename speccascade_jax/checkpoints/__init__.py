@@ -100,8 +100,8 @@ def tokenizer_file(path: str) -> Path:
 
 
 def missing_tokenizer(path: str) -> str:
-    return (f"{path} has no tokenizer: copy the model's spiece.model or tokenizer.json there, or name the "
-            "file with --tokenizer.")
+    return (f"{path} has no tokenizer: copy the model's spiece.model, tokenizer.model or tokenizer.json "
+            "there, or name the file with --tokenizer.")
 
 
 def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[Model, nnx.State]:
