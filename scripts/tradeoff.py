@@ -184,7 +184,8 @@ def pick(arguments: Arguments, task: Task, found: list[Result], console: Console
     console.print(f"picked for {wish}: [bold]{chosen.point}[/], temperature {chosen.point.temperature:g}: "
                   f"{promise}. Run it: python scripts/decode.py --config={path}")
     if arguments.check:
-        sweep = Sweep(arguments, task, "test", Path(arguments.output) / f"test-{path.stem}", console)
+        name = "-".join(str(x) for x in ("test", *dataclasses.astuple(chosen.point)))
+        sweep = Sweep(arguments, task, "test", Path(arguments.output) / name, console)
         measured = {r.point: r for r in sweep.measure([*map(chosen.point.alone, MODELS), chosen.point])}
         own, verifier = measured[chosen.point], measured[chosen.point.alone("verifier")]
         console.print(f"on test: {task.metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "

@@ -136,8 +136,8 @@ class TokenCascade:
                     origin[:, None], asked.astype(jnp.int32))
         block = append(drafted, own)
         caches = self.roll_back((drafter_cache, verifier_cache), rows.start - 1 + block.size)
-        deferred = asked & (size < self.cap)
-        return block, caches, Tally(passes, own.size, size, size, deferred.astype(jnp.int32), block.size)
+        deferred = (asked & (size < self.cap)).astype(jnp.int32)
+        return block, caches, Tally(passes, own.size, size + deferred, size, deferred, block.size)
 
     def roll_back(self, caches, length):
         return self.drafter.roll_back(caches[0], length), caches[1]._replace(length=length)

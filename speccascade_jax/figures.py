@@ -85,16 +85,17 @@ def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str
 
 
 def _name_lines(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Each line's name at the right border, at the height of its rightmost point or the next free one."""
+    """Each line's name at the right border, near the height of its rightmost point."""
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
     axes.set_xlim(left, right + 0.02 * (right - left))
-    step = (high - low) / 17
-    heights: list[float] = []
-    for _, (_, y), _ in sorted(ends, key=lambda end: end[1][1]):
-        heights.append(max(y, heights[-1] + step) if heights else y)
-    over = max(heights[-1] - high, 0.0) if heights else 0.0
-    for (name, (px, py), colour), y in zip(sorted(ends, key=lambda end: end[1][1]), heights, strict=True):
-        axes.annotate(name, (px, py), xytext=(1.02, (y - over - low) / (high - low)), color=colour,
+    ends = sorted(ends, key=lambda end: end[1][1])
+    heights, step = [(y - low) / (high - low) for _, (_, y), _ in ends], 0.055
+    for _ in range(200):  # names that are too close push each other apart
+        for n in range(len(heights) - 1):
+            push = max(0.0, step - (heights[n + 1] - heights[n])) / 2
+            heights[n], heights[n + 1] = heights[n] - push, heights[n + 1] + push
+    for (name, (px, py), colour), y in zip(ends, heights, strict=True):
+        axes.annotate(name, (px, py), xytext=(1.02, y), color=colour,
                       textcoords="axes fraction", fontsize=8, va="center",
                       arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "alpha": 0.6})

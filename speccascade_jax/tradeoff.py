@@ -207,9 +207,11 @@ def results(metric: str, qualities: dict[Point, Quality], latencies: dict[Point,
                      "predicted": cost_a_token(point, q, step_ratio)
                      * float(own.tokens.sum() / alone.tokens.sum())}
         accepted = q.rate("accepted", "drafted")
+        defers = point.method not in METHODS or METHODS[point.method].defers
         found.append(Result(
             point, score(metric, q.statistics.sum(axis=0)),
-            bootstrap(metric, q.statistics, verifier.statistics), q.rate("deferred", "drafted"),
+            bootstrap(metric, q.statistics, verifier.statistics),
+            q.rate("deferred", "drafted") if defers else None,
             None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), **timed))
     return found
 
