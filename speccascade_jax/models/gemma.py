@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from speccascade_jax.models.cache import GemmaCache, write
-from speccascade_jax.models.layers import Linear, shift_right
+from speccascade_jax.models.layers import Linear, shift_right, skeleton
 from speccascade_jax.typing import Prefix
 
 Array = jax.Array
@@ -178,12 +177,6 @@ class Gemma(nnx.Module):
         products = jnp.einsum("btd,vd->btv", self.norm(x).astype(self.dtype),
                               self.embedding[...].astype(self.dtype), preferred_element_type=jnp.float32)
         return softcap(products, self.config.logit_softcap)
-
-
-@cache
-def skeleton(model: "GemmaModel") -> tuple[nnx.GraphDef, nnx.State]:
-    """The network's structure and the shapes of its parameters, traced once."""
-    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-from functools import cache
 from itertools import cycle
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from speccascade_jax.models.layers import (
     make_dropout,
     relative_buckets,
     shift_right,
+    skeleton,
 )
 from speccascade_jax.typing import Prefix
 
@@ -259,12 +259,6 @@ class T5(nnx.Module):
 def padding_bias(length: Array, size: int) -> Array:
     """[B, 1, 1, size]: 0 before each row's length, MASKED from there on."""
     return jnp.where(jnp.arange(size) < length[:, None], 0.0, MASKED)[:, None, None, :]
-
-
-@cache
-def skeleton(model: "T5Model") -> tuple[nnx.GraphDef, nnx.State]:
-    """The network's structure and the shapes of its parameters; tracing it takes a quarter of a second."""
-    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))
 
 
 @dataclasses.dataclass(frozen=True)
