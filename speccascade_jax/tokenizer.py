@@ -124,6 +124,8 @@ def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]
                ) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes the first of the `stop` sequences, and the text before
     that sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text."""
+    if not stop:
+        return None
     pieces = {tokenizer.id_of(sequence) for sequence in stop}
     end = next((n for n, token in enumerate(tokens) if token in pieces), None)
     text = tokenizer.decode(tokens[:end])

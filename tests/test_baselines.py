@@ -15,6 +15,7 @@ from speccascade_jax.decoding import Autoregressive, generate
 from speccascade_jax.metrics import Tally, check_counts, check_tally
 from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade
+from speccascade_jax.tokenizer import Tokenizer
 from speccascade_jax.typing import SamplingOptions
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
@@ -197,10 +198,11 @@ def test_limits_of_bild():
     np.testing.assert_array_equal(lax.tokens[:, 1:], follow)
 
 
-class Digits:
+class Digits(Tokenizer):
     """A tokenizer of the toys' four tokens."""
 
-    pad_id, eos_id = 0, EOS
+    def __init__(self):
+        self.pad_id, self.eos_id, self.bos_id = 0, EOS, -1
 
     def encode_batch(self, texts):
         return [[int(c) for c in text] for text in texts]
