@@ -17,7 +17,7 @@ from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import distillation_loss, total_variation
-from speccascade_jax.evaluation import bleu, rouge
+from speccascade_jax.evaluation import METRICS, bleu
 from speccascade_jax.models.layers import Linear
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
@@ -165,8 +165,8 @@ def test_tfds_texts_are_decoded(monkeypatch):
 
 
 def test_rouge_takes_the_best_reference_and_no_stems():
-    assert rouge(["the cat sat", "a b"], [["no", "the cat sat"], ["a b"]], "rouge2") == 100.0
-    assert rouge(["the cats sat"], [["the cat sat"]], "rouge1") == pytest.approx(200 / 3)
+    assert METRICS["rouge2"](["the cat sat", "a b"], [["no", "the cat sat"], ["a b"]]) == 100.0
+    assert METRICS["rouge1"](["the cats sat"], [["the cat sat"]]) == pytest.approx(200 / 3)
 
 
 def test_total_variation_is_the_rejected_mass():
