@@ -350,15 +350,17 @@ class Cascade:
             def refill(params, state, keys, inputs, lengths, slots):
                 return decoding.refill(state, start(params, keys, inputs, lengths), slots)
 
-            state = jax.eval_shape(start, params, keys, inputs, lengths)
-            programs = [
-                (jax.jit(start), (params, keys, inputs, lengths)),
-                (jax.jit(partial(decoding.run, sampler, eos_id=self.tokenizer.eos_id), donate_argnums=1),
-                 (params, state, options, alphas, jnp.int32(0))),
-                (jax.jit(refill, donate_argnums=1),
-                 (params, state, keys[:share], inputs[:share], lengths[:share], jnp.arange(share))),
-                (jax.jit(partial(decoding.finish, max_new_tokens=self.max_new_tokens)), (state,))]
-            self._compiled[shape] = tuple(program.lower(*given).compile() for program, given in programs)
+            begin = jax.jit(start)
+            finish = jax.jit(partial(decoding.finish, max_new_tokens=self.max_new_tokens))
+            run = jax.jit(partial(decoding.run, sampler, eos_id=self.tokenizer.eos_id), donate_argnums=1)
+            refill = jax.jit(refill, donate_argnums=1)
+            # No round, no row: called for what they compile, also where devices share the parameters.
+            still = (options, alphas, jnp.int32(0))
+            state = run(params, run(params, begin(params, keys, inputs, lengths), *still), *still)
+            state = refill(params, state, keys[:share], inputs[:share], lengths[:share],
+                           jnp.full(share, batch_size))
+            jax.block_until_ready(finish(run(params, state, *still)))
+            self._compiled[shape] = begin, run, refill, finish
             self.clock.compile_seconds += time.perf_counter() - began
             self.clock.compilations += 1
         return self._compiled[shape]
