@@ -24,7 +24,7 @@ def sentences(request):
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:1000 if request.config.getoption("--full") else 160]
+    return examples[:1000 if request.config.getoption("--full") else 96]
 
 
 @pytest.fixture(scope="module")
