@@ -47,6 +47,19 @@ def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
     return decoded
 
 
+def whole_lines(path: Path) -> int:
+    """The number of finished lines of a file that a killed run was writing; cuts the rest off."""
+    if not path.is_file():
+        return 0
+    with path.open("r+b") as file:
+        count, end = 0, 0
+        for line in file:
+            if line.endswith(b"\n"):
+                count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
+
+
 def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], TextIO]:
     """The whole JSON lines of a file that a killed run has left, and the file, open for more.
 
@@ -55,15 +68,15 @@ def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
     kept = Path(f"{path}.settings.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_bytes() if path.is_file() else b""
         before = json.loads(kept.read_text()) if kept.is_file() else None
-        if text and before != json.loads(json.dumps(settings)):
+        if path.is_file() and path.stat().st_size and before != json.loads(json.dumps(settings)):
             raise ValueError(f"{path} holds results of other settings (see {kept}): delete it or choose "
                              "another --output.")
         kept.write_text(json.dumps(settings, indent=1) + "\n")
-        whole = text[:text.rfind(b"\n") + 1]
-        path.write_bytes(whole) if whole != text else path.touch()
-        return [json.loads(line) for line in whole.splitlines()], path.open("a")
+        whole_lines(path)  # cut in place: another kill here loses nothing
+        file = path.open("a+")
+        file.seek(0)
+        return [json.loads(line) for line in file], file
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot go on with {path}: {error}") from None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from speccascade_jax.config import Task
-from speccascade_jax.data import joined_examples, read_lines
+from speccascade_jax.data import joined_examples, read_lines, whole_lines
 from speccascade_jax.text import Cascade
 
 Array = jax.Array
@@ -67,19 +67,6 @@ def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = 
     whole.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     whole.rename(path)
     part.unlink()
-
-
-def whole_lines(path: Path) -> int:
-    """The number of finished lines of a file that a killed run was writing; cuts the rest off."""
-    if not path.is_file():
-        return 0
-    with path.open("r+b") as file:
-        count, end = 0, 0
-        for line in file:
-            if line.endswith(b"\n"):
-                count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
 
 
 def distilled(task: Task, path: Path) -> Task:
