@@ -1,14 +1,12 @@
 """The shipped English-to-German pair (speccascade_jax/demo), ready to run."""
 
-from speccascade_jax.config import REPOSITORY, DecodeConfig
-
-demo = REPOSITORY / "speccascade_jax" / "demo"
+from speccascade_jax.config import DEMO, DecodeConfig
 
 config = DecodeConfig(
-    drafter=str(demo / "drafter"), verifier=str(demo / "verifier"),
+    drafter=str(DEMO / "drafter"), verifier=str(DEMO / "verifier"),
     method="token_v3", alpha=0.2, block_size=3,
     max_source_length=80, max_new_tokens=80,
-    examples=(
+    task="demo_verifier", examples=(
         "Where is the station? I have to catch the last train to Berlin.",
         "Tom said that he would come tomorrow, but I don't believe him.",
         "I'd like to learn German. Can you help me? My brother speaks it very well.",

@@ -3,10 +3,8 @@ what the verifier writes and towards the distributions it writes it from."""
 
 import dataclasses
 
-from speccascade_jax.config import REPOSITORY, load
+from speccascade_jax.config import DEMO, load
 from speccascade_jax.models.t5 import T5Config
-
-DEMO = REPOSITORY / "speccascade_jax" / "demo"
 
 config = dataclasses.replace(
     load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",

@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from speccascade_jax.config import load
+from speccascade_jax.config import DEMO, load
 from speccascade_jax.models.t5 import T5Config
 
 config = dataclasses.replace(
     load("e2e_verifier"), name="e2e_drafter", output_dir="runs/e2e_drafter",
+    export_dir=str(DEMO / "e2e_drafter"),
     model=T5Config(vocab_size=512, d_model=128, d_kv=64, num_heads=2, d_ff=256,
                    num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.0),
-    teacher="runs/e2e_verifier", distillation=0.7, steps=600)
+    teacher="runs/e2e_verifier", distillation=0.7, steps=1200)

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from speccascade_jax.config import REPOSITORY, load
+from speccascade_jax.config import DEMO, load
 
 config = dataclasses.replace(
     load("multi30k_verifier"), name="multi30k_drafter", output_dir="runs/multi30k_drafter",
-    model=load("demo_drafter").model, init=str(REPOSITORY / "speccascade_jax" / "demo" / "drafter"),
+    model=load("demo_drafter").model, init=str(DEMO / "drafter"),
     teacher="runs/multi30k_verifier", distillation=0.7, learning_rate=0.01, steps=1500)

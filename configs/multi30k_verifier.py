@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from speccascade_jax.config import DATA, REPOSITORY, Task, load
+from speccascade_jax.config import DATA, DEMO, Task, load
 
 MULTI30K = f"{DATA}/multi30k_en_de"
-DEMO = load("demo_verifier")
+VERIFIER = load("demo_verifier")
 
 config = dataclasses.replace(
-    DEMO, name="multi30k_verifier", output_dir="runs/multi30k_verifier", export_dir=None,
-    init=str(REPOSITORY / "speccascade_jax" / "demo" / "verifier"), tokenizer=None,
-    model=dataclasses.replace(DEMO.model, dropout_rate=0.2),
+    VERIFIER, name="multi30k_verifier", output_dir="runs/multi30k_verifier", export_dir=None,
+    init=str(DEMO / "verifier"), tokenizer=None,
+    model=dataclasses.replace(VERIFIER.model, dropout_rate=0.2),
     task=Task(train=f"{MULTI30K}/train.jsonl.gz", validation=f"{MULTI30K}/validation.jsonl.gz",
               test=f"{MULTI30K}/test.jsonl.gz", max_source_length=64, max_target_length=64),
-    learning_rate=0.005, warmup_steps=100, steps=5200)
+    label_smoothing=0.1, learning_rate=0.005, warmup_steps=100, steps=4400)

@@ -40,6 +40,7 @@ from speccascade_jax.metrics import position_acceptance, relative_cost, summariz
 from speccascade_jax.models.t5 import PRESETS, T5Model
 from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade, Output
+from speccascade_jax.tokenizer import Tokenizer
 from speccascade_jax.typing import SamplingOptions
 
 
@@ -52,7 +53,12 @@ class Arguments:
     input: str | None = None
     """Decode these: .jsonl with a field `source`, gzipped or not. Without it the parts are timed."""
     vs: tuple[Literal["hf", "ctranslate2"], ...] = ()
-    """Other libraries that decode the same inputs with the same weights, in the same turns."""
+    """Other libraries that decode the same inputs with the same weights, in the same turns; with --preset,
+    --tokens tokens with each of the two models alone."""
+    tokens: int = 80
+    """Tokens that each contestant writes for --preset with --vs."""
+    repetitions: int = 5
+    """Times each of them does."""
     join: int = 1
     """One to this many inputs are joined into one, at random, as the demo pair was trained."""
     limit: int = 300
@@ -174,11 +180,54 @@ def peers_of(arguments: Arguments, run: DecodeConfig, cascade: Cascade) -> dict[
         drafter, verifier = (peers.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
         if "hf" in arguments.vs:
-            found |= peers.transformers_decoders(drafter, verifier, arguments.block_sizes[0],
-                                                 run.max_new_tokens)
+            found |= peers.transformers_decoders(verifier, run.max_new_tokens, drafter=drafter,
+                                                 block_size=arguments.block_sizes[0])
         if "ctranslate2" in arguments.vs:
             found |= peers.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
     return found
+
+
+def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, model: T5Model,
+               params: Any) -> None:
+    """One model of random weights and the same in other libraries, each writing --tokens tokens."""
+    count, source = arguments.tokens, list(range(3, 33))
+    sizes = {"max_new_tokens": count, "min_new_tokens": count}
+    program = jax.jit(partial(decoding.generate, Autoregressive(model), max_new_tokens=count,
+                              eos_id=decoding.NO_TOKEN))
+    inputs = (jax.random.key(0)[None], jnp.array([source]), jnp.array([len(source)]),
+              SamplingOptions(jnp.float32(0)), jnp.zeros(0))
+
+    def ours() -> float:
+        return parts.timed(lambda: jax.block_until_ready(program(params, *inputs)))
+
+    contestants: dict[str, Callable[[], float]] = {"here": ours}
+    tokenizer = checkpoints.load(run.verifier).tokenizer_file()
+    with tempfile.TemporaryDirectory() as folder:
+        path = peers.exported(checkpoints.Checkpoint(model, params, tokenizer, name), Path(folder) / name)
+        others: dict[str, peers.Decode] = {}
+        if "hf" in arguments.vs:
+            others |= peers.transformers_decoders(path, **sizes)
+        if "ctranslate2" in arguments.vs:
+            pieces = Tokenizer(tokenizer).pieces()
+            pieces += [f"<extra_id_{n}>" for n in range(model.vocab_size - len(pieces))]
+            others |= peers.ctranslate2_decoders(path, pieces, **sizes)
+    contestants |= {other: lambda decode=decode: decode(source)[0] for other, decode in others.items()}
+    seconds: dict[str, list[float]] = {other: [] for other in contestants}
+    bandwidth = []
+    for repetition in track(range(arguments.repetitions + 1), name, transient=True):
+        bandwidth.append(parts.read_bandwidth())
+        for other, decode in contestants.items():
+            spent = decode()
+            if repetition:  # the first compiles and warms up
+                seconds[other].append(spent)
+    figures: dict[str, Any] = {f"{other}, ms a token": quartiles([1e3 * s / count for s in spent])
+                               for other, spent in seconds.items()}
+    figures |= {f"times as fast as {other}": quartiles([b / a for a, b in zip(
+        seconds["here"], seconds[other], strict=True)]) for other in others}
+    read, best = parts.bytes_read(model, params) * count, max(bandwidth)
+    figures |= {"read bandwidth, GB/s": best / 1e9, "share of it here, prefill included": quartiles(
+        [read / s / best for s in seconds["here"]])}
+    report.table(f"{name} alone, {count} tokens", figures)
 
 
 def slope(counts: list[int], seconds: list[float]) -> float:
@@ -191,7 +240,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
     cascade = Cascade.from_config(run)
     task = Task(arguments.input, arguments.input, arguments.input, join=arguments.join)
     texts = [source for source, _ in joined_examples(task, arguments.input)][:arguments.limit]
-    lengths = map(len, cascade.encode(texts, truncate=True)[0])
+    lengths = list(map(len, cascade.encode(texts, truncate=True)[0]))
     texts = [t for t, n in zip(texts, lengths, strict=True) if n < cascade.max_source_length]
 
     sweep = {"temperature": arguments.temperature, "alpha": arguments.alpha}
@@ -241,7 +290,15 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
         rates = summarize(counts)
         round_seconds = slope([c["rounds"] for c in counts], seconds[name])
         acceptance = position_acceptance([o.origin for o in outputs[name]])
-        predicted = relative_cost(acceptance, gamma, step["drafter"] / step["verifier"])
+        found = parts.measure(
+            cascade.drafter, cascade.verifier, (cascade.drafter_params, cascade.verifier_params),
+            METHODS[arguments.method], block_size=gamma, batch_size=1, alpha=arguments.alpha,
+            options=SamplingOptions(arguments.temperature), max_new_tokens=cascade.max_new_tokens,
+            source_length=cascade.bucket(int(np.median(lengths))))
+        part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
+        beyond = part[parts.scoring(gamma)] - 1 + part[parts.OVERHEAD]
+        predicted, with_parts = (relative_cost(acceptance, gamma, part["drafter step"], overhead)
+                                 for overhead in (0.0, beyond))
         figures = {
             "times as fast as the verifier alone": faster(name, "verifier"),
             **{f"as {other}": faster(name, other) for other in others},
@@ -251,7 +308,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             "round, ms": 1e3 * round_seconds,
             "relative cost without prefill, measured":
                 round_seconds / rates["tokens_per_verifier_call"] / step["verifier"],
-            "relative cost without prefill, predicted": predicted}
+            "predicted, a scoring call as one step": predicted,
+            f"predicted, with {parts.scoring(gamma)} and the rules as timed": with_parts}
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
         report.table("the verifier alone here", {f"times as fast as {other}": faster("verifier", other)
@@ -262,8 +320,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
 
 
 def benchmark(arguments: Arguments) -> None:
-    if arguments.vs and arguments.input is None:
-        raise ValueError("--vs compares whole decodings: give inputs with --input.")
+    if arguments.vs and arguments.input is None and arguments.preset is None:
+        raise ValueError("--vs compares whole decodings: give inputs with --input, or sizes with --preset.")
     if arguments.preset is not None and arguments.input is not None:
         raise ValueError("random weights write nothing worth timing: give --preset or --input.")
     if arguments.method not in METHODS:
@@ -276,7 +334,12 @@ def benchmark(arguments: Arguments) -> None:
         check_sampling(arguments.method, arguments.alpha, gamma, SamplingOptions(arguments.temperature), 2)
     if arguments.preset is not None:
         dtype = arguments.dtype or "float32"
-        time_parts(arguments, run, Report(arguments, dtype), *random_pair(arguments.preset, dtype))
+        report, (models, params) = Report(arguments, dtype), random_pair(arguments.preset, dtype)
+        if not arguments.vs:
+            time_parts(arguments, run, report, models, params)
+            return
+        for name, model, own in zip(arguments.preset, models, params, strict=True):
+            time_alone(arguments, run, report, name, model, own)
         return
     cascade = Cascade.from_config(run)
     report = Report(arguments, cascade.verifier.dtype)

@@ -1,7 +1,7 @@
 """The quality of a cascade's methods on a task's test split, decoded on all devices.
 
-    python scripts/evaluate.py --config=demo --task=demo_verifier --methods verifier drafter token_v3
-    python scripts/evaluate.py --config=demo --task=demo_verifier --methods verifier --join 1 --output texts
+    python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
+    python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
 
 Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
 """
@@ -36,7 +36,7 @@ class Arguments:
     config: str = "demo"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     task: str | None = None
-    """A training config, whose task this is; demo has its own, demo_verifier."""
+    """A training config, whose task this is (the one that the config names)."""
     split: str = "test"
     """train, validation or test."""
     methods: tuple[str, ...] = ("verifier", "drafter")
@@ -54,14 +54,14 @@ class Arguments:
     HOST:PORT,PROCESSES,NUMBER in each."""
 
 
-def task_of(config: str, task: str | None, split: str, join: int | None) -> Task:
-    """The task that `config`, a pair, is scored on."""
-    own = {"demo": "demo_verifier", "e2e": "e2e_verifier"}
-    if task is None and config not in own:
+def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: int | None) -> Task:
+    """The task that the pair of `config` is scored on."""
+    name = task or run.task
+    if name is None:
         raise ValueError(f"--task is missing: name the training config whose task {config} is scored on.")
-    training = configs.load(task or own[config])
+    training = configs.load(name)
     if not isinstance(training, TrainConfig):
-        raise ValueError(f"config {task} has no task: name one for scripts/finetune.py.")
+        raise ValueError(f"config {name} has no task: name one for scripts/finetune.py.")
     if split not in ("train", "validation", "test"):
         raise ValueError(f"unknown split {split!r}: train, validation or test.")
     return dataclasses.replace(training.task, join=join or training.task.join)
@@ -76,7 +76,7 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
         path.mkdir(parents=True, exist_ok=True)
         part = f".{jax.process_index()}-of-{jax.process_count()}" if jax.process_count() > 1 else ""
         settings = {k: v for k, v in dataclasses.asdict(run).items()
-                    if k not in ("missing", "examples", "method", "batch_size")}
+                    if k not in ("task", "missing", "examples", "method", "batch_size")}
         settings |= {"method": method, "split": arguments.split, "first": begin}
         file, done = open_output(path / f"{method}{part}.jsonl", settings, texts)
     lines = [_line(output) for output in done]
@@ -118,7 +118,7 @@ def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence
 def evaluate(arguments: Arguments) -> None:
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    task = task_of(arguments.config, arguments.task, arguments.split, arguments.join)
+    task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     run, console = arguments.run, Console(highlight=False, quiet=jax.process_index() > 0)
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
     sources, references = zip(*examples, strict=True)

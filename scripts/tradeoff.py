@@ -1,6 +1,6 @@
 """Quality against latency: every method at every lenience on a task, in a table and in pictures.
 
-    python scripts/tradeoff.py --config=demo --task=demo_verifier --temperatures 0 1 --output sweep
+    python scripts/tradeoff.py --config=demo --temperatures 0 1 --output sweep
     python scripts/tradeoff.py --config=demo --output sweep --at-quality=verifier --pick picked.py
     python scripts/decode.py --config=picked.py
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 from evaluate import task_of
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,8 +29,8 @@ from speccascade_jax.text import Cascade
 from speccascade_jax.tradeoff import MODELS, OneShape, Point, Result
 
 # Fields of a config that a sweep sets itself, or that change no result.
-SWEPT = ("method", "alpha", "block_size", "temperature", "top_p", "batch_size", "truncate", "missing",
-         "examples")
+SWEPT = ("method", "alpha", "block_size", "temperature", "top_p", "batch_size", "truncate", "task",
+         "missing", "examples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Arguments:
     config: str = "demo"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     task: str | None = None
-    """A training config, whose task this is; demo has its own, demo_verifier."""
+    """A training config, whose task this is (the one that the config names)."""
     output: str = "tradeoff"
     """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
     split: str = "validation"
@@ -132,7 +133,7 @@ class Sweep:
         run, metric = self.arguments.run, self.task.metric
         sources, references = zip(*self.examples, strict=True)
         shared = {"seed": run.seed, "top_k": run.top_k}
-        batched = OneShape.from_config(run, local_mesh())
+        batched = self._padded_alike(sources, local_mesh())
         qualities = tradeoff.measure_quality(
             batched, points, sources, references, metric, self.folder / "quality.jsonl", self.settings,
             shared=shared, batch_size=run.batch_size, track=self._track)
@@ -140,15 +141,20 @@ class Sweep:
         latencies = {}
         if self.arguments.timed:
             chosen = np.random.default_rng(run.seed).permutation(len(sources))[:self.arguments.timed]
-            timed, single = [sources[n] for n in chosen], OneShape.from_config(run)
-            longest = max(map(len, single.encode(timed, truncate=True)[0]))
-            single = dataclasses.replace(single, max_source_length=Cascade.bucket(single, longest))
+            timed = [sources[n] for n in chosen]
+            single = self._padded_alike(timed, None)
             latencies = tradeoff.measure_latency(
                 single, points, timed, self.folder / "latency.jsonl",
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
                 shared=shared, trials=self.arguments.trials, track=self._track)
             self._say("latency", single, points)
         return tradeoff.results(metric, qualities, latencies)
+
+    def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> OneShape:
+        """The cascade, at the one source length that all of `sources` need."""
+        cascade = OneShape.from_config(self.arguments.run, mesh)
+        longest = max(map(len, cascade.encode(sources, truncate=True)[0]))
+        return dataclasses.replace(cascade, max_source_length=Cascade.bucket(cascade, longest))
 
     def _track(self, items, name):
         return track(items, name, console=self.console, transient=True)
@@ -206,7 +212,7 @@ def sweep(arguments: Arguments) -> None:
     if (arguments.at_quality or arguments.at_latency) and not arguments.timed:
         raise ValueError("nothing can be picked without latency: raise --timed.")
     console, folder = Console(highlight=False), Path(arguments.output)
-    task = task_of(arguments.config, arguments.task, arguments.split, arguments.join)
+    task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     points = tradeoff.grid(arguments.methods, arguments.alphas, arguments.gammas, arguments.temperatures,
                            [None if p == 1 else p for p in arguments.top_ps])
     found = Sweep(arguments, task, arguments.split, folder, console).measure(points)

@@ -12,6 +12,8 @@ from tyro.conf import AvoidSubcommands, Suppress
 from speccascade_jax.models import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DEMO = REPOSITORY / "speccascade_jax" / "demo"
+"""The pairs that come with the repository."""
 DATA = os.environ.get("SPECCASCADE_DATA", str(REPOSITORY.parent / "shared" / "data"))
 """Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data beside the checkout."""
 
@@ -98,6 +100,7 @@ class DecodeConfig:
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, or auto (float32 on CPUs)
     # For configs alone, no flags:
+    task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
 

@@ -8,7 +8,11 @@ from speccascade_jax.baselines import BASELINES
 from speccascade_jax.tradeoff import MODELS, Result
 
 Axis = Callable[[Result], float | None]
-Panel = tuple[str, list[Result], Axis]  # title, points, what lies along x
+AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
+    "latency": ("time relative to the verifier alone", lambda r: r.latency),
+    "rejected": ("share of drafted tokens rejected", lambda r: r.rejection_rate),
+    "deferred": ("share of drafted tokens deferred", lambda r: r.deferral_rate),
+    "calls": ("verifier calls a token", lambda r: r.calls_per_token)}
 INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
@@ -16,25 +20,18 @@ MARKERS = "osD^vP*Xhp"
 
 
 def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
-    """Writes quality_latency.png (where latency was measured) and quality_counts.png: their paths."""
+    """Writes quality_NAME.png for each of AXES that was measured: their paths. Bars are 95% intervals of
+    the difference from the verifier."""
     style = _styles(results)
     temperatures = sorted({r.point.temperature for r in results})
-    gammas = sorted({r.point.gamma for r in results if r.point.gamma})
+    gammas = sorted({r.point.gamma for r in results if r.point.gamma}) or [0]
     written = []
-    if any(r.latency is not None for r in results):
-        timed: list[list[Panel]] = [
-            [(f"temperature {t:g}, gamma {g}", _at(results, t, g), lambda r: r.latency)
-             for g in gammas or [0]] for t in temperatures]
-        names = ["time relative to the verifier alone"] * len(timed[0])
-        written.append(_page(timed, style, metric, names, folder / "quality_latency.png"))
-    axes: list[tuple[str, Axis]] = [
-        ("share of drafted tokens rejected", lambda r: r.rejection_rate),
-        ("share of drafted tokens deferred", lambda r: r.deferral_rate),
-        ("verifier calls a token", lambda r: r.calls_per_token)]
-    gamma = 5 if 5 in gammas or not gammas else gammas[0]
-    panels: list[list[Panel]] = [[(f"temperature {t:g}, gamma {gamma}", _at(results, t, gamma), x)
-                                  for _, x in axes] for t in temperatures]
-    written.append(_page(panels, style, metric, [name for name, _ in axes], folder / "quality_counts.png"))
+    for name, (label, x) in AXES.items():
+        if any(x(r) is not None for r in results if r.point.method not in MODELS):
+            panels = [[_at(results, t, g) for g in gammas] for t in temperatures]
+            titles = [[f"temperature {t:g}" + (f", gamma {g}" if g else "") for g in gammas]
+                      for t in temperatures]
+            written.append(_page(panels, titles, x, style, label, metric, folder / f"quality_{name}.png"))
     return written
 
 
@@ -48,15 +45,15 @@ def _at(results: Sequence[Result], temperature: float, gamma: int) -> list[Resul
     return [r for r in results if r.point.temperature == temperature and r.point.gamma in (0, gamma)]
 
 
-def _page(panels: list[list[Panel]], style: dict[str, dict[str, Any]], metric: str, x_names: list[str],
-          path: Path) -> Path:
+def _page(panels: list[list[list[Result]]], titles: list[list[str]], x: Axis,
+          style: dict[str, dict[str, Any]], label: str, metric: str, path: Path) -> Path:
     from matplotlib.figure import Figure  # here, for it takes a second to import
     rows, columns = len(panels), len(panels[0])
     figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained", facecolor=PAPER)
     grid = figure.subplots(rows, columns, squeeze=False)
-    for line, row in zip(grid, panels, strict=True):
-        for axes, (title, results, x), x_name in zip(line, row, x_names, strict=True):
-            axes.set(title=title, xlabel=x_name, ylabel=metric, facecolor=PAPER)
+    for line, row, names in zip(grid, panels, titles, strict=True):
+        for axes, results, title in zip(line, row, names, strict=True):
+            axes.set(title=title, xlabel=label, ylabel=metric, facecolor=PAPER)
             axes.title.set_fontsize(10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
@@ -67,20 +64,28 @@ def _page(panels: list[list[Panel]], style: dict[str, dict[str, Any]], metric: s
 
 def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str, Any]]) -> None:
     ends = []
+    alone = {r.point.method: r for r in results if r.point.method in MODELS}
     for name, look in style.items():
-        points = [(at, r.quality) for r in sorted(results, key=lambda r: r.point.alpha)
+        points = [(at, r) for r in sorted(results, key=lambda r: r.point.alpha)
                   if r.point.method == name and (at := x(r)) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), lw=1.4, ms=4, **look)
-            ends.append((name, max(points), look["color"]))
-    for r in results:
-        if r.point.method in MODELS and x(r) is not None:
-            axes.plot(x(r), r.quality, marker="*" if r.point.method == "verifier" else "o", color=INK, ms=11,
-                      mec=PAPER, zorder=5)
-            axes.annotate(r.point.method, (x(r), r.quality), xytext=(8, 4), textcoords="offset points",
-                          color=INK, fontsize=8, fontweight="bold")
-        if r.point.method == "verifier":
-            axes.axhline(r.quality, color=INK, lw=0.8, ls=":")
+            places = [(at, r.quality) for at, r in points]
+            axes.plot(*zip(*places, strict=True), lw=1.4, ms=4, **look)
+            for at, r in points:
+                low, high = (alone["verifier"].quality + gain for gain in r.gain)
+                axes.vlines(at, low, high, color=look["color"], alpha=0.2, lw=2)
+            ends.append((name, max(places), look["color"]))
+    for name, r in alone.items():
+        above = r.quality == max(other.quality for other in alone.values())
+        axes.axhline(r.quality, color=INK, lw=0.8, ls=":")
+        at = x(r)
+        if at is not None:
+            axes.plot(at, r.quality, marker="*" if name == "verifier" else "o", color=INK, ms=11, mec=PAPER,
+                      zorder=5)
+        # Without a place of its own a model is its line, named at the left border.
+        axes.annotate(name, (at or 0, r.quality), xycoords="data" if at is not None else (
+            "axes fraction", "data"), xytext=(8, 4 if above else -10), textcoords="offset points",
+            color=INK, fontsize=8, fontweight="bold")
     _name_lines(axes, ends)
 
 

@@ -27,8 +27,8 @@ def exported(checkpoint: Checkpoint, folder: Path) -> str:
     return str(folder)
 
 
-def transformers_decoders(drafter: str, verifier: str, block_size: int, max_new_tokens: int
-                          ) -> dict[str, Decode]:
+def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | None = None,
+                          block_size: int = 5, min_new_tokens: int = 0) -> dict[str, Decode]:
     """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32.
 
     Raises ValueError where transformers or torch is missing.
@@ -39,13 +39,14 @@ def transformers_decoders(drafter: str, verifier: str, block_size: int, max_new_
     except ImportError:
         raise ValueError("--vs hf needs Hugging Face's transformers and torch: pip install torch "
                          "transformers==4.57.6.") from None
-    small, large = (transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
-                    for path in (drafter, verifier))
-    for model in (small, large):  # its decoding cache takes the encoder's number of layers for the decoder's
+
+    def load(path):
+        model = transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
+        # Its decoding cache takes the encoder's number of layers for the decoder's.
         model.config.num_layers = model.config.num_decoder_layers
-    small.generation_config.num_assistant_tokens = block_size
-    small.generation_config.num_assistant_tokens_schedule = "constant"
-    small.generation_config.assistant_confidence_threshold = 0.0
+        return model
+
+    large = load(verifier)
     version = f"transformers {transformers.__version__}"
 
     def decoder(**options) -> Decode:
@@ -53,15 +54,22 @@ def transformers_decoders(drafter: str, verifier: str, block_size: int, max_new_
             inputs = torch.tensor([source])
             began = time.perf_counter()
             with torch.inference_mode():
-                found = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-                                       **options)
+                found = large.generate(inputs, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+                                       do_sample=False, num_beams=1, **options)
             return time.perf_counter() - began, found[0, 1:].tolist()
         return decode
 
-    return {f"{version}, verifier": decoder(), f"{version}, assisted": decoder(assistant_model=small)}
+    decoders = {f"{version}, verifier": decoder()}
+    if drafter is not None:
+        small = load(drafter)
+        small.generation_config.num_assistant_tokens = block_size
+        small.generation_config.num_assistant_tokens_schedule = "constant"
+        small.generation_config.assistant_confidence_threshold = 0.0
+        decoders[f"{version}, assisted"] = decoder(assistant_model=small)
+    return decoders
 
 
-def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int
+def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int, *, min_new_tokens: int = 0
                          ) -> dict[str, Decode]:
     """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8.
 
@@ -85,6 +93,7 @@ def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int
             words = [pieces[n] for n in source]
             began = time.perf_counter()
             found = translator.translate_batch([words], beam_size=1, return_end_token=True,
+                                               min_decoding_length=max(min_new_tokens, 1),
                                                max_decoding_length=max_new_tokens)
             spent = time.perf_counter() - began
             return spent, [ids[piece] for piece in found[0].hypotheses[0]]

@@ -99,6 +99,7 @@ def test_round_trip(kind, to, dtype, tmp_path):
     assert again.model.config == expected
     assert_equal(jax.tree.map(lambda x: x.astype(dtype), original.params), again.params)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir() if p.is_file()}) <= 1, "unlike modes"
 
 
 @pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"no fixtures at {FIXTURES}")

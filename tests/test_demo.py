@@ -81,6 +81,19 @@ def test_rules_change_something(tokens):
     assert tokens("diff", alpha=0.1) not in (tokens("verifier"), tokens("drafter"))
 
 
+@pytest.mark.parametrize("name", ["e2e", "e2e_gemma"])
+def test_the_small_pairs_write_about_the_facts(name):
+    run = configs.load(name)
+    cascade = sc.load(name)
+    verifier, speculative, drafter = (
+        list(cascade.generate(run.examples, method=method, alpha=0.0, block_size=run.block_size))
+        for method in ("verifier", "speculative", "drafter"))
+    assert [o.tokens for o in speculative] == [o.tokens for o in verifier]
+    assert [o.tokens for o in drafter] != [o.tokens for o in verifier]
+    for facts, out in zip(run.examples, verifier, strict=True):
+        assert facts.split("[")[1].split("]")[0] in out.text
+
+
 def test_quality(demo, tokens, sentences):
     """Both translate; the published figures are in the README (measured on the whole split)."""
     if not sentences[0][1]:

@@ -140,15 +140,16 @@ def test_pictures(tmp_path):
     more = [dataclasses.replace(r, point=dataclasses.replace(r.point, gamma=g and 3)) for r in FOUND
             if (g := r.point.gamma)]
     written = figures.draw([*FOUND, *more], "bleu", tmp_path)
-    assert [p.name for p in written] == ["quality_latency.png", "quality_counts.png"]
+    assert [p.name for p in written] == ["quality_latency.png", "quality_rejected.png",
+                                         "quality_deferred.png", "quality_calls.png"]
     for path in written:
         pixels = imread(path)
         assert pixels.shape[2] == 3 or (pixels[..., 3] == 1).all()
         for colour in figures.COLOURS[:2]:
             rgb = [int(colour[n:n + 2], 16) / 255 for n in (1, 3, 5)]
             assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 50
-    assert [p.name for p in figures.draw([dataclasses.replace(r, latency=None) for r in FOUND], "bleu",
-                                         tmp_path)] == ["quality_counts.png"]
+    untimed = [dataclasses.replace(r, latency=None) for r in FOUND]
+    assert tmp_path / "quality_latency.png" not in figures.draw(untimed, "bleu", tmp_path)
 
 
 HYPOTHESES = ["the cat sat on the mat", "a dog barks", "birds sing", "nothing of it, really"]

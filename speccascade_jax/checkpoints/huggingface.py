@@ -4,6 +4,7 @@ Both directions. Only safetensors is read, never a pickle.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,8 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
     described = gemma.describe(config) if isinstance(config, GemmaConfig) else describe(config)
     described["torch_dtype"] = np.dtype(dtype).name
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    for file in files:  # safetensors lets nobody but the owner read
+        shutil.copymode(folder / "config.json", folder / file)
 
 
 def describe(config: T5Config) -> dict[str, Any]:
