@@ -139,8 +139,8 @@ class Latency:
 def measure_latency(cascade: Cascade, points: Sequence[Point], sources: Sequence[str], path: Path,
                     settings: dict[str, Any], *, shared: dict[str, Any], trials: int, track: Track
                     ) -> dict[Point, Latency]:
-    """The paper's protocol (SPEC section 7): batch 1, every point in turn on each example, so that drift
-    hits all alike, `trials` times. Programs are compiled before, and timed apart (cascade.clock)."""
+    """The paper's protocol (SPEC section 7): batch 1, every point on each example in random order, so that
+    drift hits all alike, `trials` times. Programs are compiled before, and timed apart (cascade.clock)."""
     points = [point for point in points if point.method not in UNTIMED]
     settings = {**settings, "points": [dataclasses.asdict(point) for point in points]}
     lines, file = resume_lines(path, settings)
@@ -162,8 +162,8 @@ def measure_latency(cascade: Cascade, points: Sequence[Point], sources: Sequence
                 decode(point, n)
         for trial, n in track(work, "latency"):
             seconds, tokens = [0.0] * len(points), [0] * len(points)
-            for step in range(len(points)):
-                k = (step + n + trial) % len(points)  # nobody is always first
+            # In a new order each time: a program is slower after another one than after itself.
+            for k in np.random.default_rng([trial, n]).permutation(len(points)):
                 seconds[k], output = decode(points[k], n)
                 tokens[k] = len(output.tokens)
             lines.append({"trial": trial, "example": n, "seconds": seconds, "tokens": tokens})
