@@ -43,7 +43,7 @@ def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, mo
 @pytest.mark.parametrize("arguments,said", [
     ({"vs": ("hf",)}, "--input"), ({"method": "no such"}, "known"),
     ({"preset": ("t5_1_1_small", "huge")}, "unknown preset 'huge'"),
-    ({"block_sizes": (0,)}, "block_size is 0")])
+    ({"block_sizes": (0,)}, "block_size is 0"), ({"repetitions": 0}, "--repetitions must be at least 1")])
 def test_bad_input_is_told_in_a_sentence(arguments, said):
     with pytest.raises(ValueError, match=said):
         benchmark.benchmark(benchmark.Arguments(**arguments))
