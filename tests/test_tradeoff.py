@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,6 +33,24 @@ def measure(cascade, points, path, **settings):
 def time(cascade, points, path, trials=2, track=lambda items, name: iter(items)):
     return tradeoff.measure_latency(cascade, points, SOURCES[:3], path, {}, shared={"seed": 0}, trials=trials,
                                     track=track)
+
+
+def test_no_point_is_always_timed_after_the_same_one(tmp_path):
+    """A program is faster after itself than after another: neighbours must change."""
+    calls = []
+
+    class Spy(OneShape):
+        def generate(self, texts, **options):
+            calls.append((options["method"], options["alpha"]))
+            return super().generate(texts, **options)
+
+    cascade = Spy(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)})
+    points = tradeoff.grid(["token_v3"], [0.1, 0.3, 0.5], [2], [0.0])
+    time(cascade, points, tmp_path / "latency.jsonl")
+    size = len(points)
+    rounds = [calls[-size * n:][:size] for n in range(6, 0, -1)]
+    assert all(sorted(r) == sorted((p.method, p.alpha) for p in points) for r in rounds)
+    assert len({two for r in rounds for two in pairwise(r)}) > size  # a rotation has no more
 
 
 def test_a_sweep_compiles_once_a_method_and_gamma(tmp_path):
