@@ -1,14 +1,18 @@
 """scripts/benchmark.py on a tiny pair, and what its figures stand on."""
 
+import dataclasses
 import json
 
 import benchmark
 import jax
 import numpy as np
 import pytest
+from test_baselines import pair
 
 from speccascade_jax import parts
+from speccascade_jax.metrics import relative_cost
 from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.parts import Timing
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
                 num_decoder_layers=3)
@@ -30,14 +34,90 @@ def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, mo
     monkeypatch.setattr(parts, "read_bandwidth", lambda: 1e9)
     path = tmp_path / "figures.jsonl"
     benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), block_sizes=(2,), output=str(path)))
-    lines = {(line["of"], line["figure"]): line for line in map(json.loads, path.read_text().splitlines())}
-    title = "parts, batch 1, speculative, gamma 2"
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    own = figures_of(path)["parts, batch 1, speculative, gamma 2"]
     wanted = {"drafter step, ms", "verifier step, ms", "scoring 3 tokens, ms", "round, ms",
               "drafter prefill, ms", "verifier prefill, ms", f"{parts.OVERHEAD}, ms"}
-    assert wanted <= {figure for of, figure in lines if of == title}
-    assert 0 < lines[title, f"{parts.OVERHEAD}, share of a round"]["value"] < 1.5
-    assert all(line["jax"] == jax.__version__ and line["dtype"] == "float32" for line in lines.values())
+    assert wanted <= set(own)
+    assert 0 < own[f"{parts.OVERHEAD}, share of a round"] < 1.5
+    assert all(line["jax"] == jax.__version__ and line["dtype"] == "float32" for line in lines)
     assert "round, ms" in capsys.readouterr().out
+
+
+def figures_of(path) -> dict[str, dict[str, object]]:
+    """Table -> figure -> value, of the JSON lines."""
+    found: dict[str, dict[str, object]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault(line["of"], {})[line["figure"]] = line["value"]
+    return found
+
+
+def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
+    """A machine whose prefill takes 0.5 s, a drafter step 0.1, a verifier step 1 and a round 2: what is
+    reported must be these, whatever the outputs' lengths."""
+    def timed(cascade, index, text, **options):
+        output = next(iter(cascade.generate([text], first_index=index, **options)))
+        passes = {"verifier": 1.0, "drafter": 0.1}.get(options["method"], 0.0) * len(output.tokens)
+        return 0.5 + passes + 2.0 * output.counts.get("rounds", 0), output
+
+    def peer(cascade, decode, index, text):  # twice as slow as the verifier, and it writes one token more
+        seconds, output = timed(cascade, index, text, method="verifier", temperature=0.0)
+        return 2 * seconds, dataclasses.replace(output, tokens=[*output.tokens, 0])
+
+    known = {"drafter step": 0.1, "verifier step": 1.0, parts.scoring(2): 1.5, parts.OVERHEAD: 0.2}
+    cascade = dataclasses.replace(pair(), max_new_tokens=12)
+    monkeypatch.setattr(type(cascade.verifier), "dtype", "float32", raising=False)
+    monkeypatch.setattr(benchmark, "timed", timed)
+    monkeypatch.setattr(benchmark, "timed_peer", peer)
+    monkeypatch.setattr(benchmark, "peers_of", lambda *_: {"peer": None})
+    monkeypatch.setattr(benchmark.Cascade, "from_config", lambda *_: cascade)
+    monkeypatch.setattr(parts, "measure", lambda *_, **__: {n: Timing(t, t, t) for n, t in known.items()})
+    texts = [f"{a}{b}" for a in range(4) for b in range(4)]
+    (tmp_path / "in.jsonl").write_text("".join(
+        json.dumps({"source": t, "target": t}) + "\n" for t in texts))
+    path = tmp_path / "figures.jsonl"
+    benchmark.benchmark(benchmark.Arguments(
+        input=str(tmp_path / "in.jsonl"), vs=("hf",), min_tokens=1, method="token_v3", alpha=0.3,
+        block_sizes=(2,), output=str(path)))
+    found = figures_of(path)
+    assert found["one model alone"]["verifier step, ms"] == pytest.approx(1000)
+    assert found["one model alone"]["drafter step, ms"] == pytest.approx(100)
+    own = found["token_v3, gamma 2, temperature 0.0"]
+    acceptance, calls = own["acceptance a tested position"], own["tokens_per_verifier_call"]
+    assert own["round, ms"] == pytest.approx(2000)
+    assert own["relative cost without prefill, measured"] == pytest.approx(2 / calls)
+    assert own["predicted, a scoring call as one step"] == pytest.approx(relative_cost(acceptance, 2, 0.1))
+    assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
+        relative_cost(acceptance, 2, 0.1, 0.7))
+    assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
+    assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
+
+
+def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
+    asked, written = [], []
+
+    def transformers_decoders(path, **sizes):
+        asked.append(sizes)
+        return {"slow": lambda source: (1e6, [])}
+
+    def generate(*args, real=benchmark.decoding.generate, **options):
+        found = real(*args, **options)
+        jax.debug.callback(lambda length: written.append(int(length)), found.length[0])
+        return found
+
+    monkeypatch.setattr(benchmark, "PRESETS", {"tiny": dataclasses.replace(TINY, vocab_size=2048)})
+    monkeypatch.setattr(parts, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(benchmark.peers, "transformers_decoders", transformers_decoders)
+    monkeypatch.setattr(benchmark.decoding, "generate", generate)
+    path = tmp_path / "figures.jsonl"
+    benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), vs=("hf",), tokens=7, repetitions=2,
+                                            output=str(path)))
+    jax.effects_barrier()
+    assert asked == [{"max_new_tokens": 7, "min_new_tokens": 7}] * 2
+    assert written == [7] * 6
+    own = figures_of(path)["tiny alone, 7 tokens"]
+    assert float(own["times as fast as slow"].split()[0]) > 1e6
+    assert own["slow, ms a token"].startswith(f"{1e9 / 7:.2f}")
 
 
 @pytest.mark.parametrize("arguments,said", [
