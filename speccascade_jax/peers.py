@@ -49,13 +49,15 @@ def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | 
     large = load(verifier)
     version = f"transformers {transformers.__version__}"
 
+    least = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}  # assisted, even 0 is refused
+
     def decoder(**options) -> Decode:
         def decode(source):
             inputs = torch.tensor([source])
             began = time.perf_counter()
             with torch.inference_mode():
-                found = large.generate(inputs, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-                                       do_sample=False, num_beams=1, **options)
+                found = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+                                       **least, **options)
             return time.perf_counter() - began, found[0, 1:].tolist()
         return decode
 

@@ -5,14 +5,18 @@ import json
 
 import benchmark
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_baselines import pair
 
-from speccascade_jax import parts
+from speccascade_jax import checkpoints, decoding, parts, peers
+from speccascade_jax.config import DEMO
+from speccascade_jax.decoding import Autoregressive
 from speccascade_jax.metrics import relative_cost
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.parts import Timing
+from speccascade_jax.typing import SamplingOptions
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
                 num_decoder_layers=3)
@@ -118,6 +122,25 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     own = figures_of(path)["tiny alone, 7 tokens"]
     assert float(own["times as fast as slow"].split()[0]) > 1e6
     assert own["slow, ms a token"].startswith(f"{1e9 / 7:.2f}")
+
+
+def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    tokenizer = checkpoints.load(str(DEMO / "verifier")).tokenizer_file()
+    models = [T5Model(dataclasses.replace(TINY, vocab_size=2048, num_decoder_layers=n)) for n in (1, 3)]
+    params = [model.init(n) for n, model in enumerate(models)]
+    small, large = (peers.exported(checkpoints.Checkpoint(model, own, tokenizer, ""), tmp_path / str(n))
+                    for n, (model, own) in enumerate(zip(models, params, strict=True)))
+    source = [5, 6, 7, 1]
+    ours = decoding.generate(
+        Autoregressive(models[1]), params[1], jax.random.key(0)[None], jnp.array([source]), jnp.array([4]),
+        SamplingOptions(jnp.float32(0)), jnp.zeros(0), max_new_tokens=8, eos_id=1)
+    decoders = peers.transformers_decoders(large, 8, drafter=small, block_size=3)
+    assert [name.split()[-1] for name in decoders] == ["verifier", "assisted"]
+    for decode in decoders.values():
+        seconds, tokens = decode(source)
+        assert tokens == ours.tokens[0, :int(ours.length[0])].tolist() and seconds > 0
 
 
 @pytest.mark.parametrize("arguments,said", [
