@@ -74,32 +74,37 @@ class Arguments:
 
 
 def show_table_two(found: list[Result], metric: str, console: Console) -> None:
-    """The paper's Table 2, one for each temperature and top-p."""
+    """The paper's Table 2, its two parts for each temperature and top-p."""
     for (temperature, top_p), methods in tradeoff.table_two(found).items():
         verifier = next(r for r in found if r.point == Point("verifier", 0.0, 0, temperature, top_p))
-        table = Table(title=f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
-                      + f": verifier {metric} {verifier.quality:.2f}", title_justify="left")
-        for name in ("method", "fastest at its quality", "as fast (95%)", "pred.", "best within its time",
-                     metric, "above it (95%)", "time", "pred."):
-            table.add_column(name)
+        where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
+        fastest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
+                         "times as fast (95%)", "predicted")
+        best = _table(f"{where}: best within the verifier's time", metric, "over the verifier (95%)", "time",
+                      "predicted")
         for method, (fast, good) in methods.items():
-            row = [method, *"--------"]
+            row = [method, *"----"]
             if fast is not None:
                 low, high = fast.latency_interval
-                row[1:4] = [_setting(fast.point),
-                            f"{1 / fast.latency:.2f}x ({1 / high:.2f} to {1 / low:.2f})",
-                            f"{1 / fast.predicted:.2f}x"]
+                row[1:] = [*_setting(fast.point), f"{1 / fast.latency:.2f} ({1 / high:.2f} to {1 / low:.2f})",
+                           f"{1 / fast.predicted:.2f}"]
+            fastest.add_row(*row)
+            row = [method, *"------"]
             if good is not None:
                 gain = good.quality - verifier.quality
-                row[4:] = [_setting(good.point), f"{good.quality:.2f}",
+                row[1:] = [*_setting(good.point), f"{good.quality:.2f}",
                            f"{gain:+.2f} ({good.gain[0]:+.2f} to {good.gain[1]:+.2f})",
                            f"{good.latency:.2f}", f"{good.predicted:.2f}"]
-            table.add_row(*row)
-        console.print(table)
+            best.add_row(*row)
+        console.print(fastest, best)
 
 
-def _setting(point: Point) -> str:
-    return f"alpha {point.alpha:g}" + (f", gamma {point.gamma}" if point.gamma else "")
+def _table(title: str, *columns: str) -> Table:
+    return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
+
+
+def _setting(point: Point) -> tuple[str, str]:
+    return f"{point.alpha:g}", str(point.gamma or "-")
 
 
 def show_points(found: list[Result], metric: str, console: Console) -> None:

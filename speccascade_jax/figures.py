@@ -1,6 +1,7 @@
 """The pictures of a sweep: quality against what it costs, a panel for each gamma and temperature."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white car
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
 MARKERS = "osD^vP*Xhp"
+USUAL = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
+         "sequence")  # look the same in every picture
 
 
 def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
@@ -37,8 +40,11 @@ def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
 
 def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     names = list(dict.fromkeys(r.point.method for r in results if r.point.method not in MODELS))
-    return {name: {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)],
-                   "ls": "--" if name in BASELINES else "-"} for n, name in enumerate(names)}
+    places = {name: USUAL.index(name) for name in names if name in USUAL}
+    free = [n for n in range(len(COLOURS)) if n not in places.values()] or range(len(COLOURS))
+    places |= zip((name for name in names if name not in USUAL), cycle(free), strict=False)
+    return {name: {"color": COLOURS[places[name]], "marker": MARKERS[places[name]],
+                   "ls": "--" if name in BASELINES else "-"} for name in names}
 
 
 def _at(results: Sequence[Result], temperature: float, gamma: int) -> list[Result]:
