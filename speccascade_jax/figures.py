@@ -97,12 +97,15 @@ def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str
 
 def _name_lines(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
     """Each line's name at the right border, near the height of its rightmost point."""
+    if not ends:
+        return
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
     axes.set_xlim(left, right + 0.02 * (right - left))
     ends = sorted(ends, key=lambda end: end[1][1])
     heights, step = [(y - low) / (high - low) for _, (_, y), _ in ends], 0.055
-    for _ in range(200):  # names that are too close push each other apart
+    for _ in range(200):  # names that are too close push each other apart, within the panel's height
+        heights[0], heights[-1] = max(heights[0], 0.0), min(heights[-1], 1.0)
         for n in range(len(heights) - 1):
             push = max(0.0, step - (heights[n + 1] - heights[n])) / 2
             heights[n], heights[n + 1] = heights[n] - push, heights[n + 1] + push
