@@ -170,7 +170,8 @@ def test_a_sweep_picks_a_config_that_decodes(tiny, tmp_path, capsys):
     shown = capsys.readouterr().out
     # The models alone are one program here: their shapes are the same.
     for said in ("quality: 6 points of 4 methods and gammas; 3 programs compiled", "every point:",
-                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for", "on test: bleu"):
+                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within",
+                 "picked for", "on test: bleu"):
         assert said in shown
     assert (tmp_path / "sweep" / "quality_latency.png").is_file()
     picked = configs.load(str(tmp_path / "picked.py"))
