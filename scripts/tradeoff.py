@@ -44,8 +44,7 @@ class Arguments:
     """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
     split: str = "validation"
     """train, validation or test."""
-    methods: tuple[str, ...] = ("speculative", "lossy", "token_v3", "opt", "diff", "chow", "bild_star",
-                                "token_cascade", "sequence")
+    methods: tuple[str, ...] = tradeoff.COMPARED
     """The verifier and the drafter alone are always there."""
     alphas: tuple[float, ...] = tuple(n / 10 for n in range(11))
     """Leniences in [0, 1]; BiLD's thresholds are ten times as large."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speccascade_jax.baselines import BASELINES
-from speccascade_jax.tradeoff import MODELS, Result
+from speccascade_jax.tradeoff import COMPARED, MODELS, Result
 
 Axis = Callable[[Result], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
@@ -18,8 +18,6 @@ INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white car
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
 MARKERS = "osD^vP*Xhp"
-USUAL = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
-         "sequence")  # look the same in every picture
 
 
 def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
@@ -40,9 +38,9 @@ def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
 
 def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     names = list(dict.fromkeys(r.point.method for r in results if r.point.method not in MODELS))
-    places = {name: USUAL.index(name) for name in names if name in USUAL}
-    free = [n for n in range(len(COLOURS)) if n not in places.values()] or range(len(COLOURS))
-    places |= zip((name for name in names if name not in USUAL), cycle(free), strict=False)
+    places = {name: n for n, name in enumerate(COMPARED) if name in names}  # the same in every picture
+    free = [n for n in range(len(COLOURS)) if n not in places.values()]
+    places |= zip((name for name in names if name not in COMPARED), cycle(free), strict=False)
     return {name: {"color": COLOURS[places[name]], "marker": MARKERS[places[name]],
                    "ls": "--" if name in BASELINES else "-"} for name in names}
 

@@ -22,6 +22,8 @@ from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade, Output
 
 MODELS = ("verifier", "drafter")
+COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
+            "sequence")  # what a sweep compares unless told otherwise
 THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
 UNTIMED = ("oracle",)  # its time means nothing
 References = Sequence[Sequence[str]]

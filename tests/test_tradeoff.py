@@ -164,7 +164,7 @@ def test_pictures(tmp_path):
     for path in written:
         pixels = imread(path)
         assert pixels.shape[2] == 3 or (pixels[..., 3] == 1).all()
-        for colour in (figures.COLOURS[figures.USUAL.index(name)] for name in ("opt", "chow")):
+        for colour in (figures.COLOURS[tradeoff.COMPARED.index(name)] for name in ("opt", "chow")):
             rgb = [int(colour[n:n + 2], 16) / 255 for n in (1, 3, 5)]
             assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 50
     untimed = [dataclasses.replace(r, latency=None) for r in FOUND]
@@ -175,8 +175,8 @@ def test_a_method_looks_the_same_in_every_picture():
     def looks(*names):
         return figures._styles([result(name, 0.1, 30.0, 0.5) for name in names])
 
-    many = looks("token_v1", "sequence", "token_v2", *(name for name in figures.USUAL if name != "opt"))
-    assert all(looks("lossy_tuned", name)[name] == many[name] for name in figures.USUAL if name != "opt")
+    many = looks("token_v1", "sequence", "token_v2", *(name for name in tradeoff.COMPARED if name != "opt"))
+    assert all(looks("lossy_tuned", name)[name] == many[name] for name in tradeoff.COMPARED if name != "opt")
     assert len({look["color"] for look in many.values()}) == len(figures.COLOURS) == len(many)
 
 
