@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorstore
 from convert import main as convert
+from corpora import shuffled
 from flax import nnx, serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 from test_t5 import TINY, hugging_face
@@ -67,9 +68,7 @@ def read_t5x(folder):
 @pytest.fixture(scope="module")
 def spiece(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocabulary") / "spiece.model"
-    words = list({word for sentence in SENTENCES for word in sentence.split()})
-    rng = np.random.default_rng(0)
-    train_tokenizer((" ".join(rng.choice(words, 8)) for _ in range(500)), path, 320)
+    train_tokenizer(shuffled(SENTENCES), path, 320)
     return path
 
 

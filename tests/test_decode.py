@@ -11,6 +11,7 @@ import decode
 import jax
 import numpy as np
 import pytest
+from corpora import shuffled
 
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
@@ -26,9 +27,7 @@ SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree"
 def pair(tmp_path_factory):
     """Folders of a drafter and a verifier that half agree, so that every origin occurs."""
     folder = tmp_path_factory.mktemp("pair")
-    words = list({word for sentence in SENTENCES for word in sentence.split()})
-    rng = np.random.default_rng(0)
-    train_tokenizer((" ".join(rng.choice(words, 8)) for _ in range(500)), folder / "spiece.model", 320)
+    train_tokenizer(shuffled(SENTENCES), folder / "spiece.model", 320)
     config = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
                       num_decoder_layers=1)
     model = T5Model(config)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
+from corpora import shuffled
 from test_gemma import TINY
 from test_training import config  # noqa: F401
 
@@ -22,23 +23,17 @@ PROMPTS = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree an
 TURN = ["<start_of_turn>", "<end_of_turn>"]
 
 
-def corpus():
-    words = list({word for prompt in PROMPTS for word in prompt.split()})
-    rng = np.random.default_rng(0)
-    return [" ".join(rng.choice(words, 8)) for _ in range(500)]
-
-
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory):
     """A tokenizer.model with Gemma's special pieces, which its text may hold."""
     path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(corpus()), model_writer=file, vocab_size=330, model_type="unigram",
-            pad_id=0, eos_id=1, bos_id=2, unk_id=3, eos_piece="<eos>", bos_piece="<bos>",
-            user_defined_symbols=TURN, byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-            num_threads=1)
+            sentence_iterator=iter(shuffled(PROMPTS)), model_writer=file, vocab_size=330,
+            model_type="unigram", pad_id=0, eos_id=1, bos_id=2, unk_id=3,
+            eos_piece="<eos>", bos_piece="<bos>", user_defined_symbols=TURN, byte_fallback=True,
+            hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
+            add_dummy_prefix=False, remove_extra_whitespaces=False, num_threads=1)
     return path
 
 
@@ -100,7 +95,7 @@ def test_a_vocabulary_with_bos_begins_sources_with_it(vocabulary, tmp_path):
     assert tokenizer.framed([7, 8, 9], 3) == [2, 8, 9]  # the question is at the end of a prompt
     assert tokenizer.framed([7, 8, 9], 4) == [2, 7, 8, 9]
     for bos, expected in ((True, [2, 7, 8]), (False, [7, 8, 1])):
-        train_tokenizer(corpus(), tmp_path / "trained.model", 320, bos=bos)
+        train_tokenizer(shuffled(PROMPTS), tmp_path / "trained.model", 320, bos=bos)
         assert Tokenizer(tmp_path / "trained.model").framed([7, 8]) == expected
 
 
@@ -182,9 +177,10 @@ def test_stop_sequences_end_outputs_early(temperature, pair):
             assert output.origin == full.origin[:len(kept)]
             if kept:
                 assert len(kept) <= output.counts["emitted"] < len(kept) + 4
-    text = next(o.text for o in held.generate(PROMPTS[:1], **options))
-    assert list(held.stream(PROMPTS[0], **options))[-1] == text
-    assert text == whole[0].text[:len(text)] and len(text) < len(whole[0].text)
+    longest = max(whole, key=lambda output: len(output.text))
+    text = next(o.text for o in held.generate([longest.source], **options, first_index=longest.index))
+    assert list(held.stream(longest.source, **options, index=longest.index))[-1] == text
+    assert text == longest.text[:len(text)] and len(text) < len(longest.text)
 
 
 def test_logits_of_training_are_those_of_decoding(pair):
