@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,17 +26,21 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from decode import table_of
+from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
 from speccascade_jax import checkpoints, decoding, parts, peers
 from speccascade_jax import config as configs
+from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.commandline import exit_code
-from speccascade_jax.config import DecodeConfig, Task
+from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.data import joined_examples
 from speccascade_jax.decoding import Autoregressive, Speculative
 from speccascade_jax.methods import check_sampling
 from speccascade_jax.metrics import position_acceptance, relative_cost, summarize
+from speccascade_jax.models.packing import wants_packing
 from speccascade_jax.models.t5 import PRESETS, T5Model
 from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade, Output
@@ -76,7 +80,7 @@ class Arguments:
     temperature: float = 0.0
     """0 is greedy."""
     dtype: str | None = None
-    """float32 or bfloat16, of weights and products (the config's own)."""
+    """Of weights and products: float32, bfloat16 or int8 (the config's own; with --preset float32)."""
     output: str | None = None
     """Append one JSON line for each figure here."""
 
@@ -111,20 +115,21 @@ def quartiles(values: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
-def random_pair(names: tuple[str, str], dtype: str) -> tuple[list[T5Model], tuple[Any, Any]]:
-    """T5s of two presets' sizes with random weights."""
-    for name in names:
-        if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}: {', '.join(PRESETS)}.")
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {dtype!r}: float32 or bfloat16.")
-    models = [T5Model(PRESETS[name], dtype=dtype) for name in names]
-    small, large = (jax.jit(lambda model=model: jax.tree.map(lambda x: x.astype(dtype), model.init(0)))()
-                    for model in models)
-    return models, (small, large)
+def random_model(name: str) -> Checkpoint:
+    """A T5 of a preset's size with random weights, float32."""
+    model = T5Model(PRESETS[name])
+    return Checkpoint(model, jax.jit(lambda: model.init(0))(), None, name)
 
 
-def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: list[Any],
+def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """A float32 checkpoint as it would be loaded to decode in `dtype`."""
+    arrays = ((path, checkpoint.path, np.asarray(x)) for path, x in nnx.to_flat_state(checkpoint.params))
+    model = checkpoints.model_for(checkpoint.model.config, dtype)
+    params = to_params(model, arrays, Placement(dtype, packed=wants_packing(dtype)))
+    return checkpoint._replace(model=model, params=params)
+
+
+def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: Sequence[Any],
                params: tuple[Any, Any]) -> None:
     bandwidth = [parts.read_bandwidth()]
     options = SamplingOptions(arguments.temperature)
@@ -187,9 +192,10 @@ def peers_of(arguments: Arguments, run: DecodeConfig, cascade: Cascade) -> dict[
     return found
 
 
-def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, model: T5Model,
-               params: Any) -> None:
+def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, dtype: str) -> None:
     """One model of random weights and the same in other libraries, each writing --tokens tokens."""
+    whole = random_model(name)
+    model, params, _, _ = as_decoded(whole, dtype)
     count, source = arguments.tokens, list(range(3, 33))
     sizes = {"max_new_tokens": count, "min_new_tokens": count}
     program = jax.jit(partial(decoding.generate, Autoregressive(model), max_new_tokens=count,
@@ -203,7 +209,7 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
     contestants: dict[str, Callable[[], float]] = {"here": ours}
     tokenizer = checkpoints.load(run.verifier).tokenizer_file()
     with tempfile.TemporaryDirectory() as folder:
-        path = peers.exported(checkpoints.Checkpoint(model, params, tokenizer, name), Path(folder) / name)
+        path = peers.exported(whole._replace(tokenizer=tokenizer), Path(folder) / name)
         others: dict[str, peers.Decode] = {}
         if "hf" in arguments.vs:
             others |= peers.transformers_decoders(path, **sizes)
@@ -335,18 +341,22 @@ def benchmark(arguments: Arguments) -> None:
     for gamma in arguments.block_sizes:
         check_sampling(arguments.method, arguments.alpha, gamma, SamplingOptions(arguments.temperature), 2)
     if arguments.preset is not None:
-        dtype = arguments.dtype or "float32"
-        report, (models, params) = Report(arguments, dtype), random_pair(arguments.preset, dtype)
-        if not arguments.vs:
-            time_parts(arguments, run, report, models, params)
+        for name in arguments.preset:
+            if name not in PRESETS:
+                raise ValueError(f"unknown preset {name!r}: {', '.join(PRESETS)}.")
+        dtype = dtype_of(run if arguments.dtype else dataclasses.replace(run, dtype="float32"))
+        report = Report(arguments, dtype)
+        if arguments.vs:
+            for name in arguments.preset:
+                time_alone(arguments, run, report, name, dtype)
             return
-        for name, model, own in zip(arguments.preset, models, params, strict=True):
-            time_alone(arguments, run, report, name, model, own)
+        small, large = (as_decoded(random_model(name), dtype) for name in arguments.preset)
+        time_parts(arguments, run, report, (small.model, large.model), (small.params, large.params))
         return
     cascade = Cascade.from_config(run)
     report = Report(arguments, cascade.verifier.dtype)
     if arguments.input is None:
-        time_parts(arguments, run, report, [cascade.drafter, cascade.verifier],
+        time_parts(arguments, run, report, (cascade.drafter, cascade.verifier),
                    (cascade.drafter_params, cascade.verifier_params))
     else:
         time_decodings(arguments, run, report)

@@ -7,10 +7,12 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
 from speccascade_jax.models import Config
 
+DTYPES = "float32", "bfloat16", "int8"
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / "speccascade_jax" / "demo"
 """The pairs that come with the repository."""
@@ -98,11 +100,20 @@ class DecodeConfig:
     stop: tuple[str, ...] = ()     # pieces or texts that end an output, beside the end of the sequence
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
     tensor_parallel: int = 1       # devices that share each model's parameters
-    dtype: str = "auto"            # of weights and products: float32, bfloat16, or auto (float32 on CPUs)
+    dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs alone, no flags:
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
+
+
+def dtype_of(config: DecodeConfig) -> str:
+    """The dtype of a config's weights here. Raises ValueError for an unknown one."""
+    if config.dtype == "auto":
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if config.dtype not in DTYPES:
+        raise ValueError(f"dtype is {config.dtype!r}; known: auto, {', '.join(DTYPES)}.")
+    return config.dtype
 
 
 def available() -> dict[str, Path]:

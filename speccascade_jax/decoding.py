@@ -351,10 +351,14 @@ def run(sampler: Sampler, params: Params, state: State, options: SamplingOptions
 def refill(state: State, fresh: State, slots: Int[Array, "R"]) -> State:
     """`state` with its rows `slots` replaced by those of `fresh`, R < B; a slot past the last is left out.
 
-    Arrays of one shape in both hold nothing of rows and stay.
+    Arrays of one shape in both hold nothing of rows and stay. A single row's may lack the axis of rows.
     """
-    return jax.tree.map(
-        lambda old, new: old if old.shape == new.shape else old.at[slots].set(new, mode="drop"), state, fresh)
+    def replaced(old: Array, new: Array) -> Array:
+        if old.shape == new.shape:
+            return old
+        return old.at[slots].set(new.reshape(-1, *old.shape[1:]), mode="drop")
+
+    return jax.tree.map(replaced, state, fresh)
 
 
 def finish(state: State, max_new_tokens: int) -> Generation:

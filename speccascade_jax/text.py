@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints, decoding
 from speccascade_jax.baselines import BASELINES, CONFIDENCES, Baseline, Trace
-from speccascade_jax.config import DecodeConfig
+from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
 from speccascade_jax.methods import check_sampling
 from speccascade_jax.metrics import Counters, Tally
+from speccascade_jax.models.packing import wants_packing
 from speccascade_jax.parallel import AXIS, tensor_mesh, tensor_sharding
 from speccascade_jax.rules import METHODS, Method
 from speccascade_jax.tokenizer import Tokenizer, up_to_stop
@@ -98,7 +99,8 @@ class Cascade:
         """
         cut = (lambda path: None) if tensor_parallel == 1 else (lambda path: partial(
             tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(str(path))))
-        small, large = (checkpoints.load(path, dtype, cut(path)) for path in (drafter, verifier))
+        small, large = (checkpoints.load(path, dtype, cut(path), packed=wants_packing(dtype))
+                        for path in (drafter, verifier))
         vocabulary, other = (Tokenizer(tokenizer or model.tokenizer_file()) for model in (large, small))
         if vocabulary.pieces() != other.pieces():
             raise ValueError(f"the tokenizers of {drafter} ({other.size} pieces) and {verifier} "
@@ -119,14 +121,11 @@ class Cascade:
             if not (checkpoints.is_remote(path) or Path(path).is_dir()):
                 raise ValueError(f"the {role}'s checkpoint {path} is missing. "
                                  f"{config.missing or f'Give its folder with --{role}.'}")
-        dtypes = {"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16",
-                  "float32": "float32", "bfloat16": "bfloat16"}
-        if config.dtype not in dtypes:
-            raise ValueError(f"dtype is {config.dtype!r}; known: {', '.join(dtypes)}.")
+        dtype = dtype_of(config)
         for name in ("batch_size", "max_new_tokens", "max_source_length"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
-        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtypes[config.dtype]),
+        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtype),
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
                         tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from speccascade_jax import checkpoints, distillation
 from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
-from speccascade_jax.checkpoints.arrays import Sharding
+from speccascade_jax.checkpoints.arrays import Placement, Sharding
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.distillation import DIVERGENCES, distillation_loss
@@ -279,7 +279,8 @@ def train(config: TrainConfig) -> Path:
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step = latest.latest_step() or 0
     if step:
-        params = native.read_params(run / "latest" / str(step), model, sharding=placement(config, mesh))
+        place = Placement(sharding=placement(config, mesh))
+        params = native.read_params(run / "latest" / str(step), model, place)
         shapes = jax.eval_shape(optimizer.init, params)
         opt_state = native.restore(latest, "optimizer", jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes,
@@ -370,7 +371,7 @@ def finite(pending: list[tuple[Array, Array]], step: int, saved: int | None) -> 
 
 def export(run: Path, folder: Path) -> None:
     """The run's best parameters as a bfloat16 Hugging Face folder, its training log beside them."""
-    huggingface.save(folder, *native.load(run))
+    huggingface.save(folder, *native.load(run, Placement()))
     for name in (*vocabulary.NAMES, "metrics.jsonl"):
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)

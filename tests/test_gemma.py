@@ -21,6 +21,7 @@ from test_t5 import (  # the laws, with this file's `tiny`
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import deepmind, huggingface
+from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.gemma import describe
 from speccascade_jax.decoding import Autoregressive, Speculative, generate
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
@@ -72,7 +73,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
     """Prompts of 20, 13 and 1 tokens, read whole or in chunks, then 30 more in blocks: the window is 7."""
     theirs = hugging_face(config)
     theirs.save_pretrained(tmp_path)
-    model, params = huggingface.load(tmp_path, jnp.float32)
+    model, params = huggingface.load(tmp_path, Placement())
     assert model.config == config
     expected = their_logits(theirs)
     assert np.ptp(expected) > 4  # weights large enough that a wrong scale, cap or window shows
@@ -96,7 +97,7 @@ def test_transformers_reads_our_export(tiny, tmp_path):
     transformers = pytest.importorskip("transformers")
     model, params = tiny
     huggingface.save(tmp_path, model, params, np.float32)
-    again, loaded = huggingface.load(tmp_path, jnp.float32)
+    again, loaded = huggingface.load(tmp_path, Placement())
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
     theirs = transformers.Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.models.t5 import PRESETS, T5Config, T5Model
 
 TINY = T5Config(vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=4, num_encoder_layers=3,
@@ -73,7 +74,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
     torch = pytest.importorskip("torch")
     theirs = hugging_face(config)
     theirs.save_pretrained(tmp_path, safe_serialization=True)
-    model, params = huggingface.load(tmp_path, jnp.float32)
+    model, params = huggingface.load(tmp_path, Placement())
     assert model.config == config
     decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
     mask = np.arange(SOURCE.shape[1]) < LENGTH[:, None]
@@ -175,7 +176,7 @@ def test_presets_have_the_published_sizes(name, millions):
 def test_hugging_face_folder_comes_back_bit_for_bit(shared, tmp_path):
     model, params = shared
     huggingface.save(tmp_path, model, params, np.float32)
-    again, loaded = huggingface.load(tmp_path, jnp.float32)
+    again, loaded = huggingface.load(tmp_path, Placement())
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, vocabulary
-from speccascade_jax.checkpoints.arrays import Sharding, reason
+from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.models import Config, Model, model_of
 
 FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
@@ -51,33 +51,40 @@ def from_hub(name: str) -> str:
 
 
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
-         config: Config | None = None) -> Checkpoint:
+         config: Config | None = None, packed: bool = False) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
     Gemma 2 as DeepMind publishes it.
 
     hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
     Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
-    preset, say) the model must have that shape, dropout aside.
+    preset, say) the model must have that shape, dropout aside. `packed` makes them what decoding reads
+    fastest, fit for nothing else.
     Raises ValueError saying what is missing, damaged or does not fit.
     """
     path, folder = str(path), Path(path)
     if path.startswith("hf://"):
         folder = Path(from_hub(path.removeprefix("hf://")))
+    place = Placement(dtype, sharding, packed)
     found: tuple[Model, nnx.State]
     if path.startswith("gs://"):
         if t5x.exists(path):
-            found, tokenizer = t5x.load(path, dtype, sharding), None
+            found, tokenizer = t5x.load(path, place), None
         else:
             remote = native.remote(path)
-            found, tokenizer = native.load(remote, dtype, sharding), vocabulary.find(remote)
+            found, tokenizer = native.load(remote, place), vocabulary.find(remote)
     else:
-        found, tokenizer = load_local(folder, dtype, sharding), vocabulary.find(folder)
+        found, tokenizer = load_local(folder, place), vocabulary.find(folder)
     model, params = found
     if config is not None:
         check_shape(path, model.config, config)
-    compute = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
-    cache = "float32" if jax.default_backend() == "cpu" else compute
-    return Checkpoint(model_of(model.config, dtype=compute, cache_dtype=cache), params, tokenizer, path)
+    return Checkpoint(model_for(model.config, dtype), params, tokenizer, path)
+
+
+def model_for(config: Config, dtype: Any) -> Model:
+    """The model of that shape for parameters in `dtype`: float32, bfloat16 or int8."""
+    name = jnp.dtype(dtype).name
+    cache = "float32" if jax.default_backend() == "cpu" or name == "float32" else "bfloat16"
+    return model_of(config, dtype=name, cache_dtype=cache)
 
 
 def config_of(path: str) -> Config:
@@ -104,18 +111,18 @@ def missing_tokenizer(path: str) -> str:
             "there, or name the file with --tokenizer.")
 
 
-def load_local(folder: Path, dtype: Any, sharding: Sharding | None) -> tuple[Model, nnx.State]:
+def load_local(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
     """Model and parameters of a local folder of any format."""
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}.")
     if (folder / "model.json").is_file():
-        return native.load(folder, dtype, sharding)
+        return native.load(folder, place)
     if (folder / "config.json").is_file():
-        return huggingface.load(folder, dtype, sharding)
+        return huggingface.load(folder, place)
     if (folder / "checkpoint").is_file():
-        return t5x.load(str(folder), dtype, sharding)
+        return t5x.load(str(folder), place)
     if (folder / "_METADATA").is_file():
-        return deepmind.load(folder, dtype, sharding)
+        return deepmind.load(folder, place)
     raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
                      "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
 

@@ -1,5 +1,6 @@
 """What the formats share: zarr arrays, read one at a time; parameters from them; errors in a line."""
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from speccascade_jax.models import Model
+from speccascade_jax.models.packing import PackedKernel, pack
 
 ParameterPath = tuple[Any, ...]
-Sharding = Callable[[ParameterPath, tuple[int, ...]], jax.sharding.Sharding]
+Sharding = Callable[[ParameterPath, tuple[int, ...]], NamedSharding]
 """(path of a parameter, its shape) -> where its parts go."""
 
 
@@ -83,20 +87,47 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
                          "damaged, fetch it again.")
 
 
-def place(array: np.ndarray, path: ParameterPath, dtype: Any, sharding: Sharding | None) -> jax.Array:
-    """A host array as a device array in `dtype`: each device gets its own part only.
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How parameters come to the devices: in which dtype, where their parts go, and whether the kernels are
+    packed for decoding. int8 ones are, and what is no kernel is then bfloat16."""
+
+    dtype: Any = jnp.float32
+    sharding: Sharding | None = None
+    packed: bool = False
+
+    def __call__(self, path: ParameterPath, array: np.ndarray, tied: bool) -> jax.Array | PackedKernel:
+        """A host array on the devices; `tied`: the embedding is the logits' kernel, too."""
+        where = None if self.sharding is None else self.sharding(path, array.shape)
+        whole = jnp.dtype(self.dtype) == jnp.int8
+        if (self.packed or whole) and path[-1] == "kernel":
+            kernel, cut = pack(array, self.dtype), (0, 1)
+        elif whole and tied and path == ("embedding",):
+            kernel, cut = pack(array.T, self.dtype, transposed=True), (1, 0)
+        else:
+            return put(array.astype(jnp.bfloat16 if whole else self.dtype, copy=False), where)
+        if where is None:
+            at, along = None, None
+        else:
+            inputs, outputs = ((*where.spec, None, None)[axis] for axis in cut)
+            at = NamedSharding(where.mesh, P(outputs, inputs) if kernel.transposed else P(inputs, outputs))
+            along = NamedSharding(where.mesh, P(outputs))
+        scale = None if kernel.scale is None else put(kernel.scale, along)
+        return PackedKernel(put(kernel.values, at), scale, kernel.transposed)
+
+
+def put(array: np.ndarray, where: NamedSharding | None) -> jax.Array:
+    """The array on the devices, each with its own part only.
 
     It is there when this returns: JAX copies while the caller goes on, and so would hold several at once.
     """
-    array = array.astype(dtype, copy=False)
-    if sharding is None:
+    if where is None:
         return jax.block_until_ready(jnp.asarray(array))
-    return jax.block_until_ready(jax.make_array_from_callback(
-        array.shape, sharding(path, array.shape), lambda part: array[part]))
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, lambda part: array[part]))
 
 
-def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], dtype: Any,
-              sharding: Sharding | None) -> nnx.State:
+def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], place: Placement
+              ) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
     One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds integers,
@@ -109,7 +140,7 @@ def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarra
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
-        flat[path] = flat[path].replace(place(array, path, dtype, sharding))
+        flat[path] = flat[path].replace(place(path, array, model.config.tied_embeddings))
         del array
     nnx.update(params, nnx.from_flat_state(flat))
     return params

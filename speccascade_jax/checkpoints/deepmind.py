@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from speccascade_jax.checkpoints.arrays import Sharding, reason, to_params
+from speccascade_jax.checkpoints.arrays import Placement, reason, to_params
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
 
 VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with rows of no token
@@ -91,7 +91,7 @@ def converted(config: GemmaConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[
             **{(ours, "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()}}
 
 
-def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[GemmaModel, nnx.State]:
+def load(folder: Path, place: Placement) -> tuple[GemmaModel, nnx.State]:
     """Model and parameters in `dtype`, one layer at a time on the host.
 
     The model's shape is inferred from the arrays'. Raises ValueError naming what is missing, damaged or
@@ -149,4 +149,4 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Ge
                                      f"{expected}: fetch it again.")
                 yield (*path, *inside), f"{folder}: {name}", array
 
-    return model, to_params(model, read(), dtype, sharding)
+    return model, to_params(model, read(), place)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from speccascade_jax.checkpoints import gemma
-from speccascade_jax.checkpoints.arrays import Sharding, check, checksum, to_params
+from speccascade_jax.checkpoints.arrays import Placement, check, checksum, to_params
 from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.t5 import T5Config
@@ -115,8 +115,8 @@ def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
-    """Model and parameters in `dtype`, converted one array at a time.
+def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
+    """Model and parameters, converted one array at a time.
 
     Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
@@ -149,7 +149,7 @@ def load(folder: Path, dtype: Any, sharding: Sharding | None = None) -> tuple[Mo
             yield path, f"{folder / file}: {name}", array.T if transposed else array
             del array
 
-    return model, to_params(model, read(), dtype, sharding)
+    return model, to_params(model, read(), place)
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:

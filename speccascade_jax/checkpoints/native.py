@@ -22,7 +22,7 @@ from flax import nnx, traverse_util
 from speccascade_jax.checkpoints import vocabulary
 from speccascade_jax.checkpoints.arrays import (
     ParameterPath,
-    Sharding,
+    Placement,
     check,
     checksum,
     open_arrays,
@@ -114,9 +114,8 @@ def open_database(folder: str) -> Any:
     return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
 
-def read_params(step: Path, model: Model, dtype: Any = jnp.float32, sharding: Sharding | None = None
-                ) -> nnx.State:
-    """The parameters of the folder of one step in `dtype`, one array at a time: Orbax would hold all twice.
+def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
+    """The parameters of the folder of one step, one array at a time: Orbax would hold all twice.
 
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
@@ -141,17 +140,17 @@ def read_params(step: Path, model: Model, dtype: Any = jnp.float32, sharding: Sh
             yield path, f"{folder}: {name}", array
             del array
 
-    return to_params(model, read(), dtype, sharding)
+    return to_params(model, read(), place)
 
 
-def load(run: Path, dtype: Any = jnp.float32, sharding: Sharding | None = None) -> tuple[Model, nnx.State]:
-    """Model and best parameters of a run (the latest if none was evaluated) in `dtype`. Raises ValueError."""
+def load(run: Path, place: Placement) -> tuple[Model, nnx.State]:
+    """Model and best parameters of a run (the latest if none was evaluated). Raises ValueError."""
     model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
             step = manager(run / kind).latest_step()
             if step is not None:
-                return model, read_params(run / kind / str(step), model, dtype, sharding)
+                return model, read_params(run / kind / str(step), model, place)
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 

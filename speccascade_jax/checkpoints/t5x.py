@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 
 from speccascade_jax.checkpoints.arrays import (
-    Sharding,
+    Placement,
     open_arrays,
     open_directory,
     read_array,
@@ -157,8 +157,8 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
         tied_embeddings="decoder/logits_dense/kernel" not in shapes, shared_position_bias=shared)
 
 
-def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Model, nnx.State]:
-    """Model and parameters in `dtype`, converted one array at a time.
+def load(path: str, place: Placement) -> tuple[T5Model, nnx.State]:
+    """Model and parameters, converted one array at a time.
 
     The model's shape is inferred from the arrays'. Raises ValueError naming the array that is missing,
     damaged or does not fit the others.
@@ -192,7 +192,7 @@ def load(path: str, dtype: Any, sharding: Sharding | None = None) -> tuple[T5Mod
                 yield ours, f"{path}: {name}", part.reshape(shapes[ours])
             del array, part
 
-    return model, to_params(model, read(), dtype, sharding)
+    return model, to_params(model, read(), place)
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32) -> None:

@@ -1,8 +1,13 @@
-"""Key-value caches: explicit pytrees with a per-row length; rolling back is lowering the length."""
+"""Key-value caches: explicit pytrees with a per-row length; rolling back is lowering the length.
 
-from typing import NamedTuple
+Buffers are [B, H, L, K], those of a single row [H, L, K]: of a written buffer with an axis of one, XLA's CPU
+backend makes a second one for the attention, and copies both in every step.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
@@ -28,15 +33,20 @@ class GemmaCache(NamedTuple):
     length: Array              # [B]
 
 
+def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
+    """A buffer to write() into."""
+    return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
+
+
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
-    `new` [B, ..., T, ...].
+    `new` [B, ..., T, ...]; a single row's buffer may lack the first axis.
 
     dynamic_update_slice would clamp a write that reaches past the end: callers keep a block of slack
     there, so that none does. (The scatter it becomes for several rows works in place; one over
     transposed axes copies the buffer.)
     """
     new = new.astype(buffer.dtype)
-    if buffer.shape[0] == 1:
-        return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis)
+    if buffer.ndim < new.ndim:
+        return lax.dynamic_update_slice_in_dim(buffer, new[0], start[0], axis - 1)
     return jax.vmap(lambda b, n, s: lax.dynamic_update_slice_in_dim(b, n, s, axis - 1))(buffer, new, start)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from speccascade_jax.models.cache import GemmaCache, write
-from speccascade_jax.models.layers import Linear, shift_right, skeleton
+from speccascade_jax.models.cache import GemmaCache, empty, write
+from speccascade_jax.models.layers import Linear, project, shift_right, skeleton, with_kept
+from speccascade_jax.models.packing import table_rows, tied_kernel
 from speccascade_jax.typing import Prefix
 
 Array = jax.Array
@@ -24,6 +25,7 @@ class GemmaConfig:
     """A Gemma 2's shape. The defaults are those of 2b."""
 
     family: ClassVar[str] = "gemma2"
+    tied_embeddings: ClassVar[bool] = True
     vocab_size: int = 256_000
     d_model: int = 2304
     d_kv: int = 256
@@ -104,13 +106,12 @@ class Attention(nnx.Module):
         keys = write(keys, rotate(self._heads(self.key(x)), positions, c.rope_theta), start, axis=2)
         values = write(values, self._heads(self.value(x)), start, axis=2)
         query = rotate(self._heads(self.query(x)), positions, c.rope_theta) * c.query_scalar**-0.5
-        groups = query.reshape(query.shape[0], c.num_kv_heads, -1, *query.shape[2:])  # [B, H_kv, R, T, K]
-        scores = jnp.einsum("bhrtk,bhlk->bhrtl", groups.astype(keys.dtype), keys,
-                            preferred_element_type=jnp.float32)
-        scores = jnp.where(mask[:, None, None], softcap(scores, c.attention_softcap), MASKED)
-        weights = jax.nn.softmax(scores, axis=-1)
-        mixed = jnp.einsum("bhrtl,bhlk->bhrtk", weights.astype(values.dtype), values,
-                           preferred_element_type=jnp.float32)
+        groups = query.reshape(query.shape[0], c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
+        scores = softcap(with_kept("...tk,...lk->...tl", groups, keys), c.attention_softcap)
+        by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])  # [B, H_kv, R, T, L]
+        masked = jnp.where(mask[:, None, None], by_query, MASKED)
+        weights = jax.nn.softmax(masked, axis=-1).reshape(scores.shape)
+        mixed = with_kept("...tl,...lk->...tk", weights, values)
         mixed = jnp.swapaxes(mixed.reshape(query.shape), 1, 2).reshape(*x.shape[:-1], -1)
         return self.out(mixed), keys, values
 
@@ -154,11 +155,11 @@ class Gemma(nnx.Module):
 
     def advance(self, tokens: Array, cache: GemmaCache) -> tuple[Array, GemmaCache]:
         """The last layer's output [B, T, D] for each of `tokens` [B, T], fed at cache.length."""
-        table = self.embedding[...]
-        scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(table.dtype)  # rounded as in training
-        x = jnp.take(table, tokens, axis=0).astype(jnp.float32) * scale.astype(jnp.float32)
+        table = self.embedding.get_value()
+        scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
+        x = table_rows(table, tokens) * scale.astype(jnp.float32)
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        back = positions[:, :, None] - jnp.arange(cache.keys[0].shape[2])  # [B, T, L] steps back
+        back = positions[:, :, None] - jnp.arange(cache.keys[0].shape[-2])  # [B, T, L] steps back
         everything = back >= 0
         masks = everything & (back < self.config.window), everything
         keys, values = [], []
@@ -174,8 +175,7 @@ class Gemma(nnx.Module):
 
     def logits(self, x: Array) -> Array:
         """[B, T, D] -> [B, T, V], from the embedding, capped."""
-        products = jnp.einsum("btd,vd->btv", self.norm(x).astype(self.dtype),
-                              self.embedding[...].astype(self.dtype), preferred_element_type=jnp.float32)
+        products = project(self.norm(x), tied_kernel(self.embedding.get_value()), self.dtype)
         return softcap(products, self.config.logit_softcap)
 
 
@@ -184,7 +184,7 @@ class GemmaModel:
     """A Gemma 2 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
 
     config: GemmaConfig
-    dtype: str = "float32"        # of the matrix products
+    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
     remat: bool = False           # recompute each layer in the backward pass
     chunk: int = 512              # prompts are read so many tokens at a time: bounds the scores' memory
@@ -220,8 +220,8 @@ class GemmaModel:
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, nnx.merge(self.graphdef(), params)
         rows, size = inputs.shape
-        empty = jnp.zeros((rows, c.num_kv_heads, max_length, c.d_kv), self.cache_dtype)
-        cache = GemmaCache((empty,) * c.num_layers, (empty,) * c.num_layers, jnp.zeros((rows,), jnp.int32))
+        blank = empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
+        cache = GemmaCache((blank,) * c.num_layers, (blank,) * c.num_layers, jnp.zeros((rows,), jnp.int32))
         first = size % self.chunk
         if first:
             _, cache = network.advance(inputs[:, :first], cache)

@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from speccascade_jax.models.packing import PackedKernel, packed_matmul
+
 Array = jax.Array
 Dropout = Callable[[Array], Array]
 
@@ -55,8 +57,25 @@ def _mixed_matmul_bwd(residuals, grad):
 _mixed_matmul.defvjp(_mixed_matmul_fwd, _mixed_matmul_bwd)
 
 
+def of_rows(product: Callable[[Array], Array], x: Array) -> Array:
+    """product(x) of x [..., in]; a single row gets another beside it, as XLA's CPU backend would convert the
+    whole matrix to float32 to multiply one."""
+    if math.prod(x.shape[:-1]) > 1:
+        return product(x)
+    return product(jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
+
+
+def project(x: Array, kernel: Array | PackedKernel, dtype: jnp.dtype) -> Array:
+    """x [..., in] @ kernel [in, out] -> float32 [..., out], in `dtype` unless the kernel is packed."""
+    if isinstance(kernel, PackedKernel):
+        return of_rows(lambda x: packed_matmul(x, kernel), x)
+    if dtype == jnp.bfloat16:
+        return of_rows(lambda x: _mixed_matmul(x, kernel), x)
+    return x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+
+
 class Linear(nnx.Module):
-    """x [..., in] -> float32 [..., out]; the product runs in `dtype`, sums in float32."""
+    """x [..., in] -> float32 [..., out]."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float, dtype: jnp.dtype,
                  rngs: nnx.Rngs):
@@ -64,13 +83,7 @@ class Linear(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: Array) -> Array:
-        if self.dtype == jnp.bfloat16:
-            if math.prod(x.shape[:-1]) > 1:
-                return _mixed_matmul(x, self.kernel[...])
-            # To multiply a single row XLA's CPU backend converts the whole matrix to float32.
-            rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-            return _mixed_matmul(rows, self.kernel[...])[:1].reshape(*x.shape[:-1], -1)
-        return x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
+        return project(x, self.kernel.get_value(), self.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -89,12 +102,19 @@ class RMSNorm(nnx.Module):
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     """softmax(query keys^T + bias) values, without T5's missing 1/sqrt(K).
 
-    query [B, H, T, K], keys and values [B, H, L, K], bias broadcastable to [B, H, T, L];
-    returns [B, H, T, K] in float32.
+    query [B, H, T, K], keys and values [B, H, L, K] (or as in a single row's cache), bias broadcastable to
+    [B, H, T, L]; returns [B, H, T, K] in float32.
     """
-    scores = jnp.einsum("bhtk,bhlk->bhtl", query, keys.astype(query.dtype))
+    scores = with_kept("...tk,...lk->...tl", query, keys.astype(query.dtype))
     weights = jax.nn.softmax(scores + bias, axis=-1)
-    return jnp.einsum("bhtl,bhlk->bhtk", weights, values.astype(weights.dtype))
+    return with_kept("...tl,...lk->...tk", weights, values.astype(weights.dtype))
+
+
+def with_kept(subscripts: str, x: Array, kept: Array) -> Array:
+    """The float32 einsum of x [B, H, T, ...] and a cache's [B, H, L, K], or [H, L, K] of a single row."""
+    found = jnp.einsum(subscripts, x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype), kept,
+                       preferred_element_type=jnp.float32)
+    return found.reshape(*x.shape[:2], *found.shape[-2:])
 
 
 def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: int,

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from speccascade_jax.models.cache import T5Cache, write
+from speccascade_jax.models.cache import T5Cache, empty, write
 from speccascade_jax.models.layers import (
     Dropout,
     Linear,
     RMSNorm,
     attend,
     make_dropout,
+    project,
     relative_buckets,
     shift_right,
     skeleton,
 )
+from speccascade_jax.models.packing import table_rows, tied_kernel
 from speccascade_jax.typing import Prefix
 
 Array = jax.Array
@@ -145,7 +147,7 @@ class T5(nnx.Module):
 
     def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
         c = config
-        self.config, self.remat = c, remat
+        self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
         self.encoder = nnx.List([EncoderLayer(c, dtype=dtype, rngs=rngs)
                                  for _ in range(c.num_encoder_layers)])
@@ -174,7 +176,7 @@ class T5(nnx.Module):
         return [t[buckets] for t in ([table[...]] if self.config.shared_position_bias else table[...])]
 
     def _embed(self, tokens: Array) -> Array:
-        return jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.float32)
+        return table_rows(self.embedding.get_value(), tokens)
 
     def encode(self, source: Array, source_bias: Array, dropout: Dropout = lambda x: x) -> Array:
         """source [B, S] -> [B, S, D]; `source_bias` [B, 1, 1, S] masks the padding."""
@@ -196,7 +198,7 @@ class T5(nnx.Module):
     def _logits(self, x: Array) -> Array:
         if self.head is not None:
             return self.head(x)
-        return (x * self.config.d_model**-0.5) @ self.embedding[...].astype(jnp.float32).T
+        return project(x * self.config.d_model**-0.5, tied_kernel(self.embedding.get_value()), self.dtype)
 
     def __call__(self, source: Array, source_length: Array, target_in: Array,
                  key: Array | None = None) -> Array:
@@ -221,11 +223,11 @@ class T5(nnx.Module):
         encoded = self.encode(source, source_bias)
         cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
         c = self.config
-        empty = jnp.zeros((source.shape[0], c.num_heads, max_length, c.d_kv), dtype)
+        blank = empty(source.shape[0], c.num_heads, max_length, c.d_kv, dtype)
         buckets = self._buckets(-np.arange(max_length), bidirectional=False)
         return T5Cache(
-            keys=(empty,) * c.num_decoder_layers,
-            values=(empty,) * c.num_decoder_layers,
+            keys=(blank,) * c.num_decoder_layers,
+            values=(blank,) * c.num_decoder_layers,
             cross_keys=tuple(k.astype(dtype) for k, _ in cross),
             cross_values=tuple(v.astype(dtype) for _, v in cross),
             cross_bias=source_bias,
@@ -266,7 +268,7 @@ class T5Model:
     """A T5 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
 
     config: T5Config
-    dtype: str = "float32"        # of the matrix products
+    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
     remat: bool = False  # recompute each layer in the backward pass
 

@@ -1,0 +1,76 @@
+"""Kernels as decoding multiplies them fastest: in int8, and on CPUs with each output's weights in a row."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = jax.Array
+TRANSPOSED_FROM = 1024
+"""From so many inputs on, CPUs multiply [out, in] faster than [in, out]: 1.6 times in bfloat16."""
+
+
+SMALLEST = 1e-30  # what the largest of several zeros counts as
+
+
+def wants_packing(dtype: Any) -> bool:
+    """Whether kernels in `dtype` are packed to decode: int8 everywhere, bfloat16 on CPUs."""
+    return jnp.dtype(dtype) == jnp.int8 or (
+        jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["transposed"])
+@dataclasses.dataclass(frozen=True)
+class PackedKernel:
+    """A matrix [in, out] that is not trained any more."""
+
+    values: Any       # [in, out], or [out, in] where `transposed`; bfloat16 or int8
+    scale: Any        # float32 [out], what an int8 value counts; None for bfloat16
+    transposed: bool
+
+
+def pack(kernel: np.ndarray, dtype: Any, transposed: bool | None = None) -> PackedKernel:
+    """`kernel` [in, out] in `dtype`, int8 or bfloat16, on the host.
+
+    int8 is symmetric, with a scale for each output: column v becomes round(127 v / max|v|).
+    """
+    transposed = kernel.shape[0] >= TRANSPOSED_FROM if transposed is None else transposed
+    scale = None
+    if jnp.dtype(dtype) == jnp.int8:
+        scale = np.maximum(np.max(np.abs(kernel), axis=0).astype(np.float32), SMALLEST) / 127
+        kernel = np.rint(kernel / scale)
+    values = kernel.T if transposed else kernel
+    return PackedKernel(np.ascontiguousarray(values.astype(dtype)), scale, transposed)
+
+
+def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
+    """x [..., in] -> float32 [..., out]. To multiply int8, each row of x is rounded to 1/127 of its own
+    largest value (dynamic quantization, as in CTranslate2); its sums are exact integers.
+    """
+    shape = *x.shape[:-1], -1
+    x = x.reshape(-1, x.shape[-1])  # with more axes XLA copies a transposed kernel inside a loop
+    contract = (((1,), (int(kernel.transposed),)), ((), ()))
+    if kernel.scale is None:
+        return lax.dot_general(x.astype(kernel.values.dtype), kernel.values, contract,
+                               preferred_element_type=jnp.float32).reshape(shape)
+    x = x.astype(jnp.float32)
+    step = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), SMALLEST) / 127
+    whole = jnp.rint(x / step).astype(jnp.int8)
+    sums = lax.dot_general(whole, kernel.values, contract, preferred_element_type=jnp.int32)
+    return (sums.astype(jnp.float32) * step * kernel.scale).reshape(shape)
+
+
+def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:
+    """The kernel [D, V] of the logits that an embedding [V, D] gives."""
+    return table if isinstance(table, PackedKernel) else table.T
+
+
+def table_rows(table: Array | PackedKernel, index: Array) -> Array:
+    """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
+    if isinstance(table, PackedKernel):
+        return jnp.take(table.values, index, axis=0) * jnp.take(table.scale, index)[..., None]
+    return jnp.take(table, index, axis=0).astype(jnp.float32)

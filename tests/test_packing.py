@@ -1,0 +1,109 @@
+"""Packed kernels: what int8 rounds, and that models that decode with them keep the protocol's laws."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_gemma import TINY as TINY_GEMMA
+from test_t5 import LENGTH, SOURCE, TARGET, TINY, in_blocks, prefilled
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.models import model_of, packing
+from speccascade_jax.models.packing import PackedKernel, pack, packed_matmul
+
+CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),
+           "gemma": dataclasses.replace(TINY_GEMMA, vocab_size=97)}
+
+
+def rounded(x):
+    """int8 values and scales of a matrix's rows, in float64."""
+    step = np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-30) / 127
+    return np.rint(x / step), step
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (2, 3), (40,)])
+def test_int8_multiplies_what_was_rounded(rows, transposed):
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(*rows, 64)).astype(np.float32), rng.normal(size=(64, 48)).astype(np.float32)
+    x[..., -1, :] *= 1e4  # each row has a scale of its own
+    kernel[:, 3] *= 1e-3
+    kernel[:, 5] = 0
+    packed = pack(kernel, "int8", transposed)
+    values, scale = rounded(kernel.T.astype(np.float64))
+    np.testing.assert_array_equal(packed.values, values if transposed else values.T)
+    whole, step = rounded(x.astype(np.float64))
+    found = jax.jit(packed_matmul)(jnp.asarray(x), packed)
+    np.testing.assert_allclose(found, whole @ values.T * step * scale[:, 0], rtol=1e-5)
+    assert np.all(np.abs(found - x @ kernel) < 0.2 * np.abs(x).max(axis=-1, keepdims=True))
+    np.testing.assert_array_equal(packed_matmul(jnp.zeros((2, 64)), packed), 0)
+
+
+def test_bfloat16_is_the_product_of_bfloat16():
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(3, 64)).astype(np.float32), rng.normal(size=(64, 48)).astype(np.float32)
+    half = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (x, kernel)]
+    for transposed in (False, True):
+        found = packed_matmul(jnp.asarray(x), pack(kernel, jnp.bfloat16, transposed))
+        np.testing.assert_allclose(found, half[0] @ half[1], atol=1e-4)
+
+
+def decoded(model, params, folder, dtype):
+    """The model as it is loaded to decode in `dtype`."""
+    checkpoints.save(folder, Checkpoint(model, params, None, "memory"), "native")
+    return checkpoints.load(folder, dtype, packed=True)
+
+
+@pytest.mark.parametrize("dtype,transposed_from", [("int8", 1), ("int8", 1024), ("bfloat16", 1)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transposed_from, tmp_path,
+                                                             monkeypatch):
+    """append, chunk, rollback, rows; one row at a time too, which takes a path of its own."""
+    monkeypatch.setattr(packing, "TRANSPOSED_FROM", transposed_from)
+    model = model_of(CONFIGS[name])
+    params = model.init(0)
+    loaded = decoded(model, params, tmp_path / "saved", dtype)
+    kernels = [x for x in jax.tree.leaves(loaded.params, is_leaf=lambda x: isinstance(x, PackedKernel))
+               if isinstance(x, PackedKernel)]
+    assert all(x.values.dtype == dtype for x in kernels)
+    assert sum(x.values.size for x in kernels) > 0.5 * sum(x.size for x in jax.tree.leaves(params))
+    expected, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    start = prefilled(loaded.model, loaded.params)
+    blocks = partial(in_blocks, loaded.model, loaded.params)
+    spread = np.std(expected)
+    whole, cache = blocks(TARGET, [30], start)
+    assert np.std(whole - expected) < (0.05 if dtype == "int8" else 0.01) * spread
+    close = partial(np.testing.assert_allclose, atol=0.15 * spread)  # what another rounding may change
+    close(blocks(TARGET, [1, 11, 18], start)[0], whole)
+    kept = jnp.array([3, 20, 11])
+    again, _ = blocks(TARGET[:, 20:], [6, 4], cache._replace(length=start.length + 20))
+    close(again, whole[:, 20:])
+    back, _ = blocks(TARGET[:, :1], [1], cache._replace(length=start.length + kept))
+    for row in range(3):
+        _, own = jax.jit(loaded.model.prefill, static_argnums=3)(
+            loaded.params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
+        close(blocks(TARGET[row:row + 1], [1] * 30, own)[0][0], whole[row])
+        tokens = np.append(TARGET[row:row + 1, :kept[row]], TARGET[row:row + 1, :1], axis=1)
+        close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+@pytest.mark.parametrize("name", ["t5_1_1", "t5_1_0"])
+def test_every_format_is_packed_alike(to, name, tmp_path):
+    """Kernels in int8, the tied embedding among them; what is no kernel in bfloat16."""
+    model = model_of(CONFIGS[name])
+    params = model.init(0)
+    checkpoints.save(tmp_path / to, Checkpoint(model, params, None, "memory"), to)
+    found = dict(nnx.to_flat_state(checkpoints.load(tmp_path / to, "int8").params))
+    for path, variable in nnx.to_flat_state(params):
+        array, own = np.asarray(variable[...]), found[path].get_value()
+        if path[-1] == "kernel" or (path == ("embedding",) and model.config.tied_embeddings):
+            expected = pack(array, "int8") if path[-1] == "kernel" else pack(array.T, "int8", True)
+            jax.tree.map(np.testing.assert_array_equal, own, expected)
+        else:
+            np.testing.assert_array_equal(own, array.astype(jnp.bfloat16))
