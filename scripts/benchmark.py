@@ -330,6 +330,7 @@ def benchmark(arguments: Arguments) -> None:
         raise ValueError("--vs compares whole decodings: give inputs with --input, or sizes with --preset.")
     if arguments.preset is not None and arguments.input is not None:
         raise ValueError("random weights write nothing worth timing: give --preset or --input.")
+    peers.check_installed(arguments.vs)
     if arguments.tokens < 1 or arguments.repetitions < 1:
         raise ValueError("--tokens and --repetitions must be at least 1.")
     if arguments.method not in METHODS:

@@ -7,7 +7,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,15 @@ from speccascade_jax.checkpoints import Checkpoint, save
 
 Decode = Callable[[list[int]], tuple[float, list[int]]]
 """Source tokens -> seconds, and the tokens written (end-of-sequence token included)."""
+NEEDED = {"hf": ("torch", "transformers"), "ctranslate2": ("ctranslate2", "torch", "transformers")}
+
+
+def check_installed(peers: Sequence[str]) -> None:
+    """Raises ValueError with the remedy where a module that one of `peers` needs is missing."""
+    for peer in peers:
+        if any(find_spec(module) is None for module in NEEDED[peer]):
+            raise ValueError(f"--vs {peer} needs {', '.join(NEEDED[peer])}: pip install "
+                             f"{' '.join(NEEDED[peer])}==4.57.6.")
 
 
 def exported(checkpoint: Checkpoint, folder: Path) -> str:
@@ -29,16 +39,9 @@ def exported(checkpoint: Checkpoint, folder: Path) -> str:
 
 def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | None = None,
                           block_size: int = 5, min_new_tokens: int = 0) -> dict[str, Decode]:
-    """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32.
-
-    Raises ValueError where transformers or torch is missing.
-    """
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        raise ValueError("--vs hf needs Hugging Face's transformers and torch: pip install torch "
-                         "transformers==4.57.6.") from None
+    """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32."""
+    import torch
+    import transformers
 
     def load(path):
         model = transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
@@ -73,17 +76,11 @@ def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | 
 
 def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int, *, min_new_tokens: int = 0
                          ) -> dict[str, Decode]:
-    """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8.
-
-    Raises ValueError where ctranslate2 is missing.
-    """
+    """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8."""
     os.environ.setdefault("CT2_USE_MKL", "0")  # its own kernels are the faster ones
-    try:
-        import ctranslate2
-        from ctranslate2.converters import TransformersConverter
-    except ImportError:
-        raise ValueError("--vs ctranslate2 needs it and transformers: pip install ctranslate2 torch "
-                         "transformers==4.57.6.") from None
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
     ids = {piece: n for n, piece in enumerate(pieces)}
     decoders: dict[str, Decode] = {}
     for kind in ("float32", "int8"):

@@ -73,6 +73,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(type(cascade.verifier), "dtype", "float32", raising=False)
     monkeypatch.setattr(benchmark, "timed", timed)
     monkeypatch.setattr(benchmark, "timed_peer", peer)
+    monkeypatch.setattr(peers, "check_installed", lambda vs: None)
     monkeypatch.setattr(benchmark, "peers_of", lambda *_: {"peer": None})
     monkeypatch.setattr(benchmark.Cascade, "from_config", lambda *_: cascade)
     monkeypatch.setattr(parts, "measure", lambda *_, **__: {n: Timing(t, t, t) for n, t in known.items()})
@@ -111,6 +112,7 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": dataclasses.replace(TINY, vocab_size=2048)})
     monkeypatch.setattr(parts, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(peers, "check_installed", lambda vs: None)
     monkeypatch.setattr(benchmark.peers, "transformers_decoders", transformers_decoders)
     monkeypatch.setattr(benchmark.decoding, "generate", generate)
     path = tmp_path / "figures.jsonl"
@@ -141,6 +143,13 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
     for decode in decoders.values():
         seconds, tokens = decode(source)
         assert tokens == ours.tokens[0, :int(ours.length[0])].tolist() and seconds > 0
+
+
+def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "transformers" else name)
+    monkeypatch.setattr(benchmark, "random_model", lambda name: pytest.fail("made weights"))
+    with pytest.raises(ValueError, match="--vs hf needs torch, transformers: pip install torch"):
+        benchmark.benchmark(benchmark.Arguments(preset=("t5_1_1_small", "t5_1_1_large"), vs=("hf",)))
 
 
 @pytest.mark.parametrize("arguments,said", [
