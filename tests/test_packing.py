@@ -1,6 +1,7 @@
 """Packed kernels: what int8 rounds, and that models that decode with them keep the protocol's laws."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from test_gemma import TINY as TINY_GEMMA
 from test_t5 import LENGTH, SOURCE, TARGET, TINY, in_blocks, prefilled
 
-from speccascade_jax import checkpoints
+from speccascade_jax import checkpoints, parts
 from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.models import model_of, packing
 from speccascade_jax.models.packing import PackedKernel, pack, packed_matmul
@@ -90,6 +91,23 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transp
         close(blocks(TARGET[row:row + 1], [1] * 30, own)[0][0], whole[row])
         tokens = np.append(TARGET[row:row + 1, :kept[row]], TARGET[row:row + 1, :1], axis=1)
         close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("name", ["t5_1_1", "gemma"])
+def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path, monkeypatch):
+    """XLA may do both without a word, and makes a step half as slow again."""
+    monkeypatch.setattr(packing, "TRANSPOSED_FROM", 1)
+    model = model_of(CONFIGS[name])
+    loaded = decoded(model, model.init(0), tmp_path / "saved", "bfloat16")
+    _, cache = loaded.model.prefill(loaded.params, SOURCE[:1], LENGTH[:1], 64)
+    part, arguments = parts.step_part(loaded.model, loaded.params, cache, rows, 4)
+    body = jax.jit(part).lower(*arguments).compile().as_text().split("\nENTRY")[0]
+    kernels = {",".join(map(str, x.shape)) for x in jax.tree.leaves(loaded.params) if x.ndim == 2}
+    buffers = {",".join(map(str, (*one, *cache.keys[0].shape[-3:]))) for one in ((), (1,))}
+    copied = set(re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", body))
+    assert not copied & (kernels | buffers)
 
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
