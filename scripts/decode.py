@@ -28,6 +28,7 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.data import read_lines
 from speccascade_jax.methods import SINGLE_MODEL
 from speccascade_jax.metrics import summarize
+from speccascade_jax.parallel import local_mesh
 from speccascade_jax.rules import METHODS
 from speccascade_jax.text import Cascade, Output
 from speccascade_jax.tokenizer import Tokenizer
@@ -178,8 +179,9 @@ def decode(arguments: Arguments) -> None:
     if arguments.list:
         print_list(console)
         return
+    mesh = local_mesh() if run.batch_size > 1 and run.tensor_parallel == 1 else None
     if arguments.precompile:
-        cascade = Cascade.from_config(run)
+        cascade = Cascade.from_config(run, mesh)
         cascade.precompile(method=run.method, block_size=run.block_size, temperature=run.temperature,
                            top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size)
         console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept "
@@ -194,7 +196,7 @@ def decode(arguments: Arguments) -> None:
             settings = {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
             file, finished = open_output(Path(arguments.output), settings, texts)
             stack.enter_context(file)
-        cascade = Cascade.from_config(run)
+        cascade = Cascade.from_config(run, mesh)
         outputs = cascade.generate(
             texts[len(finished):], method=run.method, alpha=run.alpha, block_size=run.block_size,
             temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,

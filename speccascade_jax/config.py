@@ -91,7 +91,7 @@ class DecodeConfig:
     top_k: int | None = None       # sample among the k likeliest tokens
     top_p: float | None = None     # sample among the likeliest tokens that reach this mass
     seed: int = 0                  # with an input's number it fixes the output, whatever the batch
-    batch_size: int = 1            # inputs decoded side by side
+    batch_size: int = 1            # inputs decoded side by side; from 2 on, on each device
     max_source_length: int = 80    # tokens, the end-of-sequence token included
     max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them

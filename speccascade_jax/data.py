@@ -4,14 +4,13 @@ import dataclasses
 import gzip
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from speccascade_jax.config import Task
-from speccascade_jax.text import pad
 from speccascade_jax.tokenizer import Tokenizer
 
 
@@ -22,6 +21,14 @@ class Batch(NamedTuple):
     source_length: np.ndarray  # [B]
     target: np.ndarray         # [B, T]
     target_length: np.ndarray  # [B]
+
+
+def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [B, size] and the rows' lengths [B]."""
+    tokens = np.full((len(rows), size), pad_id, np.int32)
+    for n, row in enumerate(rows):
+        tokens[n, :len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)
 
 
 def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:

@@ -6,7 +6,7 @@ committed tokens but the last; what lies at or past a cache's `length` is scratc
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -348,15 +348,22 @@ def run(sampler: Sampler, params: Params, state: State, options: SamplingOptions
                           state)
 
 
-def refill(state: State, fresh: State, slots: Int[Array, "R"]) -> State:
+def refill(state: State, fresh: State, slots: Int[Array, "R"], narrow: bool = False) -> State:
     """`state` with its rows `slots` replaced by those of `fresh`, R < B; a slot past the last is left out.
 
-    Arrays of one shape in both hold nothing of rows and stay. A single row's may lack the axis of rows.
+    The two may have begun with inputs of different widths: the result is as wide as `state`, or with
+    `narrow` as `fresh`, which must hold all rows that do not rest. Arrays of one shape in both hold
+    nothing of rows and stay; a single row's may lack the axis of rows.
     """
     def replaced(old: Array, new: Array) -> Array:
         if old.shape == new.shape:
             return old
-        return old.at[slots].set(new.reshape(-1, *old.shape[1:]), mode="drop")
+        new = new.reshape(-1, *new.shape[new.ndim - old.ndim + 1:])
+        widths = (new if narrow else old).shape[1:]
+        old = old[:, *map(slice, widths)]
+        new = new[:, *map(slice, widths)]
+        missing = [(0, wide - own) for wide, own in zip(widths, new.shape[1:], strict=True)]
+        return old.at[slots].set(jnp.pad(new, [(0, 0), *missing]), mode="drop")
 
     return jax.tree.map(replaced, state, fresh)
 
@@ -380,18 +387,3 @@ def generate(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: In
     state = begin(sampler, params, keys, inputs, input_length, max_new_tokens=max_new_tokens)
     state = run(sampler, params, state, options, alphas, inputs.shape[0], eos_id=eos_id)
     return finish(state, max_new_tokens)
-
-
-_begin = jax.jit(begin, static_argnames=("sampler", "max_new_tokens"))
-_advance = jax.jit(advance, static_argnames=("sampler", "eos_id"), donate_argnames=("state",))
-_finish = jax.jit(finish, static_argnames=("max_new_tokens",))
-
-
-def stream(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[Array, "B S"],
-           input_length: Int[Array, "B"], options: SamplingOptions, alphas: Alphas, *,
-           max_new_tokens: int, eos_id: int) -> Iterator[Generation]:
-    """generate(), seen after every round: the same tokens, with one host round trip a round."""
-    state = _begin(sampler, params, keys, inputs, input_length, max_new_tokens=max_new_tokens)
-    while bool(jnp.any(state.rows.room > 0)):
-        state = _advance(sampler, params, state, options, alphas, eos_id=eos_id)
-        yield _finish(state, max_new_tokens)

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,28 +17,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speccascade_jax import checkpoints, decoding
+from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES, CONFIDENCES, Baseline, Trace
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
+from speccascade_jax.engine import Clock, Engine, Job
 from speccascade_jax.methods import check_sampling
 from speccascade_jax.metrics import Counters, Tally
 from speccascade_jax.models.packing import wants_packing
-from speccascade_jax.parallel import AXIS, tensor_mesh, tensor_sharding
+from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.rules import METHODS, Method
 from speccascade_jax.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 Array = jax.Array
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
-
-
-def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [B, size] and the rows' lengths [B]."""
-    tokens = np.full((len(rows), size), pad_id, np.int32)
-    for n, row in enumerate(rows):
-        tokens[n, :len(row)] = row
-    return tokens, np.array([len(row) for row in rows], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +45,6 @@ class Output:
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
     counts: dict[str, Any]        # SPEC section 7; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
-
-
-@dataclasses.dataclass
-class Clock:
-    """Seconds spent compiling and decoding, apart."""
-
-    compile_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    compilations: int = 0
 
 
 @dataclasses.dataclass
@@ -86,8 +69,7 @@ class Cascade:
         if self.mesh is not None:
             self.drafter_params, self.verifier_params = jax.device_put(
                 (self.drafter_params, self.verifier_params), NamedSharding(self.mesh, P()))
-        self.clock = Clock()
-        self._compiled: dict[Any, Any] = {}
+        self.engine = Engine(self.max_new_tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, self.mesh)
 
     @classmethod
     def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32,
@@ -132,8 +114,8 @@ class Cascade:
                         stop=config.stop)
 
     @property
-    def devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+    def clock(self) -> Clock:
+        return self.engine.clock
 
     def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
         """The sampler of a method, and its parameters."""
@@ -176,9 +158,9 @@ class Cascade:
         check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
         window: list[tuple[int, str]] = []
         # Rows are sorted by length within a window, so that a batch pads little.
-        rows = batch_size * self.devices
+        rows = batch_size * self.engine.devices
         capacity = 1 if rows == 1 else 8 * rows
-        shared = options, alpha, seed, rows, truncate
+        shared = options, alpha, seed, batch_size, truncate
         decode = self._rewrite if method in CONFIDENCES else self._decode
         for item in enumerate(texts, first_index):
             window.append(item)
@@ -198,13 +180,11 @@ class Cascade:
                 [text], method=method, alpha=alpha, temperature=temperature, top_k=top_k, top_p=top_p,
                 seed=seed, first_index=index))
             return
-        sampler, params = self.sampler(method, block_size)
-        rows, _ = self.encode([text])
-        if not rows[0]:
+        [row], _ = self.encode([text])
+        if not row:
             return
-        arguments = self._arguments(sampler, params, rows, [index], seed, self.devices, options, alpha)
-        for state in decoding.stream(sampler, *arguments, max_new_tokens=self.max_new_tokens,
-                                     eos_id=self.tokenizer.eos_id):
+        job = Job(*self.sampler(method, block_size), options, alpha, seed)
+        for state in self.engine.stream(job, row, index, self.bucket(len(row))):
             tokens = state.tokens[0, :int(state.length[0])].tolist()
             stopped = up_to_stop(self.tokenizer, tokens, self.stop)
             yield stopped[1] if stopped else self.tokenizer.decode(tokens)
@@ -220,34 +200,14 @@ class Cascade:
         check_sampling(method, rules[method].low if method in rules else 0.0, block_size, options,
                        self.verifier.vocab_size)
         for own in (method, "verifier") if method in CONFIDENCES else (method,):
-            sampler, params = self.sampler(own, block_size)
-            for length in sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)}):
-                row = [self.tokenizer.eos_id] * length
-                shared = (sampler, params, [row], [0], 0, batch_size * self.devices, options, 0.0)
-                arguments = self._arguments(*shared)
-                (self._run_rounds if self.stop else self._program)(sampler, arguments)
-                if self._refills(batch_size):
-                    self._refilling(sampler, arguments, batch_size)
+            job = Job(*self.sampler(own, block_size), options, 0.0, 0)
+            widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
+            self.engine.precompile(job, batch_size, widths, by_round=bool(self.stop))
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
-
-    def _arguments(self, sampler, params, rows, indices, seed, batch_size, options, alpha, size=None):
-        size = size or self.bucket(max(map(len, rows)))
-        spare = batch_size - len(rows)  # rows of length 0 rest from the start
-        inputs, lengths = map(jnp.asarray, pad([*rows, *[[]] * spare], size, self.tokenizer.pad_id))
-        keys = row_keys(jax.random.key(seed), jnp.asarray([*indices, *[0] * spare], jnp.uint32))
-        options = dataclasses.replace(
-            options, temperature=jnp.float32(options.temperature),
-            top_p=None if options.top_p is None else jnp.float32(options.top_p))
-        shared = options, jnp.full((sampler.level,), alpha, jnp.float32)
-        rows = keys, inputs, lengths
-        if self.mesh is not None:
-            rows, shared = jax.device_put((rows, shared), (NamedSharding(self.mesh, P(AXIS)),
-                                                           NamedSharding(self.mesh, P())))
-        return params, *rows, *shared
 
     def _rewrite(self, window, method, block_size, options, alpha, *shared) -> list[Output]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
@@ -271,22 +231,18 @@ class Cascade:
                 for n, draft in enumerate(drafts)]
 
     def _decode(self, window, method, block_size, options, alpha, seed, batch_size, truncate) -> list[Output]:
-        sampler, params = self.sampler(method, block_size)
         rows, cut = self.encode([text for _, text in window], truncate)
         outputs: dict[int, Output] = {}
-        order = sorted((n for n in range(len(rows)) if rows[n]), key=lambda n: len(rows[n]))
-
-        def arguments(chosen, batch_size, size=None):
-            return self._arguments(sampler, params, [rows[n] for n in chosen], [window[n][0] for n in chosen],
-                                   seed, batch_size, options, alpha, size)
-
-        refills = self._refills(batch_size) and len(order) > batch_size
-        decode = self._in_turns if refills else self._in_batches
-        for where, result in decode(sampler, order, arguments, batch_size):
+        order = [n for n, row in enumerate(rows) if row]
+        job = Job(*self.sampler(method, block_size), options, alpha, seed)
+        for slots, result in self.engine.decode(job, [rows[n] for n in order], [window[n][0] for n in order],
+                                                batch_size, self.bucket,
+                                                self._ends if self.stop else None):
             if (result.tokens >= self.verifier.vocab_size).any():
                 raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or "
                                  "dtype bfloat16 is too narrow for it.")
-            for slot, n in where.items():
+            for slot, place in slots.items():
+                n = order[place]
                 tokens = result.tokens[slot, :int(result.length[slot])].tolist()
                 stopped = up_to_stop(self.tokenizer, tokens, self.stop)
                 tokens, text = stopped or (tokens, self.tokenizer.decode(tokens))
@@ -297,136 +253,8 @@ class Cascade:
         return [outputs.get(n) or Output(index, source, "", [], [], {})
                 for n, (index, source) in enumerate(window)]
 
-    def _in_batches(self, sampler, order, arguments, batch_size
-                    ) -> Iterator[tuple[dict[int, int], decoding.Generation]]:
-        """Batch after batch: {slot: input}, and what was generated in the slots."""
-        for begin in range(0, len(order), batch_size):
-            chosen = order[begin:begin + batch_size]
-            yield dict(enumerate(chosen)), (self._run_rounds if self.stop else self._run)(
-                sampler, arguments(chosen, batch_size))
-
-    def _refills(self, batch_size: int) -> bool:
-        """Whether finished rows make room for other inputs; devices with loops of their own do not meet."""
-        return batch_size > 1 and self.mesh is None and not self.stop
-
-    def _in_turns(self, sampler, order, arguments, batch_size
-                  ) -> Iterator[tuple[dict[int, int], decoding.Generation]]:
-        """As _in_batches, but wherever a quarter of the rows rest, other inputs take their places: the
-        longest come first, so that few rows rest at the end."""
-        waiting, share = order[::-1], max(batch_size // 4, 1)
-        chosen, waiting = waiting[:batch_size], waiting[batch_size:]
-        params, keys, inputs, lengths, *shared = first = arguments(chosen, batch_size)
-        begin, run, refill, finish = self._refilling(sampler, first, batch_size)
-        began = time.perf_counter()
-        state, busy = begin(params, keys, inputs, lengths), dict(enumerate(chosen))
-        idle: list[int] = []
-        while busy:
-            state = run(params, state, *shared, jnp.int32(share if waiting else batch_size))
-            room = jax.device_get(state.rows.room)
-            done = {slot: busy.pop(slot) for slot in list(busy) if room[slot] == 0}
-            result = jax.device_get(finish(state))
-            self.clock.decode_seconds += time.perf_counter() - began
-            yield done, result
-            began = time.perf_counter()
-            idle += done
-            while waiting and len(idle) >= share:
-                chosen, waiting = waiting[:share], waiting[share:]
-                slots, idle = idle[:share], idle[share:]
-                _, keys, inputs, lengths, *_ = arguments(chosen, share, first[2].shape[1])
-                busy |= dict(zip(slots, chosen, strict=False))
-                state = refill(params, state, keys, inputs, lengths, jnp.array(slots, jnp.int32))
-        self.clock.decode_seconds += time.perf_counter() - began
-
-    def _refilling(self, sampler: Sampler, arguments: Any, batch_size: int) -> tuple[Any, ...]:
-        """The programs of _in_turns for arguments of these shapes, compiled once; that is timed apart."""
-        params, keys, inputs, lengths, options, alphas = arguments
-        share = max(batch_size // 4, 1)
-        shape = ("turns", sampler, inputs.shape, options.top_k, options.top_p is None)
-        if shape not in self._compiled:
-            began = time.perf_counter()
-            start = partial(decoding.begin, sampler, max_new_tokens=self.max_new_tokens)
-
-            def refill(params, state, keys, inputs, lengths, slots):
-                return decoding.refill(state, start(params, keys, inputs, lengths), slots)
-
-            begin = jax.jit(start)
-            finish = jax.jit(partial(decoding.finish, max_new_tokens=self.max_new_tokens))
-            run = jax.jit(partial(decoding.run, sampler, eos_id=self.tokenizer.eos_id), donate_argnums=1)
-            refill = jax.jit(refill, donate_argnums=1)
-            # No round, no row: called for what they compile, also where devices share the parameters.
-            still = (options, alphas, jnp.int32(0))
-            state = run(params, run(params, begin(params, keys, inputs, lengths), *still), *still)
-            state = refill(params, state, keys[:share], inputs[:share], lengths[:share],
-                           jnp.full(share, batch_size))
-            jax.block_until_ready(finish(run(params, state, *still)))
-            self._compiled[shape] = begin, run, refill, finish
-            self.clock.compile_seconds += time.perf_counter() - began
-            self.clock.compilations += 1
-        return self._compiled[shape]
-
-    def _program(self, sampler: Sampler, arguments: Any) -> Any:
-        """generate() for arguments of these shapes, compiled once; that is timed apart."""
-        inputs, options = arguments[2], arguments[4]
-        shape = (sampler, inputs.shape, options.top_k, options.top_p is None)
-        static = {"max_new_tokens": self.max_new_tokens, "eos_id": self.tokenizer.eos_id}
-        if shape not in self._compiled:
-            began = time.perf_counter()
-            program = partial(decoding.generate, sampler, **static)
-            if self.mesh is not None:  # each device's loop ends with its own rows
-                split = P(AXIS)
-                program = jax.shard_map(program, mesh=self.mesh, out_specs=split, check_vma=False,
-                                        in_specs=(P(), split, split, split, P(), P()))
-            self._compiled[shape] = jax.jit(program).lower(*arguments).compile()
-            self.clock.compile_seconds += time.perf_counter() - began
-            self.clock.compilations += 1
-        return self._compiled[shape]
-
-    def _run(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
-        """generate() on host arrays."""
-        program = self._program(sampler, arguments)
-        began = time.perf_counter()
-        result = jax.device_get(program(*arguments))
-        self.clock.decode_seconds += time.perf_counter() - began
-        return result
-
-    def _run_rounds(self, sampler: Sampler, arguments: Any) -> decoding.Generation:
-        """_run() with a look at the text after every round: rows with a stop sequence rest from there.
-
-        Its counts are those up to the end of that round.
-        """
-        params, keys, inputs, lengths, options, alphas = arguments
-        shape = ("rounds", sampler, inputs.shape, options.top_k, options.top_p is None)
-        if shape not in self._compiled:
-            began = time.perf_counter()
-            begin = jax.jit(partial(decoding.begin, sampler, max_new_tokens=self.max_new_tokens))
-            advance = jax.jit(partial(decoding.advance, sampler, eos_id=self.tokenizer.eos_id),
-                              donate_argnums=1)
-            state = begin(params, keys, inputs, lengths)
-            jax.block_until_ready(advance(params, advance(params, state, options, alphas), options, alphas))
-            self._compiled[shape] = begin, advance
-            self.clock.compile_seconds += time.perf_counter() - began
-            self.clock.compilations += 1
-        began = time.perf_counter()
-        begin, advance = self._compiled[shape]
-        state = begin(params, keys, inputs, lengths)
-        while True:
-            tokens, emitted, room = jax.device_get((state.tokens, state.emitted, state.rows.room))
-            rests = [up_to_stop(self.tokenizer, row[:size].tolist(), self.stop) is not None
-                     for row, size in zip(tokens, emitted, strict=True)]
-            room = np.where(rests, 0, room)
-            if not room.any():
-                break
-            state = state._replace(rows=state.rows._replace(room=jnp.asarray(room)))
-            state = advance(params, state, options, alphas)
-        result = jax.device_get(decoding.finish(state, self.max_new_tokens))
-        self.clock.decode_seconds += time.perf_counter() - began
-        return result
-
-
-@jax.jit
-def row_keys(key: Array, indices: Array) -> Array:
-    """A typed key for each of `indices` [B]."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
+    def _ends(self, tokens: list[int]) -> bool:
+        return up_to_stop(self.tokenizer, tokens, self.stop) is not None
 
 
 def row_counts(counts: Any, row: int) -> dict[str, Any]:

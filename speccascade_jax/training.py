@@ -22,13 +22,13 @@ from speccascade_jax import checkpoints, distillation
 from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
 from speccascade_jax.checkpoints.arrays import Placement, Sharding
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.data import Batch, TrainingBatches, joined_examples, texts
+from speccascade_jax.data import Batch, TrainingBatches, joined_examples, pad, texts
 from speccascade_jax.distillation import DIVERGENCES, distillation_loss
 from speccascade_jax.evaluation import METRICS
 from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.reporting import Reporter, loss_curve
-from speccascade_jax.text import Cascade, pad
+from speccascade_jax.text import Cascade
 from speccascade_jax.tokenizer import Tokenizer, train_tokenizer
 
 Array = jax.Array

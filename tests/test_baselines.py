@@ -252,13 +252,13 @@ def test_one_random_number_for_both_texts_is_seen(monkeypatch):
 
 def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     cascade, rows = pair(), []
-    real = cascade._arguments
+    real = cascade.engine._arguments
 
-    def spy(sampler, params, given, *rest, **size):
-        rows.append((sampler, len(given)))
-        return real(sampler, params, given, *rest, **size)
+    def spy(self, job, given, *rest):
+        rows.append((job.sampler, len(given)))
+        return real(job, given, *rest)
 
-    monkeypatch.setattr(cascade, "_arguments", spy)
+    monkeypatch.setattr(type(cascade.engine), "_arguments", spy)
     outputs = list(cascade.generate(["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9,
                                     temperature=1.0, batch_size=6))
     verified = [size for sampler, size in rows if isinstance(sampler, Autoregressive)]

@@ -191,10 +191,11 @@ from speccascade_jax.text import Cascade
 pair, texts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 cascade = Cascade.load(f"{pair}/drafter", f"{pair}/verifier", max_source_length=32, max_new_tokens=24,
                        mesh=make_mesh())
-assert cascade.devices == 8
+assert cascade.engine.devices == 8
 outputs = [o.tokens for o in cascade.generate(texts, **options)]
-program = next(iter(cascade._compiled.values())).as_text()
-assert "while(" in program and not any(x in program for x in ("all-reduce", "all-gather", "permute("))
+programs = [program.as_text() for program in cascade.engine.compiled.values()]
+assert sum("while(" in program for program in programs) and not any(
+    x in program for program in programs for x in ("all-reduce", "all-gather", "permute("))
 del options["batch_size"]
 print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
 """
@@ -262,9 +263,8 @@ def test_rows_that_rest_make_room_for_others(cascade, method, monkeypatch):
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
     options = {"method": method, "alpha": 0.3, "block_size": 2, "temperature": 0.8, "seed": 4}
     alone = [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, **options)]
-    real, sizes = cascade._arguments, []
-    monkeypatch.setattr(cascade, "_arguments", lambda sampler, params, rows, *rest, **size: (
-        sizes.append(len(rows)), real(sampler, params, rows, *rest, **size))[1])
-    monkeypatch.setattr(type(cascade), "_run", None)  # whole batches would go this way
+    real, sizes = cascade.engine._arguments, []
+    monkeypatch.setattr(type(cascade.engine), "_arguments", lambda self, job, rows, *rest: (
+        sizes.append(len(rows)), real(job, rows, *rest))[1])
     assert [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, batch_size=8, **options)] == alone
     assert sum(sizes) == sum(bool(text.strip()) for text in texts) and max(sizes[1:]) == 2

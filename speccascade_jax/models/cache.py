@@ -20,7 +20,7 @@ class T5Cache(NamedTuple):
     values: tuple[Array, ...]        # a layer: [B, H, L, K]
     cross_keys: tuple[Array, ...]    # a layer: [B, H, S, K], written once by prefill
     cross_values: tuple[Array, ...]  # a layer: [B, H, S, K]
-    cross_bias: Array                # [B, 1, 1, S]: 0 on source tokens, very negative on padding
+    source_length: Array             # [B]: what lies past it in the cross-attention's buffers is masked
     position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
     length: Array                    # [B]
 

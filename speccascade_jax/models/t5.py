@@ -230,7 +230,7 @@ class T5(nnx.Module):
             values=(blank,) * c.num_decoder_layers,
             cross_keys=tuple(k.astype(dtype) for k, _ in cross),
             cross_values=tuple(v.astype(dtype) for _, v in cross),
-            cross_bias=source_bias,
+            source_length=source_length,
             position_bias=tuple(bias.astype(jnp.float32)
                                 for bias in self._position_biases(self.decoder_bias, buckets)),
             length=jnp.zeros((source.shape[0],), jnp.int32),
@@ -242,6 +242,7 @@ class T5(nnx.Module):
         back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
+        source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
         x = self._embed(tokens)
         keys, values = [], []
         for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
@@ -250,7 +251,7 @@ class T5(nnx.Module):
                         write(cache.values[n], v, cache.length, axis=2))
 
             x, (k, v) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
-                              cache.cross_bias, lambda x: x)
+                              source_bias, lambda x: x)
             keys.append(k)
             values.append(v)
         cache = cache._replace(keys=tuple(keys), values=tuple(values),
