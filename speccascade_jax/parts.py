@@ -1,7 +1,8 @@
 """What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth.
 
-Parts are timed in turn, in one process, so that a busy machine slows them alike; each is repeated
-inside one compiled loop, so that calling it from Python costs nothing.
+Parts are timed in turn, in one process, so that a busy machine slows them alike. Each is repeated inside
+a compiled loop, once and many times, and the difference counts: what a call costs beside its rounds (entering
+from Python, copying caches in, converting weights) is no part of one.
 """
 
 import os
@@ -24,6 +25,7 @@ from speccascade_jax.rules import Method
 from speccascade_jax.typing import LanguageModel, Prefix, SamplingOptions
 
 Array = jax.Array
+Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 OVERHEAD = "rules, verification, sampling"
 
 
@@ -54,41 +56,40 @@ class Given(NamedTuple):
         return jnp.take(params, rows, axis=0, mode="clip"), GivenCache(cache.length + tokens.shape[1])
 
 
-def repeated(body: Callable[[Any], Any], count: int) -> Callable[[Any], Any]:
-    """`body` applied `count` times, each to what the last one gave."""
-    return lambda carry: lax.fori_loop(0, count, lambda _, carry: body(carry), carry)
+def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:
+    """`body` applied so many times, each to what the last one gave."""
+    return lambda carry: lax.fori_loop(0, times, lambda _, carry: body(carry), carry)
 
 
-def step_part(model: LanguageModel, params: Any, cache: Any, rows: int, count: int
-              ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """extend() by `rows` tokens at the cache's length, `count` times: each feeds what the last predicted."""
-    def part(params, tokens, cache):
+def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
+    """extend() by `rows` tokens at the cache's length: each feeds what the last predicted."""
+    def part(times, params, tokens, cache):
         def body(carry):
             tokens, cache = carry
             logits, longer = model.extend(params, tokens, cache)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), longer._replace(length=cache.length)
-        return repeated(body, count)((tokens, cache))
+        return repeated(body, times)((tokens, cache))
 
     return part, (params, jnp.ones((cache.length.shape[0], rows), jnp.int32), cache)
 
 
 def round_part(sampler: Speculative, params: Any, state: decoding.State, options: SamplingOptions,
-               alpha: float, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A whole round, `count` times at one position."""
-    def part(params, state, options, alphas):
+               alpha: float) -> Part:
+    """A whole round, again and again at one position."""
+    def part(times, params, state, options, alphas):
         def body(now):
             later = decoding.advance(sampler, params, now, options, alphas, eos_id=NO_TOKEN)
             rows = now.rows._replace(last=later.rows.last)
             return later._replace(emitted=now.emitted, rows=rows,
                                   caches=sampler.roll_back(later.caches, now.rows.start - 1))
-        return repeated(body, count)(state)
+        return repeated(body, times)(state)
 
     return part, (params, state, options, jnp.full((sampler.level,), alpha, jnp.float32))
 
 
 def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, Any], method: Method, *,
             block_size: int, batch_size: int, source_length: int, max_new_tokens: int, alpha: float,
-            options: SamplingOptions, repetitions: int = 15, count: int = 8) -> dict[str, Timing]:
+            options: SamplingOptions, repetitions: int = 15, times: int = 8) -> dict[str, Timing]:
     """Part -> Timing, for `batch_size` rows whose sources fill `source_length` tokens.
 
     OVERHEAD is a round of models that compute nothing.
@@ -106,26 +107,28 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     # A list of arguments, not a closure: captured parameters would become constants of the program.
     state = jax.jit(partial(start, sampler))(params)
     caches = state.caches
-    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {}
+    programs: dict[str, Part] = {}
     for name, model, own in (("drafter", drafter, params[0]), ("verifier", verifier, params[1])):
-        programs[f"{name} prefill"] = (partial(model.prefill, max_length=source_length + max_new_tokens),
-                                       (own, inputs, lengths), 1)
-    programs["drafter step"] = (*step_part(drafter, params[0], caches[0], 1, count), count)
-    programs["verifier step"] = (*step_part(verifier, params[1], caches[1], 1, count), count)
-    programs[scoring(block_size)] = (*step_part(verifier, params[1], caches[1], block_size + 1, count), count)
-    programs[OVERHEAD] = (*round_part(idle, (logits, logits + 1e-3), start(idle, (logits, logits)), options,
-                                      alpha, count), count)
-    programs["round"] = (*round_part(sampler, params, state, options, alpha, count), count)
+        read = partial(model.prefill, max_length=source_length + max_new_tokens)
+        programs[f"{name} prefill"] = lambda _, *given, read=read: read(*given), (own, inputs, lengths)
+    programs["drafter step"] = step_part(drafter, params[0], caches[0], 1)
+    programs["verifier step"] = step_part(verifier, params[1], caches[1], 1)
+    programs[scoring(block_size)] = step_part(verifier, params[1], caches[1], block_size + 1)
+    idle_params = logits, logits + 1e-3
+    programs[OVERHEAD] = round_part(idle, idle_params, start(idle, idle_params), options, alpha)
+    programs["round"] = round_part(sampler, params, state, options, alpha)
 
-    compiled = {name: jax.jit(part).lower(*arguments).compile()
-                for name, (part, arguments, _) in programs.items()}
+    compiled = {name: jax.jit(part).lower(np.int32(0), *arguments).compile()
+                for name, (part, arguments) in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repetition in range(repetitions + 1):
-        for name, (_, arguments, times) in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(compiled[name](*arguments))
+        for name, (_, arguments) in programs.items():
+            def spent(often: int, call=compiled[name], arguments=arguments) -> float:
+                return timed(lambda: jax.block_until_ready(call(np.int32(often), *arguments)))
+
+            own = spent(1) if name.endswith("prefill") else (spent(1 + times) - spent(1)) / times
             if repetition:  # the first warms up
-                seconds[name].append((time.perf_counter() - began) / times)
+                seconds[name].append(own)
     return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
 
 
