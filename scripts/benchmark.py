@@ -39,7 +39,12 @@ from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.data import joined_examples
 from speccascade_jax.decoding import Autoregressive, Speculative
 from speccascade_jax.methods import check_sampling
-from speccascade_jax.metrics import position_acceptance, relative_cost, summarize
+from speccascade_jax.metrics import (
+    expected_tokens_per_call,
+    position_acceptance,
+    relative_cost,
+    summarize,
+)
 from speccascade_jax.models.packing import wants_packing
 from speccascade_jax.models.t5 import PRESETS, T5Model
 from speccascade_jax.rules import METHODS
@@ -303,6 +308,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             source_length=cascade.bucket(int(np.median(lengths))))
         part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
         beyond = part[parts.scoring(gamma)] - 1 + part[parts.OVERHEAD]
+        if METHODS[arguments.method].lossless:  # its drafter does not read its last token
+            beyond -= part["drafter step"]
         predicted, with_parts = (relative_cost(acceptance, gamma, part["drafter step"], overhead)
                                  for overhead in (0.0, beyond))
         figures = {
@@ -315,7 +322,9 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             "relative cost without prefill, measured":
                 round_seconds / rates["tokens_per_verifier_call"] / step["verifier"],
             "predicted, a scoring call as one step": predicted,
-            f"predicted, with {parts.scoring(gamma)} and the rules as timed": with_parts}
+            f"predicted, with {parts.scoring(gamma)} and the rules as timed": with_parts,
+            "the same, by the tokens a call as counted":  # ends of texts and dependent acceptances apart
+                with_parts * expected_tokens_per_call(acceptance, gamma) / rates["tokens_per_verifier_call"]}
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
         report.table("the verifier alone here", {f"times as fast as {other}": faster("verifier", other)

@@ -49,7 +49,7 @@ def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache,
     """
     def ask(carry):
         drafted, cache, last, passes, writing = carry
-        at = Rows(rows.noise, last, rows.start + passes, writing.astype(jnp.int32))
+        at = rows._replace(last=last, start=rows.start + passes, room=writing.astype(jnp.int32))
         block, cache, _ = drafter.step(params, cache, at, options, jnp.zeros(0), NO_TOKEN)
         trusted = writing & (jnp.max(block.own[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
         block = block._replace(origin=jnp.full_like(block.origin, Origin.DRAFT),
@@ -244,8 +244,8 @@ class Bild:
             drafter_cache = self.drafter.roll_back(drafter_cache, jnp.where(
                 replaced, rows.start + stop, rows.start + count))
             _, drafter_cache, _ = self.drafter.step(
-                params[0], drafter_cache, Rows(rows.noise, added, rows.start + jnp.where(
-                    replaced, stop, count) + 1, again), options, jnp.zeros(0), NO_TOKEN)
+                params[0], drafter_cache, rows._replace(last=added, start=rows.start + jnp.where(
+                    replaced, stop, count) + 1, room=again), options, jnp.zeros(0), NO_TOKEN)
             passes += again
             more = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             tokens, origin = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, origin))

@@ -2,7 +2,8 @@
 
 A sampler emits a block of tokens together with the distribution each was drawn from, so any
 sampler can draft for a larger model. Between steps every cache, at every level, covers all
-committed tokens but the last; what lies at or past a cache's `length` is scratch.
+committed tokens but the last (a lossless rule's drafter may lack one more, see `spares`); what lies
+at or past a cache's `length` is scratch.
 """
 
 import dataclasses
@@ -40,9 +41,10 @@ class Rows(NamedTuple):
     """Where each row stands when a sampler is asked for its next block."""
 
     noise: Float[Array, "B levels 2 L"]  # see sampling.noise
-    last: Int[Array, "B"]   # the last committed token
-    start: Int[Array, "B"]  # the position of the next one
-    room: Int[Array, "B"]   # how many tokens it may take; 0: the row rests
+    before: Int[Array, "B"]  # the last committed token but one, where there are two
+    last: Int[Array, "B"]    # the last committed token
+    start: Int[Array, "B"]   # the position of the next one
+    room: Int[Array, "B"]    # how many tokens it may take; 0: the row rests
 
 
 class Block(NamedTuple):
@@ -86,7 +88,7 @@ class Sampler(Protocol):
         ...
 
     def roll_back(self, caches: Cache, length: Int[Array, "B"]) -> Cache:
-        """Caches that cover `length` positions, at most what they cover now."""
+        """Caches that cover `length` positions, or what they cover now if that is less."""
         ...
 
 
@@ -103,7 +105,19 @@ class Autoregressive:
         return self.model.prefill(params, inputs, input_length, max_length)
 
     def step(self, params, caches, rows, options, alphas, eos_id):
-        logits, caches = self.model.extend(params, rows.last[:, None], caches)
+        return self._drawn(*self.model.extend(params, rows.last[:, None], caches), rows, options)
+
+    def step_behind(self, params: Params, caches: Cache, rows: Rows, options: SamplingOptions
+                    ) -> tuple[Block, Cache, Any]:
+        """step() for caches that may also lack the last token but one, which is then read first."""
+        lacks = jnp.clip(rows.start - 1 - caches.length, 0, 1)  # a row that rests may lack more
+        tokens = jnp.stack([jnp.where(lacks > 0, rows.before, rows.last), rows.last], axis=1)
+        logits, caches = self.model.extend(params, tokens, caches)
+        logits = jnp.take_along_axis(logits, lacks[:, None, None], axis=1)
+        return self._drawn(logits, caches, rows, options)
+
+    def _drawn(self, logits: Float[Array, "B 1 V"], caches: Cache, rows: Rows, options: SamplingOptions
+               ) -> tuple[Block, Cache, Any]:
         probs = token_probs(logits, options)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])
         size = jnp.minimum(rows.room, 1)
@@ -112,7 +126,7 @@ class Autoregressive:
         return block, self.roll_back(caches, rows.start - 1 + size), size
 
     def roll_back(self, caches, length):
-        return caches._replace(length=length)
+        return caches._replace(length=jnp.minimum(caches.length, length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +153,12 @@ class Speculative:
     @property
     def overhang(self) -> int:
         return self.block_size + 1 + self.drafter.overhang
+
+    @property
+    def spares(self) -> bool:
+        """Whether the drafter does not read its last token: pi needs no q at the bonus position, and where
+        that token is kept, the next draft begins with reading it."""
+        return self.method.lossless and isinstance(self.drafter, Autoregressive)
 
     def init(self, params, inputs, input_length, max_length):
         prefix, drafter_caches = self.drafter.init(params[0], inputs, input_length, max_length)
@@ -182,38 +202,48 @@ class Speculative:
 
     def _draft(self, params, caches, rows, options, alphas):
         """block_size + 1 tokens with their laws: the last token is never submitted, its law serves
-        the bonus position and its pass leaves the drafter's cache complete."""
+        the bonus position and its pass leaves the drafter's cache complete. A drafter that `spares`
+        that pass leaves scratch there."""
         drafter, need = self.drafter, self.block_size + 1
 
-        def one_block(caches, last, done):
-            """The drafter's next block, `done` [B] tokens into the draft."""
-            at = Rows(rows.noise, last, rows.start + done, jnp.where(rows.room > 0, need - done, 0))
+        def one_block(caches, ends, done):
+            """The drafter's next block, `done` [B] tokens into the draft, after the two tokens `ends`."""
+            at = Rows(rows.noise, *ends, rows.start + done, jnp.where(rows.room > 0, need - done, 0))
             block, caches, counts = drafter.step(params, caches, at, options, alphas, NO_TOKEN)
-            return block, caches, last_token(block, last), counts
+            return block, caches, last_two(block, *ends), counts
 
-        nothing = jnp.zeros_like(rows.room)
+        nothing, ends = jnp.zeros_like(rows.room), (rows.before, rows.last)
         if drafter.width == 1:  # a known number of steps
             def step(carry, n):
                 block, *carry, counts = one_block(*carry, jnp.where(rows.room > 0, n, 0))
                 return tuple(carry), (block, counts)
 
-            (caches, _), (blocks, counts) = lax.scan(step, (caches, rows.last), jnp.arange(need))
+            if self.spares:
+                block, caches, counts = drafter.step_behind(params, caches, rows._replace(
+                    room=jnp.where(rows.room > 0, need, 0)), options)
+                (caches, _), (blocks, more) = lax.scan(step, (caches, last_two(block, *ends)),
+                                                       jnp.arange(1, self.block_size))
+                blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]),
+                                      block, blocks)
+                counts = jnp.concatenate([counts[None], more])
+            else:
+                (caches, _), (blocks, counts) = lax.scan(step, (caches, ends), jnp.arange(need))
             tokens, probs, own, origin, size = blocks
             drafted = [jnp.moveaxis(x[:, :, 0], 0, 1) for x in (tokens, probs, own, origin)]
             return Block(*drafted, jnp.sum(size, axis=0)), caches, add_up(counts)
 
         def advance(carry):
-            drafted, caches, last, counts = carry
-            block, caches, last, counted = one_block(caches, last, drafted.size)
-            return append(drafted, block), caches, last, add(counts, counted)
+            drafted, caches, ends, counts = carry
+            block, caches, ends, counted = one_block(caches, ends, drafted.size)
+            return append(drafted, block), caches, ends, add(counts, counted)
 
-        (*shapes, _), _, _, counts = jax.eval_shape(one_block, caches, rows.last, nothing)
+        (*shapes, _), _, _, counts = jax.eval_shape(one_block, caches, ends, nothing)
         width = need + drafter.width  # a block written at the last offset still fits
         buffers = [jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for x in shapes]
         counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
         drafted, caches, _, counts = lax.while_loop(
             lambda carry: jnp.any((carry[0].size < need) & (rows.room > 0)), advance,
-            (Block(*buffers, nothing), caches, rows.last, counts))
+            (Block(*buffers, nothing), caches, ends, counts))
         *buffers, size = drafted
         return Block(*(x[:, :need] for x in buffers), size), caches, counts
 
@@ -254,10 +284,17 @@ def append(drafted: Block, block: Block) -> Block:
                  drafted.size + block.size)
 
 
+def last_two(block: Block, before: Array, last: Array) -> tuple[Array, Array]:
+    """The two tokens each row ends with after `block`, where it ended with `before` and `last`."""
+    tokens = jnp.concatenate([jnp.stack([before, last], axis=1), block.tokens], axis=1)
+    index = block.size[:, None] + jnp.arange(2)
+    before, last = jnp.moveaxis(jnp.take_along_axis(tokens, index, axis=1), 1, 0)
+    return before, last
+
+
 def last_token(block: Block, last: Array) -> Array:
     """The token each row ends with after `block`: its own last one, `last` for an empty block."""
-    index = jnp.maximum(block.size - 1, 0)[:, None]
-    return jnp.where(block.size > 0, jnp.take_along_axis(block.tokens, index, axis=1)[:, 0], last)
+    return last_two(block, last, last)[1]
 
 
 def add(a: Any, b: Any) -> Any:
@@ -315,7 +352,7 @@ def begin(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[A
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
     room = jnp.where(input_length > 0, max_new_tokens, 0).astype(jnp.int32)
     blank = jnp.zeros((inputs.shape[0], max_new_tokens + sampler.width), jnp.int32)
-    rows = Rows(noise(keys, sampler.level + 1, length), last, prefix.length, room)
+    rows = Rows(noise(keys, sampler.level + 1, length), last, last, prefix.length, room)
     counts = jax.eval_shape(lambda: sampler.step(params, caches, rows, SamplingOptions(),
                                                  jnp.zeros(sampler.level), NO_TOKEN)[2])
     counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
@@ -332,9 +369,9 @@ def advance(sampler: Sampler, params: Params, state: State, options: SamplingOpt
         here = column == (state.emitted + n)[:, None]
         tokens = jnp.where(here, block.tokens[:, n:n + 1], tokens)
         origin = jnp.where(here, block.origin[:, n:n + 1], origin)
-    last = last_token(block, state.rows.last)
+    before, last = last_two(block, state.rows.before, state.rows.last)
     finished = (block.size > 0) & (last == eos_id)
-    rows = Rows(state.rows.noise, last, state.rows.start + block.size,
+    rows = Rows(state.rows.noise, before, last, state.rows.start + block.size,
                 jnp.where(finished, 0, state.rows.room - block.size))
     return State(tokens, origin, state.emitted + block.size, rows, caches, add(state.counts, counted))
 

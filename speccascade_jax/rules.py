@@ -182,7 +182,7 @@ Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
 class Method:
     """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
 
-    `low` and `high` bound alpha (both included); `summary` is for people.
+    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people.
     """
 
     target: Target
@@ -190,6 +190,7 @@ class Method:
     high: float
     summary: str
     defers: bool = True
+    lossless: bool = False
 
 
 def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
@@ -201,7 +202,8 @@ def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
 
 
 METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless; alpha unused"),
+    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless; alpha unused",
+                          lossless=True),
     "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
     "chow_log": Method(_cascade(chow_log), 0, math.inf, "defer when H(q) > alpha"),
     "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),

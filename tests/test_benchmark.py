@@ -94,6 +94,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     assert own["predicted, a scoring call as one step"] == pytest.approx(relative_cost(acceptance, 2, 0.1))
     assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
         relative_cost(acceptance, 2, 0.1, 0.7))
+    assert own["the same, by the tokens a call as counted"] == pytest.approx(2 / calls)
     assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
     assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
 

@@ -196,6 +196,8 @@ outputs = [o.tokens for o in cascade.generate(texts, **options)]
 programs = [program.as_text() for program in cascade.engine.compiled.values()]
 assert sum("while(" in program for program in programs) and not any(
     x in program for program in programs for x in ("all-reduce", "all-gather", "permute("))
+[used] = cascade.engine.programs.values()
+assert any(key[0] is used.refill for key in cascade.engine.compiled)
 del options["batch_size"]
 print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
 """

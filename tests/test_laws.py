@@ -1,5 +1,7 @@
 """The real compiled loop against the enumerated law, and planted bugs that it must catch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,28 @@ def test_blocks_beyond_the_limit_and_one_token_texts():
     longest = run(7)
     for limit in range(1, 7):
         np.testing.assert_array_equal(run(limit), longest[:, :limit])
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("outer", [None, "speculative", "opt"])
+def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
+    """The same tokens as with the pass that a lossless rule does not need, for a pass less each round."""
+    def run(lossless):
+        method = dataclasses.replace(METHODS["speculative"], lossless=lossless)
+        methods, sizes = ([method], [gamma]) if outer is None else ([method, METHODS[outer]], [gamma, 3])
+        sampler = hierarchy([TableLM(VOCAB)] * (len(methods) + 1), methods, sizes)
+        params = (TABLES[0], TABLES[1]) if outer is None else ((TABLES[0], TABLES[1]), TABLES[2])
+        keys, ones = jax.vmap(jax.random.key)(jnp.arange(512)), np.ones((512, 1), np.int32)
+        return generate(sampler, params, keys, ones, ones[:, 0], SamplingOptions(),
+                        jnp.full(len(methods), 0.05), max_new_tokens=20, eos_id=EOS)
+
+    spared, whole = run(True), run(False)
+    for name in ("tokens", "origin", "length"):
+        np.testing.assert_array_equal(getattr(spared, name), getattr(whole, name))
+    passes = [r.counts[0] if outer is None else r.counts[0][0] for r in (whole, spared)]
+    rounds = [r.counts[1].rounds if outer is None else r.counts[0][1].rounds for r in (whole, spared)]
+    np.testing.assert_array_equal(rounds[0], rounds[1])
+    np.testing.assert_array_equal(passes[0] - passes[1], rounds[0])
 
 
 # Planted bugs: the law test must fail on each, for the families that can show it.
