@@ -110,7 +110,7 @@ def test_blocks_beyond_the_limit_and_one_token_texts():
         np.testing.assert_array_equal(run(limit), longest[:, :limit])
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("outer", [None, "speculative", "opt"])
 def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
     """The same tokens as with the pass that a lossless rule does not need, for a pass less each round."""

@@ -102,8 +102,8 @@ def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path,
     model = model_of(CONFIGS[name])
     loaded = decoded(model, model.init(0), tmp_path / "saved", "bfloat16")
     _, cache = loaded.model.prefill(loaded.params, SOURCE[:1], LENGTH[:1], 64)
-    part, arguments = parts.step_part(loaded.model, loaded.params, cache, rows, 4)
-    body = jax.jit(part).lower(*arguments).compile().as_text().split("\nENTRY")[0]
+    part, arguments = parts.step_part(loaded.model, loaded.params, cache, rows)
+    body = jax.jit(part).lower(np.int32(4), *arguments).compile().as_text().split("\nENTRY")[0]
     kernels = {",".join(map(str, x.shape)) for x in jax.tree.leaves(loaded.params) if x.ndim == 2}
     buffers = {",".join(map(str, (*one, *cache.keys[0].shape[-3:]))) for one in ((), (1,))}
     copied = set(re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", body))
