@@ -126,9 +126,11 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
             def spent(often: int, call=compiled[name], arguments=arguments) -> float:
                 return timed(lambda: jax.block_until_ready(call(np.int32(often), *arguments)))
 
-            own = spent(1) if name.endswith("prefill") else (spent(1 + times) - spent(1)) / times
+            once = spent(1)
+            if not name.endswith("prefill"):  # the call above left the others' weights behind: all are warm
+                once = (spent(1 + times) - spent(1)) / times
             if repetition:  # the first warms up
-                seconds[name].append(own)
+                seconds[name].append(once)
     return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
 
 
