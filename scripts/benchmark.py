@@ -241,9 +241,11 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
     report.table(f"{name} alone, {count} tokens", figures)
 
 
-def slope(counts: list[int], seconds: list[float]) -> float:
-    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off."""
-    return float(np.polyfit(counts, seconds, 1)[0])
+def slope(counts: list[int], widths: list[int], seconds: list[float]) -> float:
+    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off, which takes
+    longer the wider the padded input."""
+    design = np.stack([counts, widths, np.ones(len(counts))], axis=1)
+    return float(np.linalg.lstsq(design, np.array(seconds), rcond=None)[0][0])
 
 
 def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> None:
@@ -253,6 +255,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
     texts = [source for source, _ in joined_examples(task, arguments.input)][:arguments.limit]
     lengths = list(map(len, cascade.encode(texts, truncate=True)[0]))
     texts = [t for t, n in zip(texts, lengths, strict=True) if n < cascade.max_source_length]
+    all_widths = [cascade.bucket(n) for n in lengths if n < cascade.max_source_length]
 
     sweep = {"temperature": arguments.temperature, "alpha": arguments.alpha}
     options: dict[str, Any] = {
@@ -283,7 +286,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
     if kept < 2:
         raise ValueError(f"only {kept} inputs have outputs of {arguments.min_tokens} tokens or more: raise "
                          "--limit or --join.")
-    step = {name: slope([len(o.tokens) for o in outputs[name]], seconds[name])
+    widths = [all_widths[o.index] for o in outputs["verifier"]]
+    step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
             for name in ("verifier", "drafter")}
     report.table("one model alone", {
         "inputs": kept,
@@ -299,13 +303,13 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
         name = f"gamma {gamma}"
         counts = [o.counts for o in outputs[name]]
         rates = summarize(counts)
-        round_seconds = slope([c["rounds"] for c in counts], seconds[name])
+        round_seconds = slope([c["rounds"] for c in counts], widths, seconds[name])
         acceptance = position_acceptance([o.origin for o in outputs[name]])
         found = parts.measure(
             cascade.drafter, cascade.verifier, (cascade.drafter_params, cascade.verifier_params),
             METHODS[arguments.method], block_size=gamma, batch_size=1, alpha=arguments.alpha,
             options=SamplingOptions(arguments.temperature), max_new_tokens=cascade.max_new_tokens,
-            source_length=cascade.bucket(int(np.median(lengths))))
+            source_length=int(np.median(widths)))
         part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
         beyond = part[parts.scoring(gamma)] - 1 + part[parts.OVERHEAD]
         if METHODS[arguments.method].lossless:  # its drafter does not read its last token

@@ -27,6 +27,7 @@ from speccascade_jax.typing import LanguageModel, Prefix, SamplingOptions
 Array = jax.Array
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 OVERHEAD = "rules, verification, sampling"
+LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more
 
 
 class Timing(NamedTuple):
@@ -89,7 +90,7 @@ def round_part(sampler: Speculative, params: Any, state: decoding.State, options
 
 def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, Any], method: Method, *,
             block_size: int, batch_size: int, source_length: int, max_new_tokens: int, alpha: float,
-            options: SamplingOptions, repetitions: int = 15, times: int = 8) -> dict[str, Timing]:
+            options: SamplingOptions, repetitions: int = 15) -> dict[str, Timing]:
     """Part -> Timing, for `batch_size` rows whose sources fill `source_length` tokens.
 
     OVERHEAD is a round of models that compute nothing.
@@ -126,11 +127,12 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
             def spent(often: int, call=compiled[name], arguments=arguments) -> float:
                 return timed(lambda: jax.block_until_ready(call(np.int32(often), *arguments)))
 
-            once = spent(1)
+            own = spent(1)
             if not name.endswith("prefill"):  # the call above left the others' weights behind: all are warm
-                once = (spent(1 + times) - spent(1)) / times
+                times = int(np.clip(LONG_ENOUGH / own, 4, 40))
+                own = (spent(1 + times) - spent(1)) / times
             if repetition:  # the first warms up
-                seconds[name].append(once)
+                seconds[name].append(own)
     return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
 
 
