@@ -25,7 +25,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.commandline import config_of, exit_code
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.data import read_lines
+from speccascade_jax.data import read_lines, resume_lines
 from speccascade_jax.methods import SINGLE_MODEL
 from speccascade_jax.metrics import summarize
 from speccascade_jax.parallel import local_mesh
@@ -111,34 +111,15 @@ def writable(path: Path) -> None:
 def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple[TextIO, list[Output]]:
     """The output file, open for appending, and the outputs that an interrupted run left in it.
 
-    PATH.settings.json keeps what the run was made of: another run's lines are never mixed in.
+    Another run's lines are never mixed in: neither of other settings nor of other inputs.
     """
-    kept = Path(f"{path}.settings.json")
     writable(path)
-    writable(kept)
-    settings = json.loads(json.dumps(settings))  # lists for tuples, as they are read again
-    if path.stat().st_size and json.loads(kept.read_text() or "null") != settings:
-        raise ValueError(f"{path} holds the output of other settings (see {kept}): delete it or choose "
-                         "another --output.")
-    kept.write_text(json.dumps(settings, indent=1) + "\n")
-    # surrogateescape: a killed run may have cut a character in two.
-    file = path.open("r+", encoding="utf-8", errors="surrogateescape")
-    done, end = [], 0
-    for line in iter(file.readline, ""):
-        try:
-            output = Output(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
-            break
-        if not line.endswith("\n"):
-            break
-        if len(done) >= len(texts) or output.source != texts[len(done)]:
-            raise ValueError(f"{path}, line {len(done) + 1}, has another source than the input: delete the "
-                             "file or choose another --output.")
-        done.append(output)
-        end = file.tell()
-    file.seek(end)
-    file.truncate()
-    return file, done
+    lines, file = resume_lines(path, settings)
+    for number, line in enumerate(lines, 1):
+        if number > len(texts) or line.get("source") != texts[number - 1]:
+            raise ValueError(f"{path}, line {number}, has another source than the input: delete the file or "
+                             "choose another --output.")
+    return file, [Output(**line) for line in lines]
 
 
 def coloured(output: Output, tokenizer: Tokenizer) -> Text:

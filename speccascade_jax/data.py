@@ -81,10 +81,10 @@ def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
                              "another --output.")
         kept.write_text(json.dumps(settings, indent=1) + "\n")
         whole_lines(path)  # cut in place: another kill here loses nothing
-        file = path.open("a+")
+        file = path.open("a+", encoding="utf-8")
         file.seek(0)
         return [json.loads(line) for line in file], file
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot go on with {path}: {error}") from None
 
 

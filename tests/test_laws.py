@@ -116,7 +116,7 @@ def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
     """The same tokens as with the pass that a lossless rule does not need, for a pass less each round."""
     def run(lossless):
         method = dataclasses.replace(METHODS["speculative"], lossless=lossless)
-        methods, sizes = ([method], [gamma]) if outer is None else ([method, METHODS[outer]], [gamma, 3])
+        methods, sizes = ([method], [gamma]) if outer is None else ([method, METHODS[outer]], [gamma, 6])
         sampler = hierarchy([TableLM(VOCAB)] * (len(methods) + 1), methods, sizes)
         params = (TABLES[0], TABLES[1]) if outer is None else ((TABLES[0], TABLES[1]), TABLES[2])
         keys, ones = jax.vmap(jax.random.key)(jnp.arange(512)), np.ones((512, 1), np.int32)
