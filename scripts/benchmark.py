@@ -323,6 +323,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             "acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
             "tokens_per_verifier_call": rates["tokens_per_verifier_call"],
             "round, ms": 1e3 * round_seconds,
+            "the same timed apart, ms": 1e3 * found["round"].median,
             "relative cost without prefill, measured":
                 round_seconds / rates["tokens_per_verifier_call"] / step["verifier"],
             "predicted, a scoring call as one step": predicted,
