@@ -323,13 +323,14 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             "acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
             "tokens_per_verifier_call": rates["tokens_per_verifier_call"],
             "round, ms": 1e3 * round_seconds,
-            "the same timed apart, ms": 1e3 * found["round"].median,
             "relative cost without prefill, measured":
                 round_seconds / rates["tokens_per_verifier_call"] / step["verifier"],
             "predicted, a scoring call as one step": predicted,
             f"predicted, with {parts.scoring(gamma)} and the rules as timed": with_parts,
             "the same, by the tokens a call as counted":  # ends of texts and dependent acceptances apart
-                with_parts * expected_tokens_per_call(acceptance, gamma) / rates["tokens_per_verifier_call"]}
+                with_parts * expected_tokens_per_call(acceptance, gamma) / rates["tokens_per_verifier_call"],
+            "and with whole rounds as timed":  # a model finds its weights cold after the other
+                part["round"] / rates["tokens_per_verifier_call"]}
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
         report.table("the verifier alone here", {f"times as fast as {other}": faster("verifier", other)

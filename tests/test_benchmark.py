@@ -70,7 +70,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
         return 2 * seconds, dataclasses.replace(output, tokens=[*output.tokens, 0])
 
     known = {"drafter step": 0.1, "verifier step": 1.0, parts.scoring(2): 1.5, parts.OVERHEAD: 0.2,
-             "round": 2.0}
+             "round": 2.5}
     cascade = dataclasses.replace(pair(), max_source_length=64, max_new_tokens=12)
     monkeypatch.setattr(type(cascade.verifier), "dtype", "float32", raising=False)
     monkeypatch.setattr(benchmark, "timed", timed)
@@ -97,6 +97,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
         relative_cost(acceptance, 2, 0.1, 0.7))
     assert own["the same, by the tokens a call as counted"] == pytest.approx(2 / calls)
+    assert own["and with whole rounds as timed"] == pytest.approx(2.5 / calls)
     assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
     assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
 
