@@ -115,11 +115,16 @@ def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple
     """
     writable(path)
     lines, file = resume_lines(path, settings)
-    for number, line in enumerate(lines, 1):
-        if number > len(texts) or line.get("source") != texts[number - 1]:
+    try:
+        done = [Output(**line) for line in lines]
+    except TypeError:
+        raise ValueError(f"{path} holds lines that are no outputs: delete it or choose another --output."
+                         ) from None
+    for number, output in enumerate(done, 1):
+        if number > len(texts) or output.source != texts[number - 1]:
             raise ValueError(f"{path}, line {number}, has another source than the input: delete the file or "
                              "choose another --output.")
-    return file, [Output(**line) for line in lines]
+    return file, done
 
 
 def coloured(output: Output, tokenizer: Tokenizer) -> Text:

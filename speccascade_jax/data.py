@@ -85,7 +85,8 @@ def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
         file.seek(0)
         return [json.loads(line) for line in file], file
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot go on with {path}: {error}") from None
+        raise ValueError(f"cannot go on with {path}: {error}; delete it or choose another --output."
+                         ) from None
 
 
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -111,6 +111,22 @@ def test_an_interrupted_run_resumes_where_its_output_ends(pair, inputs, tmp_path
     assert out.read_bytes() == whole
 
 
+@pytest.mark.parametrize("line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"],
+                         ids=["number", "fields", "json", "utf-8"])
+def test_an_output_with_a_damaged_line_is_left_alone(line, pair, inputs, tmp_path, capsys):
+    """Not the last one, which a kill explains: what follows it may be worth keeping."""
+    out = tmp_path / "out.jsonl"
+    flags = ("--input", inputs, "--output", out)
+    assert run(pair, *flags) == 0
+    first, *rest = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join([line.replace(b"KEPT", json.loads(first)["source"].encode()), b"\n", *rest]))
+    damaged = out.read_bytes()
+    capsys.readouterr()
+    assert run(pair, *flags) == 2
+    assert out.read_bytes() == damaged
+    assert "choose another --output" in " ".join(capsys.readouterr().err.split())
+
+
 BAD = {
     "unknown config": (["--config=wmt_smal_large"], "did you mean 'wmt_small_large'"),
     "missing checkpoint": (["--config=wmt_small_large", "--text=x"], "scripts/finetune.py"),
