@@ -283,7 +283,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
                 outputs[name].append(output)
 
     kept = len(seconds["verifier"])
-    if kept < 2:
+    if kept < 3:  # what a slope is fitted by
         raise ValueError(f"only {kept} inputs have outputs of {arguments.min_tokens} tokens or more: raise "
                          "--limit or --join.")
     widths = [all_widths[o.index] for o in outputs["verifier"]]
@@ -309,7 +309,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             cascade.drafter, cascade.verifier, (cascade.drafter_params, cascade.verifier_params),
             METHODS[arguments.method], block_size=gamma, batch_size=1, alpha=arguments.alpha,
             options=SamplingOptions(arguments.temperature), max_new_tokens=cascade.max_new_tokens,
-            source_length=int(np.median(widths)))
+            source_length=cascade.bucket(int(np.median(widths))))
         part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
         beyond = part[parts.scoring(gamma)] - 1 + part[parts.OVERHEAD]
         if METHODS[arguments.method].lossless:  # its drafter does not read its last token
@@ -329,7 +329,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, report: Report) -> N
             f"predicted, with {parts.scoring(gamma)} and the rules as timed": with_parts,
             "the same, by the tokens a call as counted":  # ends of texts and dependent acceptances apart
                 with_parts * expected_tokens_per_call(acceptance, gamma) / rates["tokens_per_verifier_call"],
-            "and with whole rounds as timed":  # a model finds its weights cold after the other
+            "and with whole rounds as timed":  # what both models in one round cost beside their parts
                 part["round"] / rates["tokens_per_verifier_call"]}
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
