@@ -1,16 +1,36 @@
 """Speculative cascades in JAX (Narasimhan et al., ICLR 2025)."""
 
-from speccascade_jax import config as _config
-from speccascade_jax.baselines import BASELINES
-from speccascade_jax.decoding import Autoregressive, Speculative, generate, hierarchy
-from speccascade_jax.rules import METHODS, Method
-from speccascade_jax.text import Cascade, Output
-from speccascade_jax.typing import LanguageModel, SamplingOptions
+import importlib
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from speccascade_jax.core.baselines import BASELINES
+    from speccascade_jax.core.decoding import Autoregressive, Speculative, generate, hierarchy
+    from speccascade_jax.core.rules import METHODS, Method
+    from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+    from speccascade_jax.inference.text import Cascade, Output
+
+__version__ = "0.2.0"
 __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",
            "SamplingOptions", "Speculative", "generate", "hierarchy", "load"]
+_HOMES = {
+    "core.baselines": ("BASELINES",),
+    "core.decoding": ("Autoregressive", "Speculative", "generate", "hierarchy"),
+    "core.rules": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
+    "inference.text": ("Cascade", "Output")}
 
 
-def load(config: str) -> Cascade:
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first used: importing the package takes no second of JAX's."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"speccascade_jax.{home}"), name)
+    raise AttributeError(f"speccascade_jax has no {name!r}; it has: {', '.join(__all__)}.")
+
+
+def load(config: str) -> "Cascade":
     """The cascade of a config: a name in configs/ ("demo") or the path of such a file."""
-    return Cascade.from_config(_config.load(config))
+    from speccascade_jax import config as configs
+    from speccascade_jax.inference.text import Cascade
+
+    return Cascade.from_config(configs.load(config))

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
+from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
 REPOSITORY = Path(__file__).resolve().parent.parent
-DEMO = REPOSITORY / "speccascade_jax" / "demo"
+DEMO = Path(__file__).resolve().parent / "demo"
 """The pairs that come with the repository."""
 DATA = os.environ.get("SPECCASCADE_DATA", str(REPOSITORY.parent / "shared" / "data"))
 """Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data beside the checkout."""
@@ -78,33 +79,31 @@ class TrainConfig:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """A cascade and how it decodes; every field is a flag of scripts/decode.py."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig(Settings):
+    """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
     drafter: str                   # checkpoint folder of the small model
     verifier: str                  # checkpoint folder of the large model
-    method: str = "speculative"    # a deferral rule of --list, or verifier / drafter alone
-    alpha: float = 0.0             # lenience: larger defers less and is cheaper
-    block_size: int = 5            # gamma, the tokens drafted per verifier call
-    temperature: float = 0.0       # 0 is greedy
-    top_k: int | None = None       # sample among the k likeliest tokens
-    top_p: float | None = None     # sample among the likeliest tokens that reach this mass
-    seed: int = 0                  # with an input's number it fixes the output, whatever the batch
+    method: str = "speculative"    # a rule or baseline of --list, or verifier / drafter alone
+    max_new_tokens: int = 80       # the end-of-sequence token included
     batch_size: int = 1            # inputs decoded side by side; from 2 on, on each device
     max_source_length: int = 80    # tokens, the end-of-sequence token included
-    max_new_tokens: int = 80       # the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
     suffix: str = ""               # put behind it, for decoder-only models: what their output follows
-    stop: tuple[str, ...] = ()     # pieces or texts that end an output, beside the end of the sequence
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
-    # For configs alone, no flags:
+    # For configs only, no flags:
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
+
+    @property
+    def settings(self) -> Settings:
+        """How each text is decoded."""
+        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
 
 def dtype_of(config: DecodeConfig) -> str:

@@ -6,9 +6,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
+sys.path[:0] = [str(HERE)]
 # Shapes and dtypes of the core's signatures are checked whenever a test traces it.
-CHECKED = ["sampling", "rules", "verification", "decoding"]
+CHECKED = ["core.sampling", "core.rules", "core.verification", "core.decoding"]
 install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
 
 

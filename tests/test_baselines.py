@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from toys import TableLM, chi_square, sequence_law, table, transform
 
-from speccascade_jax import baselines, decoding
-from speccascade_jax.baselines import BASELINES, CONFIDENCES, Bild, Oracle, TokenCascade
-from speccascade_jax.decoding import Autoregressive, generate
-from speccascade_jax.metrics import Tally, check_counts, check_tally
-from speccascade_jax.rules import METHODS
-from speccascade_jax.text import Cascade
-from speccascade_jax.tokenizer import Tokenizer
-from speccascade_jax.typing import SamplingOptions
+from speccascade_jax.core import baselines, decoding
+from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Bild, Oracle, TokenCascade
+from speccascade_jax.core.decoding import Autoregressive, generate
+from speccascade_jax.core.metrics import Tally, check_counts, check_tally
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
@@ -245,7 +245,7 @@ def test_sequence_cascades_follow_their_law(method, alpha):
 
 def test_one_random_number_for_both_texts_is_seen(monkeypatch):
     """Negative control: the verifier's text drawn with the drafter's numbers does not follow the law."""
-    monkeypatch.setattr("speccascade_jax.text.REWRITTEN", 0)
+    monkeypatch.setattr("speccascade_jax.inference.text.REWRITTEN", 0)
     with pytest.raises(AssertionError):
         test_sequence_cascades_follow_their_law("sequence", 0.9)
 

@@ -3,20 +3,23 @@
 import dataclasses
 import json
 
-import benchmark
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_baselines import pair
 
-from speccascade_jax import checkpoints, decoding, parts, peers
+from speccascade_jax import checkpoints
+from speccascade_jax.commands import benchmark
 from speccascade_jax.config import DEMO
-from speccascade_jax.decoding import Autoregressive
-from speccascade_jax.metrics import relative_cost
+from speccascade_jax.core import decoding
+from speccascade_jax.core.decoding import Autoregressive
+from speccascade_jax.core.metrics import relative_cost
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.evaluation import other_libraries as peers
+from speccascade_jax.evaluation import profiling as parts
+from speccascade_jax.evaluation.profiling import Timing
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.parts import Timing
-from speccascade_jax.typing import SamplingOptions
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
                 num_decoder_layers=3)

@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore
-from convert import main as convert
 from corpora import shuffled
 from flax import nnx, serialization, traverse_util
 from safetensors.numpy import load_file, save_file
@@ -25,10 +24,11 @@ from test_t5 import TINY, hugging_face
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, huggingface
+from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.config import REPOSITORY
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.models.t5 import PRESETS, T5Model
-from speccascade_jax.text import Cascade
-from speccascade_jax.tokenizer import Tokenizer, train_tokenizer
 
 FIXTURES = Path(os.environ.get("SPECCASCADE_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")) / "t5x"
 CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),

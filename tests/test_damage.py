@@ -7,13 +7,13 @@ import subprocess
 import numpy as np
 import pytest
 import tensorstore
-from convert import main as convert
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 from test_checkpoints import random_checkpoint, run
 from test_t5 import TINY
 
 from speccascade_jax import checkpoints
+from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.config import REPOSITORY
 from speccascade_jax.models.t5 import PRESETS
 

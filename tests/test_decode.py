@@ -7,18 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decode
 import jax
 import numpy as np
 import pytest
 from corpora import shuffled
 
-from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.commands import decode
+from speccascade_jax.core.baselines import BASELINES
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.rules import METHODS
-from speccascade_jax.text import Cascade
-from speccascade_jax.tokenizer import train_tokenizer
 
 SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree", "why not", "the end"]
 
@@ -202,7 +202,7 @@ def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
 EIGHT = """
 import json, sys
 from speccascade_jax.parallel import make_mesh
-from speccascade_jax.text import Cascade
+from speccascade_jax.inference.text import Cascade
 
 pair, texts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 cascade = Cascade.load(f"{pair}/drafter", f"{pair}/verifier", max_source_length=32, max_new_tokens=24,

@@ -8,9 +8,9 @@ import pytest
 
 import speccascade_jax as sc
 from speccascade_jax import config as configs
-from speccascade_jax.data import joined_examples
-from speccascade_jax.evaluation import bleu
-from speccascade_jax.metrics import Counters, check_identities
+from speccascade_jax.core.metrics import Counters, check_identities
+from speccascade_jax.evaluation.quality import bleu
+from speccascade_jax.training.data import joined_examples
 
 TASK = configs.load("demo_verifier").task
 OWN = ["Where is the station?", "Tom said that he would come tomorrow. I don't believe him.",

@@ -8,11 +8,11 @@ import pytest
 from test_gemma import TINY as GEMMA
 from test_t5 import TINY as T5
 
-from speccascade_jax.decoding import Autoregressive, Speculative
-from speccascade_jax.engine import Engine, Job
+from speccascade_jax.core.decoding import Autoregressive, Speculative
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.engine import Engine, Job
 from speccascade_jax.models import model_of
-from speccascade_jax.rules import METHODS
-from speccascade_jax.typing import SamplingOptions
 
 WIDTHS = (8, 24)
 

@@ -10,14 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-import decode
-import evaluate
 import numpy as np
 import pytest
-import tradeoff as tradeoff_script
 from test_decode import pair  # noqa: F401 (a fixture)
 
 from speccascade_jax import config as configs
+from speccascade_jax.commands import decode, evaluate
+from speccascade_jax.commands import tradeoff as tradeoff_script
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]

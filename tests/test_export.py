@@ -6,10 +6,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
-from speccascade_jax.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models import gemma, model_of, t5
-from speccascade_jax.rules import METHODS
-from speccascade_jax.typing import SamplingOptions
 
 
 def primitives(jaxpr, path=()):

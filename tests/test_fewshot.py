@@ -4,12 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-import fewshot as script
 import pytest
 from test_prompts import pair, vocabulary  # noqa: F401
 
-from speccascade_jax.data import read_examples
-from speccascade_jax.fewshot import (
+from speccascade_jax.commands import fewshot as script
+from speccascade_jax.evaluation.fewshot import (
     TASKS,
     build_prompts,
     final_number,
@@ -19,6 +18,7 @@ from speccascade_jax.fewshot import (
     score_squad,
     squad_read,
 )
+from speccascade_jax.training.data import read_examples
 
 ASK = {"gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5", "final": "5"},
        "squad2": {"context": "Normandy lies in France.", "question": "Where is it?", "answers": ["France"]},

@@ -11,15 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-import evaluate
-import finetune as finetune_script
 import jax
 import numpy as np
 import pytest
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import native
-from speccascade_jax.reporting import read_events
+from speccascade_jax.commands import evaluate
+from speccascade_jax.commands import finetune as finetune_script
+from speccascade_jax.training.reporting import read_events
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 CONFIG = '''
@@ -156,8 +156,9 @@ MEMORY = '''
 import sys
 import jax, jax.numpy as jnp
 import dataclasses
-from speccascade_jax import config as configs, training
-from speccascade_jax.data import TrainingBatches
+from speccascade_jax import config as configs
+from speccascade_jax.training import loop as training
+from speccascade_jax.training.data import TrainingBatches
 from speccascade_jax.models.t5 import T5Model
 from speccascade_jax.parallel import make_mesh, split_rows, tree_sharding
 

@@ -23,10 +23,10 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.gemma import describe
-from speccascade_jax.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
-from speccascade_jax.rules import METHODS
-from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 TINY = GemmaConfig(vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=6, num_kv_heads=2, num_layers=3,
                    window=7, query_scalar=20, attention_softcap=2.0, logit_softcap=3.0)

@@ -12,12 +12,13 @@ from corpora import shuffled
 from test_gemma import TINY
 from test_training import config  # noqa: F401
 
-from speccascade_jax import checkpoints, training
+from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, huggingface
-from speccascade_jax.data import joined_examples
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer, up_to_stop
 from speccascade_jax.models.gemma import GemmaConfig, GemmaModel
-from speccascade_jax.text import Cascade
-from speccascade_jax.tokenizer import Tokenizer, train_tokenizer, up_to_stop
+from speccascade_jax.training import loop as training
+from speccascade_jax.training.data import joined_examples
 
 PROMPTS = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree and the dog sat", "why not"]
 TURN = ["<start_of_turn>", "<end_of_turn>"]

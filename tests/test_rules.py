@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from toys import target
 
-from speccascade_jax.rules import METHODS, Scores, lossy_law, target_probs, total_variation, tuned_beta
-from speccascade_jax.sampling import draw, noise, token_probs
-from speccascade_jax.typing import SamplingOptions
-from speccascade_jax.verification import Draft, accepted_prefix, residual, verify
+from speccascade_jax.core.rules import METHODS, Scores, lossy_law, target_probs, total_variation, tuned_beta
+from speccascade_jax.core.sampling import draw, noise, token_probs
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.verification import Draft, accepted_prefix, residual, verify
 
 Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
 

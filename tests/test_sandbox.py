@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from speccascade_jax import sandbox
-from speccascade_jax.sandbox import run_program
+from speccascade_jax.evaluation import sandbox
+from speccascade_jax.evaluation.sandbox import run_program
 
 FINE = "import math, re, collections\nassert math.gcd(12, 18) == 6\nassert sorted([2, 1]) == [1, 2]"
 PROGRAMS = {

@@ -21,8 +21,8 @@ CONFIGS = {"gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four
 
 SCRIPT = """
 import jax
-from speccascade_jax.models import packing
-from speccascade_jax.text import Cascade
+from speccascade_jax.models import quantization
+from speccascade_jax.inference.text import Cascade
 
 packing.TRANSPOSED_FROM = 64  # so that both layouts occur
 

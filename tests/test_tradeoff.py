@@ -10,11 +10,12 @@ import sacrebleu
 from matplotlib.image import imread
 from test_baselines import pair
 
-from speccascade_jax import figures, tradeoff
-from speccascade_jax.evaluation import METRICS, bootstrap, score, statistics
-from speccascade_jax.metrics import relative_cost
-from speccascade_jax.text import Cascade
-from speccascade_jax.tradeoff import Latency, OneShape, Point, Quality, Result
+from speccascade_jax.core.metrics import relative_cost
+from speccascade_jax.evaluation import plots as figures
+from speccascade_jax.evaluation import sweep as tradeoff
+from speccascade_jax.evaluation.quality import METRICS, bootstrap, score, statistics
+from speccascade_jax.evaluation.sweep import Latency, OneShape, Point, Quality, Result
+from speccascade_jax.inference.text import Cascade
 
 SOURCES = ["1", "12", "2", "21", "0", "1", "20", "10"] * 3
 REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from speccascade_jax.core.typing import Prefix
 from speccascade_jax.models.cache import write
-from speccascade_jax.typing import Prefix
 
 
 class TableCache(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, vocabulary
+from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.models import Config, Model, model_of
 
@@ -44,7 +44,8 @@ def from_hub(name: str) -> str:
     except ImportError:
         raise ValueError(f"to fetch {name} from the hub: pip install 'speccascade_jax[hub]'.") from None
     try:
-        return snapshot_download(name, allow_patterns=["*.safetensors*", "config.json", *vocabulary.NAMES])
+        wanted = ["*.safetensors*", "config.json", *tokenizer_files.NAMES]
+        return snapshot_download(name, allow_patterns=wanted)
     except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
         raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local "
                          "folder instead.") from None
@@ -71,9 +72,9 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
             found, tokenizer = t5x.load(path, place), None
         else:
             remote = native.remote(path)
-            found, tokenizer = native.load(remote, place), vocabulary.find(remote)
+            found, tokenizer = native.load(remote, place), tokenizer_files.find(remote)
     else:
-        found, tokenizer = load_local(folder, place), vocabulary.find(folder)
+        found, tokenizer = load_local(folder, place), tokenizer_files.find(folder)
     model, params = found
     if config is not None:
         check_shape(path, model.config, config)
@@ -100,7 +101,7 @@ def config_of(path: str) -> Config:
 def tokenizer_file(path: str) -> Path:
     """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
     folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
-    found = None if path.startswith("gs://") else vocabulary.find(folder)
+    found = None if path.startswith("gs://") else tokenizer_files.find(folder)
     if found is None:
         raise ValueError(missing_tokenizer(path))
     return found
@@ -154,7 +155,7 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
         beside.mkdir(parents=True)
         FORMATS[to](beside, checkpoint.model, checkpoint.params, dtype)
         if checkpoint.tokenizer is not None:
-            vocabulary.copy(checkpoint.tokenizer, beside)
+            tokenizer_files.copy(checkpoint.tokenizer, beside)
         beside.rename(path)
     except Exception as error:  # each format's library has its own kinds for a full disk
         raise ValueError(f"cannot write {path}: {reason(error)}") from None

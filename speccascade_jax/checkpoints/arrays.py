@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax.models import Model
-from speccascade_jax.models.packing import PackedKernel, pack
+from speccascade_jax.models.quantization import PackedKernel, pack
 
 ParameterPath = tuple[Any, ...]
 Sharding = Callable[[ParameterPath, tuple[int, ...]], NamedSharding]

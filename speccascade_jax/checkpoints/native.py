@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from speccascade_jax.checkpoints import vocabulary
+from speccascade_jax.checkpoints import tokenizer_files
 from speccascade_jax.checkpoints.arrays import (
     ParameterPath,
     Placement,
@@ -53,7 +53,7 @@ def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
     shape = {"family": config.family, **dataclasses.asdict(config)}
     (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")
     if tokenizer is not None:
-        vocabulary.copy(tokenizer, run)
+        tokenizer_files.copy(tokenizer, run)
 
 
 def read_config(run: Path) -> Config:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from speccascade_jax.core.typing import Prefix
 from speccascade_jax.models.cache import GemmaCache, empty, write
 from speccascade_jax.models.layers import Linear, project, shift_right, skeleton, with_kept
-from speccascade_jax.models.packing import table_rows, tied_kernel
-from speccascade_jax.typing import Prefix
+from speccascade_jax.models.quantization import table_rows, tied_kernel
 
 Array = jax.Array
 MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from speccascade_jax.models.packing import PackedKernel, packed_matmul
+from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
 Dropout = Callable[[Array], Array]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from speccascade_jax.core.typing import Prefix
 from speccascade_jax.models.cache import T5Cache, empty, write
 from speccascade_jax.models.layers import (
     Dropout,
@@ -24,8 +25,7 @@ from speccascade_jax.models.layers import (
     shift_right,
     skeleton,
 )
-from speccascade_jax.models.packing import table_rows, tied_kernel
-from speccascade_jax.typing import Prefix
+from speccascade_jax.models.quantization import table_rows, tied_kernel
 
 Array = jax.Array
 MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from speccascade_jax.config import Task
-from speccascade_jax.data import joined_examples, read_lines, whole_lines
-from speccascade_jax.text import Cascade
+from speccascade_jax.inference.inputs import read_lines
+from speccascade_jax.inference.outputs import whole_lines
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.training.data import joined_examples
 
 Array = jax.Array
 

@@ -5,8 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from speccascade_jax.baselines import BASELINES
-from speccascade_jax.tradeoff import COMPARED, MODELS, Result
+from speccascade_jax.core.baselines import BASELINES
+from speccascade_jax.evaluation.sweep import COMPARED, MODELS, Result
 
 Axis = Callable[[Result], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Key
 
-from speccascade_jax.metrics import Counters
-from speccascade_jax.rules import Method, Scores
-from speccascade_jax.sampling import Role, draw, noise, token_probs
-from speccascade_jax.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
-from speccascade_jax.verification import Draft, verify
+from speccascade_jax.core.metrics import Counters
+from speccascade_jax.core.rules import Method, Scores
+from speccascade_jax.core.sampling import Role, draw, noise, token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
+from speccascade_jax.core.verification import Draft, verify
 
 Array = jax.Array
-Alphas = Float[Array, "K"]
+Alphas = Float[Array, " K"]
 NO_TOKEN = -1  # an end-of-sequence id that no token has
 
 
@@ -41,10 +41,10 @@ class Rows(NamedTuple):
     """Where each row stands when a sampler is asked for its next block."""
 
     noise: Float[Array, "B levels 2 L"]  # see sampling.noise
-    before: Int[Array, "B"]  # the last committed token but one, where there are two
-    last: Int[Array, "B"]    # the last committed token
-    start: Int[Array, "B"]   # the position of the next one
-    room: Int[Array, "B"]    # how many tokens it may take; 0: the row rests
+    before: Int[Array, " B"]  # the last committed token but one, where there are two
+    last: Int[Array, " B"]    # the last committed token
+    start: Int[Array, " B"]   # the position of the next one
+    room: Int[Array, " B"]    # how many tokens it may take; 0: the row rests
 
 
 class Block(NamedTuple):
@@ -54,7 +54,7 @@ class Block(NamedTuple):
     probs: Float[Array, "B N V"]  # the law each token was drawn from
     own: Float[Array, "B N V"]    # the same law built from untransformed distributions
     origin: Int[Array, "B N"]
-    size: Int[Array, "B"]         # 0 .. min(N, room)
+    size: Int[Array, " B"]         # 0 .. min(N, room)
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class Sampler(Protocol):
         """How many positions past the committed ones a step may write into its caches."""
         ...
 
-    def init(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, "B"],
+    def init(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
              max_length: int) -> tuple[Prefix, Cache]: ...
 
     def step(self, params: Params, caches: Cache, rows: Rows, options: SamplingOptions, alphas: Alphas,
@@ -87,7 +87,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def roll_back(self, caches: Cache, length: Int[Array, "B"]) -> Cache:
+    def roll_back(self, caches: Cache, length: Int[Array, " B"]) -> Cache:
         """Caches that cover `length` positions, or what they cover now if that is less."""
         ...
 
@@ -306,13 +306,13 @@ def add_up(counts: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
 
 
-def cut_after(tokens: Int[Array, "B N"], size: Int[Array, "B"], eos_id: int) -> Int[Array, "B"]:
+def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:
     """`size`, or less: up to and with the first eos_id."""
     is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
     return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)
 
 
-def deferred_drafts(delta: Array | None, tokens: Int[Array, "B G"]) -> Int[Array, "B"]:
+def deferred_drafts(delta: Array | None, tokens: Int[Array, "B G"]) -> Int[Array, " B"]:
     """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
     if delta is None:
         return jnp.zeros(tokens.shape[0], jnp.int32)
@@ -327,7 +327,7 @@ class State(NamedTuple):
 
     tokens: Int[Array, "B N"]  # emitted tokens; scratch from `emitted` on
     origin: Int[Array, "B N"]
-    emitted: Int[Array, "B"]
+    emitted: Int[Array, " B"]
     rows: Rows
     caches: Cache
     counts: Any
@@ -338,12 +338,12 @@ class Generation(NamedTuple):
 
     tokens: Int[Array, "B N"]
     origin: Int[Array, "B N"]
-    length: Int[Array, "B"]
+    length: Int[Array, " B"]
     counts: Any
 
 
-def begin(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[Array, "B S"],
-          input_length: Int[Array, "B"], *, max_new_tokens: int) -> State:
+def begin(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Int[Array, "B S"],
+          input_length: Int[Array, " B"], *, max_new_tokens: int) -> State:
     """Prefills every model; rows with input_length 0 rest from the start and stay empty."""
     widest = inputs.shape[1] + 1  # no prefix is longer
     prompt = jax.eval_shape(lambda: sampler.init(params, inputs, input_length, widest)[0]).tokens.shape[1]
@@ -385,7 +385,7 @@ def run(sampler: Sampler, params: Params, state: State, options: SamplingOptions
                           state)
 
 
-def refill(state: State, fresh: State, slots: Int[Array, "R"], narrow: bool = False) -> State:
+def refill(state: State, fresh: State, slots: Int[Array, " R"], narrow: bool = False) -> State:
     """`state` with its rows `slots` replaced by those of `fresh`, R < B; a slot past the last is left out.
 
     The two may have begun with inputs of different widths: the result is as wide as `state`, or with
@@ -412,8 +412,8 @@ def finish(state: State, max_new_tokens: int) -> Generation:
 
 
 @partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
-def generate(sampler: Sampler, params: Params, keys: Key[Array, "B"], inputs: Int[Array, "B S"],
-             input_length: Int[Array, "B"], options: SamplingOptions, alphas: Alphas, *,
+def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Int[Array, "B S"],
+             input_length: Int[Array, " B"], options: SamplingOptions, alphas: Alphas, *,
              max_new_tokens: int, eos_id: int) -> Generation:
     """Decodes every row until eos_id or max_new_tokens, in one lax.while_loop.
 

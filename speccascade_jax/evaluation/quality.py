@@ -49,7 +49,7 @@ def statistics(metric: str, hypotheses: Sequence[str], references: References) -
     return np.stack([np.array(own, np.float64), np.ones(len(own))], axis=1)
 
 
-def score(metric: str, sums: Float[np.ndarray, "K"]) -> float:
+def score(metric: str, sums: Float[np.ndarray, " K"]) -> float:
     """The metric (0 to 100) of a set of texts, from the sum of their statistics."""
     if metric in TOKENIZERS:
         counts = sums.astype(int).tolist()

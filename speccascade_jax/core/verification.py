@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from speccascade_jax.sampling import draw
+from speccascade_jax.core.sampling import draw
 
 Array = jax.Array
 
@@ -17,11 +17,11 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    num_accepted: Int[Array, "B"]  # 0 .. G
-    next_token: Int[Array, "B"]    # a correction if num_accepted < G, else the bonus
+    num_accepted: Int[Array, " B"]  # 0 .. G
+    next_token: Int[Array, " B"]    # a correction if num_accepted < G, else the bonus
 
 
-def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]) -> Int[Array, "B"]:
+def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]) -> Int[Array, " B"]:
     """The number of leading j with u_j q~_j(x_j) < pi_j(x_j).
 
     Strict, so that u = 0 never accepts what pi gives no mass; a product, so that nothing divides.

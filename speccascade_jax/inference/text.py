@@ -18,17 +18,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
-from speccascade_jax.baselines import BASELINES, CONFIDENCES, Baseline, Trace
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.decoding import Autoregressive, Origin, Sampler, Speculative
-from speccascade_jax.engine import Clock, Engine, Job
-from speccascade_jax.methods import check_sampling
-from speccascade_jax.metrics import Counters, Tally
-from speccascade_jax.models.packing import wants_packing
+from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Baseline, Trace
+from speccascade_jax.core.decoding import Autoregressive, Origin, Sampler, Speculative
+from speccascade_jax.core.methods import check_sampling
+from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.core.rules import METHODS, Method
+from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+from speccascade_jax.inference.engine import Clock, Engine, Job
+from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
-from speccascade_jax.rules import METHODS, Method
-from speccascade_jax.tokenizer import Tokenizer, up_to_stop
-from speccascade_jax.typing import LanguageModel, SamplingOptions
 
 Array = jax.Array
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later

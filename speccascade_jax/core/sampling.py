@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, Key
 
-from speccascade_jax.typing import SamplingOptions
+from speccascade_jax.core.typing import SamplingOptions
 
 Array = jax.Array
 
@@ -19,7 +19,7 @@ class Role(IntEnum):
     ACCEPT = 1
 
 
-def noise(keys: Key[Array, "B"], levels: int, length: int) -> Float[Array, "B levels 2 L"]:
+def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B levels 2 L"]:
     """All the randomness of a decoding: a uniform in [0, 1) for each (row, level, Role, position).
 
     `levels` counts the samplers, from the innermost drafter up. Keyed by position alone, a row's
@@ -43,7 +43,7 @@ def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
     return jnp.min(jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), mask.shape[-1]), axis=-1)
 
 
-def draw(u: Float[Array, "B"], weights: Float[Array, "B V"]) -> Int[Array, "B"]:
+def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
     """A token a row with probability proportional to `weights` (>= 0, a positive sum).
 
     `u` is uniform in [0, 1); exactly 0 happens. Inverts the cumulative sum. A token of weight zero

@@ -19,10 +19,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
-from speccascade_jax import decoding
-from speccascade_jax.decoding import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.rules import Method
-from speccascade_jax.typing import LanguageModel, Prefix, SamplingOptions
+from speccascade_jax.core import decoding
+from speccascade_jax.core.decoding import NO_TOKEN, Autoregressive, Speculative
+from speccascade_jax.core.rules import Method
+from speccascade_jax.core.typing import LanguageModel, Prefix, SamplingOptions
 
 Array = jax.Array
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments

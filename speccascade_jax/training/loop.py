@@ -18,18 +18,19 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from speccascade_jax import checkpoints, distillation
-from speccascade_jax.checkpoints import huggingface, native, t5x, vocabulary
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.data import Batch, TrainingBatches, joined_examples, pad, texts
-from speccascade_jax.distillation import DIVERGENCES, distillation_loss
-from speccascade_jax.evaluation import METRICS
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer, pad, train_tokenizer
 from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
-from speccascade_jax.reporting import Reporter, loss_curve
-from speccascade_jax.text import Cascade
-from speccascade_jax.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.training import distillation
+from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
+from speccascade_jax.training.distillation import DIVERGENCES, distillation_loss
+from speccascade_jax.training.reporting import Reporter, loss_curve
 
 Array = jax.Array
 
@@ -152,7 +153,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
                              "trained on the task where it is missing.")
         return checkpoints.tokenizer_file(config.init)
     if config.tokenizer.startswith("gs://"):
-        path = run / vocabulary.name_for(config.tokenizer)
+        path = run / tokenizer_files.name_for(config.tokenizer)
         if not path.is_file():
             run.mkdir(parents=True, exist_ok=True)
             path.write_bytes(t5x.read_file(config.tokenizer))
@@ -372,7 +373,7 @@ def finite(pending: list[tuple[Array, Array]], step: int, saved: int | None) -> 
 def export(run: Path, folder: Path) -> None:
     """The run's best parameters as a bfloat16 Hugging Face folder, its training log beside them."""
     huggingface.save(folder, *native.load(run, Placement()))
-    for name in (*vocabulary.NAMES, "metrics.jsonl"):
+    for name in (*tokenizer_files.NAMES, "metrics.jsonl"):
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from speccascade_jax.baselines import BASELINES
 from speccascade_jax.config import DecodeConfig, load
-from speccascade_jax.data import resume_lines
-from speccascade_jax.evaluation import bootstrap, interval, resamples, score, statistics
-from speccascade_jax.metrics import check_counts, position_acceptance, relative_cost
-from speccascade_jax.rules import METHODS
-from speccascade_jax.text import Cascade, Output
+from speccascade_jax.core.baselines import BASELINES
+from speccascade_jax.core.metrics import check_counts, position_acceptance, relative_cost
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score, statistics
+from speccascade_jax.inference.outputs import resume_lines
+from speccascade_jax.inference.text import Cascade, Output
 
 MODELS = ("verifier", "drafter")
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",

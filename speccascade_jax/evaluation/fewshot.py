@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from speccascade_jax.config import DATA
-from speccascade_jax.data import read_examples
-from speccascade_jax.evaluation import METRICS
-from speccascade_jax.sandbox import run_program
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.evaluation.sandbox import run_program
+from speccascade_jax.training.data import read_examples
 
 Example = dict[str, Any]
 

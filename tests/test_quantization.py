@@ -12,10 +12,11 @@ from flax import nnx
 from test_gemma import TINY as TINY_GEMMA
 from test_t5 import LENGTH, SOURCE, TARGET, TINY, in_blocks, prefilled
 
-from speccascade_jax import checkpoints, parts
+from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
-from speccascade_jax.models import model_of, packing
-from speccascade_jax.models.packing import PackedKernel, pack, packed_matmul
+from speccascade_jax.evaluation import profiling as parts
+from speccascade_jax.models import model_of, quantization
+from speccascade_jax.models.quantization import PackedKernel, pack, packed_matmul
 
 CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),
            "gemma": dataclasses.replace(TINY_GEMMA, vocab_size=97)}
@@ -65,7 +66,7 @@ def decoded(model, params, folder, dtype):
 def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transposed_from, tmp_path,
                                                              monkeypatch):
     """append, chunk, rollback, rows; one row at a time too, which takes a path of its own."""
-    monkeypatch.setattr(packing, "TRANSPOSED_FROM", transposed_from)
+    monkeypatch.setattr(quantization, "TRANSPOSED_FROM", transposed_from)
     model = model_of(CONFIGS[name])
     params = model.init(0)
     loaded = decoded(model, params, tmp_path / "saved", dtype)
@@ -98,7 +99,7 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transp
 @pytest.mark.parametrize("name", ["t5_1_1", "gemma"])
 def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path, monkeypatch):
     """XLA may do both without a word, and makes a step half as slow again."""
-    monkeypatch.setattr(packing, "TRANSPOSED_FROM", 1)
+    monkeypatch.setattr(quantization, "TRANSPOSED_FROM", 1)
     model = model_of(CONFIGS[name])
     loaded = decoded(model, model.init(0), tmp_path / "saved", "bfloat16")
     _, cache = loaded.model.prefill(loaded.params, SOURCE[:1], LENGTH[:1], 64)

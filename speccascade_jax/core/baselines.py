@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int
 
-from speccascade_jax.decoding import (
+from speccascade_jax.core.decoding import (
     NO_TOKEN,
     Autoregressive,
     Block,
@@ -27,10 +27,10 @@ from speccascade_jax.decoding import (
     last_token,
     uniforms,
 )
-from speccascade_jax.metrics import Tally
-from speccascade_jax.rules import METHODS, Scores
-from speccascade_jax.sampling import Role, draw, first, token_probs
-from speccascade_jax.typing import Cache, LanguageModel, Params, SamplingOptions
+from speccascade_jax.core.metrics import Tally
+from speccascade_jax.core.rules import METHODS, Scores
+from speccascade_jax.core.sampling import Role, draw, first, token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions
 
 Array = jax.Array
 CAP = 10       # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window
@@ -39,8 +39,8 @@ QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile
 
 
 def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache, rows: Rows,
-                          options: SamplingOptions, threshold: Float[Array, "B"], cap: int, eos_id: int
-                          ) -> tuple[Block, Cache, Int[Array, "B"]]:
+                          options: SamplingOptions, threshold: Float[Array, " B"], cap: int, eos_id: int
+                          ) -> tuple[Block, Cache, Int[Array, " B"]]:
     """The drafter's next tokens, its cache, and how often it was asked.
 
     A row stops before the first position where max q < threshold, after eos_id, and after `cap` or
@@ -88,7 +88,7 @@ def read(verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], cou
     return lax.switch(branch, [rest, reading(narrow), reading(width)], cache)
 
 
-def at(x: Float[Array, "B N ..."], column: Int[Array, "B"]) -> Float[Array, "B ..."]:
+def at(x: Float[Array, "B N ..."], column: Int[Array, " B"]) -> Float[Array, "B ..."]:
     """x[b, column[b]] of every row."""
     return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)[:, 0]
 
@@ -275,7 +275,7 @@ def _init_pair(sampler: TokenCascade | Bild, params, inputs, input_length, max_l
 class Trace(NamedTuple):
     """What Scored counts; L is the length of the token buffer."""
 
-    passes: Int[Array, "B"]
+    passes: Int[Array, " B"]
     log_q: Float[Array, "B L"]  # of the token drawn at each position, 0 where none was
     drawn: Int[Array, "B L"]    # 1 at these positions
 

@@ -1,10 +1,11 @@
 """Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 
 
@@ -135,3 +136,11 @@ def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]
     size = next(n for n in range(1, len(tokens) + 1)
                 if any(sequence in tokenizer.decode(tokens[:n]) for sequence in stop))
     return tokens[:size], text[:min(found)]
+
+
+def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [B, size] and the rows' lengths [B]."""
+    tokens = np.full((len(rows), size), pad_id, np.int32)
+    for n, row in enumerate(rows):
+        tokens[n, :len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)

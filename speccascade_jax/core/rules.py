@@ -1,4 +1,4 @@
-"""Deferral rules, target distributions, and METHODS, the table of both (SPEC section 4).
+"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1).
 
 A rule says delta = 1 where the drafter's token is not good enough. One formula turns it into
 the target distribution that the output follows:
@@ -6,9 +6,6 @@ the target distribution that the output follows:
     pi(v) = (1 - delta(v)) q~(v) + p~(v) sum_u delta(u) q~(u)
 """
 
-import dataclasses
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -159,63 +156,17 @@ def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha,
     return kept + rejected * residual / jnp.where(mass > 0, mass, 1.0)
 
 
-def _lossy(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+def lossy(s: Scores, alpha: Alpha) -> tuple[Array, None]:
     return lossy_law(s.q_sampled, s.p_sampled, alpha, 1.0), None
 
 
-def _lossy_tuned(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+def lossy_tuned(s: Scores, alpha: Alpha) -> tuple[Array, None]:
     beta = tuned_beta(s.q_sampled, s.p_sampled, alpha)
     return lossy_law(s.q_sampled, s.p_sampled, alpha, beta), None
 
 
-def _lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
+def lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
     """Accept v iff p(v) >= (1 - alpha) max p, else emit argmax p (Leviathan et al. 2023, A.5)."""
     refused = s.p < (1.0 - alpha) * _max(s.p)
     best = jax.nn.one_hot(jnp.argmax(s.p, axis=-1), s.p.shape[-1])
     return target_probs(s.q_sampled, best, refused), refused
-
-
-Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
-
-    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people.
-    """
-
-    target: Target
-    low: float
-    high: float
-    summary: str
-    defers: bool = True
-    lossless: bool = False
-
-
-def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
-    def target(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
-        delta = rule(s, alpha)
-        return target_probs(s.q_sampled, s.p_sampled, delta), delta
-
-    return target
-
-
-METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless; alpha unused",
-                          lossless=True),
-    "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(chow_log), 0, math.inf, "defer when H(q) > alpha"),
-    "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(diff_log), 0, math.inf, "defer when H(q) > H(p) + alpha"),
-    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(opt_log), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
-    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
-    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
-    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
-    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
-    "lossy": Method(_lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(_lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned beta",
-                          defers=False),
-    "lossy_greedy": Method(_lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
-}

@@ -1,6 +1,7 @@
 """What the scripts share: a config's fields as flags, and how they end."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
 from speccascade_jax import config as configs
+from speccascade_jax.config import DecodeConfig, Task, TrainConfig
 
 
 def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
@@ -58,3 +61,24 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
         return 130
     errors.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
     return 2
+
+
+def table_of(summary: dict[str, Any], title: str) -> Table:
+    table = Table("", title, show_header=True)
+    for name, value in summary.items():
+        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        table.add_row(name, "-" if value is None else shown)
+    return table
+
+
+def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: int | None) -> Task:
+    """The task that the pair of `config` is scored on."""
+    name = task or run.task
+    if name is None:
+        raise ValueError(f"--task is missing: name the training config whose task {config} is scored on.")
+    training = configs.load(name)
+    if not isinstance(training, TrainConfig):
+        raise ValueError(f"config {name} has no task: name one for scripts/finetune.py.")
+    if split not in ("train", "validation", "test"):
+        raise ValueError(f"unknown split {split!r}: train, validation or test.")
+    return dataclasses.replace(training.task, join=join or training.task.join)

@@ -20,7 +20,7 @@ class Prefix(NamedTuple):
     """What decoding continues: a prompt, or the start token of an encoder-decoder."""
 
     tokens: Int[Array, "B P"]
-    length: Int[Array, "B"]
+    length: Int[Array, " B"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_p"], meta_fields=["top_k"])
@@ -52,7 +52,7 @@ class LanguageModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, "B"],
+    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
                 max_length: int) -> tuple[Prefix, Cache]:
         """The prefix to continue and a cache that covers all of it but its last token.
 

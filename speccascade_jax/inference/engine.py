@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speccascade_jax import decoding
-from speccascade_jax.data import pad
-from speccascade_jax.decoding import Generation, Sampler, State
+from speccascade_jax.core import decoding
+from speccascade_jax.core.decoding import Generation, Sampler, State
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.tokenizer import pad
 from speccascade_jax.parallel import AXIS
-from speccascade_jax.typing import SamplingOptions
 
 Array = jax.Array
 Slots = dict[int, int]  # a batch's slot -> the number of the input in it

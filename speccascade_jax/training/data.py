@@ -1,17 +1,17 @@
 """Task files -> examples -> token batches, a pure function of (seed, step)."""
 
 import dataclasses
-import gzip
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from speccascade_jax.config import Task
-from speccascade_jax.tokenizer import Tokenizer
+from speccascade_jax.inference.inputs import read_lines
+from speccascade_jax.inference.tokenizer import Tokenizer, pad
 
 
 class Batch(NamedTuple):
@@ -21,72 +21,6 @@ class Batch(NamedTuple):
     source_length: np.ndarray  # [B]
     target: np.ndarray         # [B, T]
     target_length: np.ndarray  # [B]
-
-
-def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [B, size] and the rows' lengths [B]."""
-    tokens = np.full((len(rows), size), pad_id, np.int32)
-    for n, row in enumerate(rows):
-        tokens[n, :len(row)] = row
-    return tokens, np.array([len(row) for row in rows], np.int32)
-
-
-def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
-    """The lines of a text file, gzipped or not, or of `data` that came from `path`.
-
-    Raises ValueError with file and line on bad UTF-8.
-    """
-    try:
-        data = Path(path).read_bytes() if data is None else data
-        data = gzip.decompress(data) if str(path).endswith(".gz") else data
-    except (OSError, EOFError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    lines = data.split(b"\n")
-    if lines and not lines[-1]:
-        lines.pop()
-    decoded = []
-    for number, line in enumerate(lines, 1):
-        try:
-            decoded.append(line.decode("utf-8").rstrip("\r"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {number}: not valid UTF-8; convert the file first "
-                             "(iconv -f latin1 -t utf-8).") from None
-    return decoded
-
-
-def whole_lines(path: Path) -> int:
-    """The number of finished lines of a file that a killed run was writing; cuts the rest off."""
-    if not path.is_file():
-        return 0
-    with path.open("r+b") as file:
-        count, end = 0, 0
-        for line in file:
-            if line.endswith(b"\n"):
-                count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
-
-
-def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], TextIO]:
-    """The whole JSON lines of a file that a killed run has left, and the file, open for more.
-
-    PATH.settings.json keeps what they were made of. Raises ValueError where that is not `settings`.
-    """
-    kept = Path(f"{path}.settings.json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = json.loads(kept.read_text()) if kept.is_file() else None
-        if path.is_file() and path.stat().st_size and before != json.loads(json.dumps(settings)):
-            raise ValueError(f"{path} holds results of other settings (see {kept}): delete it or choose "
-                             "another --output.")
-        kept.write_text(json.dumps(settings, indent=1) + "\n")
-        whole_lines(path)  # cut in place: another kill here loses nothing
-        file = path.open("a+", encoding="utf-8")
-        file.seek(0)
-        return [json.loads(line) for line in file], file
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot go on with {path}: {error}; delete it or choose another --output."
-                         ) from None
 
 
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -14,16 +14,16 @@ class Counters(NamedTuple):
     """Sums over a row's rounds (SPEC section 7). Tokens cut off by the end of the text are
     neither emitted nor accepted."""
 
-    rounds: Int[Array, "B"]       # = verifier calls
-    drafted: Int[Array, "B"]
-    accepted: Int[Array, "B"]
-    deferred: Int[Array, "B"]     # drafted positions at which the rule deferred
-    emitted: Int[Array, "B"]
+    rounds: Int[Array, " B"]       # = verifier calls
+    drafted: Int[Array, " B"]
+    accepted: Int[Array, " B"]
+    deferred: Int[Array, " B"]     # drafted positions at which the rule deferred
+    emitted: Int[Array, " B"]
     histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
 
     @classmethod
-    def of_round(cls, active: Bool[Array, "B"], block_size: int, accepted: Int[Array, "B"],
-                 emitted: Int[Array, "B"], deferred: Int[Array, "B"]) -> "Counters":
+    def of_round(cls, active: Bool[Array, " B"], block_size: int, accepted: Int[Array, " B"],
+                 emitted: Int[Array, " B"], deferred: Int[Array, " B"]) -> "Counters":
         """One round's counts; rows that rest count nothing."""
         one = active.astype(jnp.int32)
         return cls(one, one * block_size, one * accepted, one * deferred, one * emitted,
@@ -33,12 +33,12 @@ class Counters(NamedTuple):
 class Tally(NamedTuple):
     """What a baseline counts, sums over a row's rounds (baselines)."""
 
-    drafter_passes: Int[Array, "B"]
-    rounds: Int[Array, "B"]    # = verifier calls
-    drafted: Int[Array, "B"]   # positions for which the drafter was asked to write
-    accepted: Int[Array, "B"]  # of them, those that keep its token
-    deferred: Int[Array, "B"]  # times the drafter was not trusted
-    emitted: Int[Array, "B"]
+    drafter_passes: Int[Array, " B"]
+    rounds: Int[Array, " B"]    # = verifier calls
+    drafted: Int[Array, " B"]   # positions for which the drafter was asked to write
+    accepted: Int[Array, " B"]  # of them, those that keep its token
+    deferred: Int[Array, " B"]  # times the drafter was not trusted
+    emitted: Int[Array, " B"]
 
 
 def check_identities(counters: Counters) -> None:

@@ -1,0 +1,42 @@
+"""Converts a checkpoint of any format into another.
+
+    python scripts/convert.py gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000 small \\
+        --to=huggingface
+    python scripts/convert.py runs/wmt_small OUT --to=t5x --dtype=bfloat16
+
+The folder OUT appears when it is complete; IN's tokenizer goes along.
+"""
+
+import dataclasses
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+import tyro
+
+from speccascade_jax import checkpoints
+from speccascade_jax.commands.commandline import exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
+    """A folder (Hugging Face, T5X, a run of finetune.py), gs://BUCKET/PATH or hf://ORGANISATION/NAME."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """A folder that does not exist yet."""
+    to: Literal["huggingface", "t5x", "native"]
+    """native is a run directory such as finetune.py writes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in OUT."""
+
+
+def convert(arguments: Arguments) -> None:
+    checkpoints.check_absent(arguments.out)  # better now than after minutes of loading
+    checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype))
+    checkpoints.save(arguments.out, checkpoint, arguments.to, jnp.dtype(arguments.dtype))
+    print(f"{arguments.out}: {arguments.to}, {arguments.dtype}, {checkpoint.model.config}")
+    if checkpoint.tokenizer is None:
+        print(f"{arguments.source} has no tokenizer: copy the model's spiece.model into {arguments.out}.")
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: convert(tyro.cli(Arguments, args=argv, prog="convert.py", description=__doc__)))

@@ -1,0 +1,146 @@
+"""The quality of a cascade's methods on a task's test split, decoded on all devices.
+
+    python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
+    python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
+
+Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from speccascade_jax.commands.commandline import config_of, exit_code, table_of, task_of
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.metrics import check_counts, summarize
+from speccascade_jax.evaluation.quality import TOKENIZERS, bleu_and_signature, bootstrap, score, statistics
+from speccascade_jax.inference.outputs import open_output
+from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
+from speccascade_jax.training.data import joined_examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    run: tyro.conf.OmitArgPrefixes[DecodeConfig]
+    config: str = "demo"
+    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    task: str | None = None
+    """A training config, whose task this is (the one that the config names)."""
+    split: str = "test"
+    """train, validation or test."""
+    methods: tuple[str, ...] = ("verifier", "drafter")
+    """Decoded one after the other, all at the same alpha, temperature and so on."""
+    join: int | None = None
+    """One to this many examples are joined into one (the task's own number)."""
+    limit: int | None = None
+    """Decode only the first so many examples."""
+    output: str | None = None
+    """A folder for the decoded texts, METHOD.jsonl; where a file exists, go on where it ends."""
+    summary: str | None = None
+    """Add one JSON line with the figures of each method to this file."""
+    cluster: str | None = None
+    """Share the examples with other processes: `auto` on TPU pods and Slurm, else
+    HOST:PORT,PROCESSES,NUMBER in each."""
+
+
+def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]) -> str:
+    """The JSON lines of this process's share of `sources`, decoded, and kept in --output on the way."""
+    run, (begin, end) = arguments.run, own_share(len(sources))
+    texts, done, file = list(sources[begin:end]), [], None
+    if arguments.output is not None:
+        path = Path(arguments.output)
+        path.mkdir(parents=True, exist_ok=True)
+        part = f".{jax.process_index()}-of-{jax.process_count()}" if jax.process_count() > 1 else ""
+        settings = {k: v for k, v in dataclasses.asdict(run).items()
+                    if k not in ("task", "missing", "examples", "method", "batch_size")}
+        settings |= {"method": method, "split": arguments.split, "first": begin}
+        file, done = open_output(path / f"{method}{part}.jsonl", settings, texts)
+    lines = [_line(output) for output in done]
+    outputs = cascade.generate(
+        texts[len(done):], method=method, alpha=run.alpha, block_size=run.block_size, seed=run.seed,
+        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size,
+        truncate=run.truncate, first_index=begin + len(done))
+    for output in track(outputs, method, len(texts) - len(done), transient=True,
+                        disable=jax.process_index() > 0):
+        lines.append(_line(output))
+        if file is not None:
+            file.write(lines[-1])
+            file.flush()
+    if file is not None:
+        file.close()
+    return "".join(lines)
+
+
+def _line(output: Output) -> str:
+    return json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n"
+
+
+def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence[str]],
+               baseline: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray]:
+    """What is shown of one method, and its statistics; `baseline`: those of the first method."""
+    check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
+    texts = [o.text for o in outputs]
+    own = statistics(metric, texts, references)
+    figures: dict[str, Any] = {metric: score(metric, own.sum(axis=0)), "95%": bootstrap(metric, own)}
+    if baseline is not None:
+        figures["over the first, 95%"] = bootstrap(metric, own, baseline)
+    if metric in TOKENIZERS:
+        for tokenizer in TOKENIZERS.values():  # 13a, and intl as in the T5 papers
+            value, signature = bleu_and_signature(texts, references, tokenizer)
+            figures[f"BLEU {tokenizer}"] = f"{value:.2f} ({signature})"
+    return figures, own
+
+
+def evaluate(arguments: Arguments) -> None:
+    if arguments.cluster is not None:
+        connect(arguments.cluster)
+    task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
+    run, console = arguments.run, Console(highlight=False, quiet=jax.process_index() > 0)
+    examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
+    sources, references = zip(*examples, strict=True)
+    cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
+    first = None
+    for method in arguments.methods:
+        before = cascade.clock.decode_seconds
+        text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
+        if jax.process_index() > 0:
+            continue
+        if arguments.output is not None and jax.process_count() > 1:
+            merged = Path(arguments.output) / f"{method}.jsonl"
+            beside = merged.with_suffix(".part")
+            beside.write_text(text)
+            beside.rename(merged)
+        outputs = [Output(**json.loads(line)) for line in text.split("\n")[:-1]]
+        figures, own = figures_of(task.metric, outputs, references, first)
+        first = own if first is None else first
+        figures |= {
+            **summarize([o.counts for o in outputs]), "examples": len(outputs),
+            "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
+            "decode_seconds": cascade.clock.decode_seconds - before}
+        console.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
+                                for name, value in figures.items()},
+                               f"{method}, alpha {run.alpha}, temperature {run.temperature}"))
+        if arguments.summary is not None:
+            line = {"config": arguments.config, "method": method, "alpha": run.alpha,
+                    "temperature": run.temperature, "gamma": run.block_size, **figures}
+            with Path(arguments.summary).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def parse(argv: list[str]) -> Arguments:
+    name, run = config_of(argv, DecodeConfig, "demo")
+    return tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="evaluate.py",
+                    description=__doc__)
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: evaluate(parse(argv)), "; with --output the same command goes on")

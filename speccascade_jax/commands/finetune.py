@@ -1,0 +1,39 @@
+"""Fine-tunes (or trains from scratch) the model of a config.
+
+    python scripts/finetune.py --config=demo_verifier
+
+Killed and started again, it goes on from its last save.
+"""
+
+import dataclasses
+
+import tyro
+
+from speccascade_jax.commands.commandline import config_of, exit_code
+from speccascade_jax.config import TrainConfig
+from speccascade_jax.parallel import connect
+from speccascade_jax.training import loop as training
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A run; every field of its config is a flag."""
+
+    run: tyro.conf.OmitArgPrefixes[TrainConfig]
+    config: str
+    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    cluster: str | None = None
+    """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+
+
+def finetune(argv: list[str]) -> None:
+    name, run = config_of(argv, TrainConfig)
+    arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
+                         description=__doc__)
+    if arguments.cluster is not None:
+        connect(arguments.cluster)
+    training.train(arguments.run)
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: finetune(argv), "; the same command goes on from the last save")

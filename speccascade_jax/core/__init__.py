@@ -1,0 +1,1 @@
+"""The decoding core: jax and nothing of ours."""

@@ -1,0 +1,1 @@
+"""Quality, trade-offs, few-shot tasks, timing."""

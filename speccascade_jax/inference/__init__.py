@@ -1,0 +1,1 @@
+"""From texts to outputs: settings, tokenizers, the scheduler, Cascade."""
