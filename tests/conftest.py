@@ -1,15 +1,35 @@
-import sys
-from pathlib import Path
+"""Fixtures that several files use, and the two speeds: `--full` for everything."""
+
+import dataclasses
+import json
 
 import jax
+import numpy as np
 import pytest
+import sentencepiece
+from corpora import PROMPTS, SENTENCES, TURN, shuffled
 from jaxtyping import install_import_hook
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE)]
-# Shapes and dtypes of the core's signatures are checked whenever a test traces it.
-CHECKED = ["core.sampling", "core.rules", "core.verification", "core.decoding"]
-install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
+# Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
+install_import_hook(["speccascade_jax.core"], "checking.typechecker")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --full, tests marked `full` are not run."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(scope="session")
+def full(request) -> bool:
+    """Whether everything runs: for tests that otherwise take fewer rows."""
+    return request.config.getoption("--full")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,5 +39,91 @@ def compile_once(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="decode 1,000 test sentences with the shipped pair")
+@pytest.fixture(scope="session")
+def spiece(tmp_path_factory):
+    """A spiece.model as T5's, of SENTENCES."""
+    from speccascade_jax.inference.tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("vocabulary") / "spiece.model"
+    train_tokenizer(shuffled(SENTENCES), path, 320)
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma_vocabulary(tmp_path_factory):
+    """A tokenizer.model with Gemma's special pieces, which its text may hold."""
+    path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(shuffled(PROMPTS)), model_writer=file, vocab_size=330,
+            model_type="unigram", pad_id=0, eos_id=1, bos_id=2, unk_id=3,
+            eos_piece="<eos>", bos_piece="<bos>", user_defined_symbols=TURN, byte_fallback=True,
+            hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
+            add_dummy_prefix=False, remove_extra_whitespaces=False, num_threads=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def t5_pair(spiece, tmp_path_factory):
+    """Folders of a drafter and a verifier that half agree, so that every origin occurs."""
+    from speccascade_jax.checkpoints import huggingface
+    from speccascade_jax.models.t5 import T5Config, T5Model
+
+    folder = tmp_path_factory.mktemp("pair")
+    model = T5Model(T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+                             num_decoder_layers=1))
+    large = model.init(0)
+    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
+    for name, params in (("drafter", small), ("verifier", large)):
+        huggingface.save(folder / name, model, params, np.float32)
+        (folder / name / "spiece.model").write_bytes(spiece.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gemma_pair(gemma_vocabulary, tmp_path_factory):
+    """Hugging Face folders of a drafter and a verifier that half agree, in several shards."""
+    from shapes import TINY_GEMMA
+
+    from speccascade_jax import checkpoints
+    from speccascade_jax.checkpoints import Checkpoint, huggingface
+    from speccascade_jax.models.gemma import GemmaModel
+
+    folder = tmp_path_factory.mktemp("pair")
+    model = GemmaModel(dataclasses.replace(TINY_GEMMA, vocab_size=352))
+    large = model.init(0)
+    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface, "SHARD_BYTES", 60_000)
+        for name, params in (("drafter", small), ("verifier", large)):
+            checkpoints.save(folder / name, Checkpoint(model, params, gemma_vocabulary, "memory"),
+                             "huggingface")
+    assert len(list((folder / "verifier").glob("model-0000?-of-0000?.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture(scope="session")
+def number_words(tmp_path_factory):
+    """A TrainConfig: number words from English to German, one to three pairs an example."""
+    from speccascade_jax.config import Task, TrainConfig
+    from speccascade_jax.models.t5 import T5Config
+
+    folder = tmp_path_factory.mktemp("task")
+    words = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fuenf", "six": "sechs"}
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 400), ("validation", 40)):
+        lines = []
+        for _ in range(count):
+            chosen = rng.choice(list(words), 2)
+            lines.append({"source": " ".join(chosen), "target": " ".join(words[w] for w in chosen)})
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = Task(train=str(folder / "train.jsonl"), validation=str(folder / "validation.jsonl"), test="",
+                max_source_length=24, max_target_length=24, join=3)
+    model = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
+                     num_decoder_layers=1)
+    return TrainConfig(name="toy", output_dir=str(folder / "run"), model=model, task=task,
+                       tokenizer=str(folder / "spiece.model"), tokenizer_size=300, steps=500,
+                       batch_tokens=256,
+                       optimizer="adamw", learning_rate=0.03, warmup_steps=10, decay="linear",
+                       clip_norm=1.0, dtype="float32", save_every=60, eval_every=100,
+                       validation_examples=16, export_dir=str(folder / "export"))

@@ -2,6 +2,10 @@
 
 import numpy as np
 
+SENTENCES = ["the cat sat on the mat", "a dog", "birds sing in the old tree", "why not", "the end"]
+PROMPTS = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree and the dog sat", "why not"]
+TURN = ["<start_of_turn>", "<end_of_turn>"]
+
 
 def shuffled(sentences):
     """500 lines of their words, the same in every process (a set's order is not)."""

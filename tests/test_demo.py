@@ -19,12 +19,12 @@ OWN = ["Where is the station?", "Tom said that he would come tomorrow. I don't b
 
 
 @pytest.fixture(scope="module")
-def sentences(request):
+def sentences(full):
     """(source, references): the Tatoeba test split, one or two sentences each, else a few of our own."""
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:1000 if request.config.getoption("--full") else 96]
+    return examples[:1000 if full else 96]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def tokens(demo, sentences):
 
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("block_size", [1, 3, 5, 7])
-def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size, request):
-    if batch_size == 1 and block_size in (1, 7) and not request.config.getoption("--full"):
+def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size, full):
+    if batch_size == 1 and block_size in (1, 7) and not full:
         pytest.skip("with --full only")
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
         "verifier", batch_size=batch_size)

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 from speccascade_jax.core.typing import Prefix
+from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.cache import write
 
 
@@ -154,3 +155,25 @@ def chi_square(texts: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
         return 1.0
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+class Digits(Tokenizer):
+    """A tokenizer of the toys' four tokens."""
+
+    def __init__(self):
+        self.pad_id, self.eos_id, self.bos_id = 0, 3, -1
+
+    def encode_batch(self, texts):
+        return [[int(c) for c in text] for text in texts]
+
+    def decode(self, tokens):
+        return "".join(str(int(t)) for t in tokens)
+
+
+def pair(**fields):
+    """A cascade of two toys, whose texts are digits below 4."""
+    from speccascade_jax.inference.text import Cascade
+
+    model = TableLM(4)
+    return Cascade(model, model, table(39, 4), table(40, 4), Digits(), max_source_length=16, max_new_tokens=3,
+                   **fields)

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from corpora import shuffled
+from corpora import SENTENCES
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
@@ -20,33 +19,17 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
 
-SENTENCES = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree", "why not", "the end"]
+SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Folders of a drafter and a verifier that half agree, so that every origin occurs."""
-    folder = tmp_path_factory.mktemp("pair")
-    train_tokenizer(shuffled(SENTENCES), folder / "spiece.model", 320)
-    config = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                      num_decoder_layers=1)
-    model = T5Model(config)
-    large = model.init(0)
-    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
-    for name, params in (("drafter", small), ("verifier", large)):
-        huggingface.save(folder / name, model, params, np.float32)
-        (folder / name / "spiece.model").write_bytes((folder / "spiece.model").read_bytes())
-    return folder
+def cascade(t5_pair):
+    return Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
 
 
-@pytest.fixture(scope="module")
-def cascade(pair):
-    return Cascade.load(pair / "drafter", pair / "verifier", max_source_length=32, max_new_tokens=24)
-
-
-def run(pair, *flags):
+def run(t5_pair, *flags):
     """decode.py on the tiny pair: the exit code."""
-    return decode.main([f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}",
+    return decode.main([f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
                         "--max-source-length=32", "--max-new-tokens=24", *map(str, flags)])
 
 
@@ -61,9 +44,9 @@ def inputs(tmp_path):
     return path
 
 
-def test_writes_every_field_in_input_order(pair, inputs, tmp_path):
+def test_writes_every_field_in_input_order(t5_pair, inputs, tmp_path):
     out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
-    assert run(pair, "--input", inputs, "--output", out, "--summary", summary, "--method", "token_v3",
+    assert run(t5_pair, "--input", inputs, "--output", out, "--summary", summary, "--method", "token_v3",
                "--alpha", 0.3, "--temperature", 1, "--batch-size", 4) == 0
     written = lines(out)
     assert [(x["index"], x["source"]) for x in written] == list(enumerate(SENTENCES))
@@ -84,45 +67,45 @@ def test_writes_every_field_in_input_order(pair, inputs, tmp_path):
     assert figures["compile_seconds"] > 0 and figures["decode_seconds"] > 0
 
 
-def test_gzip_jsonl_and_stdin_read_alike(pair, inputs, tmp_path, monkeypatch):
+def test_gzip_jsonl_and_stdin_read_alike(t5_pair, inputs, tmp_path, monkeypatch):
     jsonl = tmp_path / "in.jsonl.gz"
     jsonl.write_bytes(gzip.compress("".join(json.dumps({"source": s}) + "\n" for s in SENTENCES).encode()))
     results = []
     for n, source in enumerate((inputs, jsonl, "-")):
         monkeypatch.setattr("sys.stdin", inputs.open())
-        assert run(pair, "--input", source, "--output", tmp_path / f"{n}.jsonl", "--limit", 4) == 0
+        assert run(t5_pair, "--input", source, "--output", tmp_path / f"{n}.jsonl", "--limit", 4) == 0
         results.append(lines(tmp_path / f"{n}.jsonl"))
     assert results[0] == results[1] == results[2] and len(results[0]) == 4
 
 
-def test_an_interrupted_run_resumes_where_its_output_ends(pair, inputs, tmp_path):
+def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ("--input", inputs, "--output", out, "--temperature", 1, "--batch-size", 2)
-    assert run(pair, *flags) == 0
+    assert run(t5_pair, *flags) == 0
     whole = out.read_bytes()
     for cut in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, len(whole)):
         out.write_bytes(whole[:cut])
-        assert run(pair, *flags) == 0
+        assert run(t5_pair, *flags) == 0
         assert out.read_bytes() == whole
-    assert run(pair, *flags, "--seed", 1) == 2  # other settings are not mixed in
+    assert run(t5_pair, *flags, "--seed", 1) == 2  # other settings are not mixed in
     assert out.read_bytes() == whole
     inputs.write_text("something else\n")
-    assert run(pair, *flags) == 2
+    assert run(t5_pair, *flags) == 2
     assert out.read_bytes() == whole
 
 
 @pytest.mark.parametrize("line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"],
                          ids=["number", "fields", "json", "utf-8"])
-def test_an_output_with_a_damaged_line_is_left_alone(line, pair, inputs, tmp_path, capsys):
+def test_an_output_with_a_damaged_line_is_left_alone(line, t5_pair, inputs, tmp_path, capsys):
     """Not the last one, which a kill explains: what follows it may be worth keeping."""
     out = tmp_path / "out.jsonl"
     flags = ("--input", inputs, "--output", out)
-    assert run(pair, *flags) == 0
+    assert run(t5_pair, *flags) == 0
     first, *rest = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join([line.replace(b"KEPT", json.loads(first)["source"].encode()), b"\n", *rest]))
     damaged = out.read_bytes()
     capsys.readouterr()
-    assert run(pair, *flags) == 2
+    assert run(t5_pair, *flags) == 2
     assert out.read_bytes() == damaged
     assert "choose another --output" in " ".join(capsys.readouterr().err.split())
 
@@ -148,35 +131,35 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_exit_code_two(pair, case, capsys):
+def test_bad_input_is_one_sentence_and_exit_code_two(t5_pair, case, capsys):
     flags, words = BAD[case]
     overrides = [] if "config" in case or "checkpoint" in case else [
-        f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}", "--max-source-length=32"]
+        f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}", "--max-source-length=32"]
     assert decode.main([*overrides, *flags]) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
 
 
-def test_unknown_flags_exit_with_two(pair):
+def test_unknown_flags_exit_with_two(t5_pair):
     with pytest.raises(SystemExit) as stopped:
-        run(pair, "--metod", "chow")
+        run(t5_pair, "--metod", "chow")
     assert stopped.value.code == 2
 
 
-def test_invalid_utf8_names_the_line(pair, tmp_path, capsys):
+def test_invalid_utf8_names_the_line(t5_pair, tmp_path, capsys):
     path = tmp_path / "latin1.txt"
     path.write_bytes("fine\nGrüße\n".encode("latin1"))
-    assert run(pair, "--input", path) == 2
+    assert run(t5_pair, "--input", path) == 2
     assert "line 2: not valid UTF-8" in capsys.readouterr().err
 
 
-def test_truncation_is_asked_for_and_counted(pair, tmp_path):
+def test_truncation_is_asked_for_and_counted(t5_pair, tmp_path):
     summary = tmp_path / "summary.json"
-    assert run(pair, "--text", "cat dog " * 30, "--truncate", "--summary", summary) == 0
+    assert run(t5_pair, "--text", "cat dog " * 30, "--truncate", "--summary", summary) == 0
     assert json.loads(summary.read_text())["truncated"] == 1
 
 
-def test_vocabularies_must_match(pair, tmp_path, capsys):
+def test_vocabularies_must_match(t5_pair, tmp_path, capsys):
     other = tmp_path / "other"
     train_tokenizer(["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50,
                     tmp_path / "spiece.model", 300)
@@ -184,7 +167,7 @@ def test_vocabularies_must_match(pair, tmp_path, capsys):
                              num_decoder_layers=1))
     huggingface.save(other, model, model.init(0), np.float32)
     (other / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes())
-    assert run(pair, f"--drafter={other}") == 2
+    assert run(t5_pair, f"--drafter={other}") == 2
     assert "one vocabulary" in capsys.readouterr().err
 
 
@@ -219,11 +202,11 @@ print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
 """
 
 
-def test_eight_devices_decode_as_one(pair, cascade):
+def test_eight_devices_decode_as_one(t5_pair, cascade):
     """And no device waits for another's rows: their programs exchange nothing."""
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
     options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
-    done = subprocess.run([sys.executable, "-c", EIGHT, str(pair), json.dumps(texts), json.dumps(options)],
+    done = subprocess.run([sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
                           capture_output=True, text=True, env={
                               **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     assert done.returncode == 0, done.stderr
@@ -265,8 +248,8 @@ def test_list_names_configs_and_methods(capsys):
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
 
 
-def test_precompiled_settings_compile_nothing_more(pair):
-    cascade = Cascade.load(pair / "drafter", pair / "verifier", max_source_length=32, max_new_tokens=24)
+def test_precompiled_settings_compile_nothing_more(t5_pair):
+    cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
     settings = {"method": "opt", "block_size": 2, "top_p": 0.9, "batch_size": 2}
     cascade.precompile(**settings)
     before = cascade.clock.compilations

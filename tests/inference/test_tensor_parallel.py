@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from test_checkpoints import SENTENCES, run, spiece  # noqa: F401
-from test_prompts import vocabulary  # noqa: F401
-from test_t5 import TINY as TINY_T5
+from corpora import SENTENCES
+from processes import run
+from shapes import TINY_T5
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
@@ -24,7 +24,7 @@ import jax
 from speccascade_jax.models import quantization
 from speccascade_jax.inference.text import Cascade
 
-packing.TRANSPOSED_FROM = 64  # so that both layouts occur
+quantization.TRANSPOSED_FROM = 64  # so that both layouts occur
 
 def outputs(cascade):
     return [[output.tokens for output in cascade.generate({sentences}, batch_size=size, **options)]
@@ -47,8 +47,8 @@ print(share)
 
 
 @pytest.mark.parametrize("family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8")])
-def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, vocabulary, tmp_path):  # noqa: F811
-    tokenizer = vocabulary if family == "gemma" else spiece
+def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocabulary, tmp_path):
+    tokenizer = gemma_vocabulary if family == "gemma" else spiece
     models = [model_of(config) for config in CONFIGS[family]]
     for name, model in zip(("drafter", "verifier"), models, strict=True):
         made = Checkpoint(model, model.init(0), tokenizer, "memory")

@@ -7,63 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
-from corpora import shuffled
-from test_gemma import TINY
-from test_training import config  # noqa: F401
+from corpora import PROMPTS, TURN, shuffled
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints import Checkpoint, huggingface
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer, up_to_stop
-from speccascade_jax.models.gemma import GemmaConfig, GemmaModel
-from speccascade_jax.training import loop as training
-from speccascade_jax.training.data import joined_examples
-
-PROMPTS = ["the cat sat on the mat", "a dog", "", "birds sing in the old tree and the dog sat", "why not"]
-TURN = ["<start_of_turn>", "<end_of_turn>"]
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    """A tokenizer.model with Gemma's special pieces, which its text may hold."""
-    path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(shuffled(PROMPTS)), model_writer=file, vocab_size=330,
-            model_type="unigram", pad_id=0, eos_id=1, bos_id=2, unk_id=3,
-            eos_piece="<eos>", bos_piece="<bos>", user_defined_symbols=TURN, byte_fallback=True,
-            hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
-            add_dummy_prefix=False, remove_extra_whitespaces=False, num_threads=1)
-    return path
+def load(gemma_pair, **fields):
+    return Cascade.load(gemma_pair / "drafter", gemma_pair / "verifier", max_source_length=32,
+                        max_new_tokens=24, **fields)
 
 
-@pytest.fixture(scope="module")
-def pair(vocabulary, tmp_path_factory):
-    """Hugging Face folders of a drafter and a verifier that half agree, in several shards."""
-    folder = tmp_path_factory.mktemp("pair")
-    model = GemmaModel(dataclasses.replace(TINY, vocab_size=352))
-    large = model.init(0)
-    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface, "SHARD_BYTES", 60_000)
-        for name, params in (("drafter", small), ("verifier", large)):
-            checkpoints.save(folder / name, Checkpoint(model, params, vocabulary, "memory"), "huggingface")
-    assert len(list((folder / "verifier").glob("model-0000?-of-0000?.safetensors"))) > 2
-    return folder
-
-
-def load(pair, **fields):
-    return Cascade.load(pair / "drafter", pair / "verifier", max_source_length=32, max_new_tokens=24,
-                        **fields)
-
-
-def gemma_json(vocabulary, path):
+def gemma_json(gemma_vocabulary, path):
     """The vocabulary as Gemma's tokenizer.json has it."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Json
 
-    processor = Tokenizer(vocabulary).processor
+    processor = Tokenizer(gemma_vocabulary).processor
     scores = [(processor.id_to_piece(n), processor.get_score(n)) for n in range(processor.get_piece_size())]
     tokenizer = Json(models.Unigram(scores, unk_id=3, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -75,10 +36,10 @@ def gemma_json(vocabulary, path):
     tokenizer.save(str(path))
 
 
-def test_tokenizer_json_is_the_vocabulary_of_tokenizer_model(vocabulary, tmp_path):
+def test_tokenizer_json_is_the_vocabulary_of_tokenizer_model(gemma_vocabulary, tmp_path):
     pytest.importorskip("tokenizers")
-    gemma_json(vocabulary, tmp_path / "tokenizer.json")
-    ours, theirs = Tokenizer(vocabulary), Tokenizer(tmp_path / "tokenizer.json")
+    gemma_json(gemma_vocabulary, tmp_path / "tokenizer.json")
+    ours, theirs = Tokenizer(gemma_vocabulary), Tokenizer(tmp_path / "tokenizer.json")
     assert ours.pieces() == theirs.pieces()
     assert [(t.pad_id, t.eos_id, t.bos_id) for t in (ours, theirs)] == [(0, 1, 2)] * 2
     assert [ours.id_of(piece) for piece in (*TURN, "no such piece")] == [4, 5, None]
@@ -90,8 +51,8 @@ def test_tokenizer_json_is_the_vocabulary_of_tokenizer_model(vocabulary, tmp_pat
         assert theirs.decode([2, *row, 1]) == text.replace(TURN[0], "").replace(TURN[1], "")
 
 
-def test_a_vocabulary_with_bos_begins_sources_with_it(vocabulary, tmp_path):
-    tokenizer = Tokenizer(vocabulary)
+def test_a_vocabulary_with_bos_begins_sources_with_it(gemma_vocabulary, tmp_path):
+    tokenizer = Tokenizer(gemma_vocabulary)
     assert tokenizer.framed([7, 8, 9]) == [2, 7, 8, 9]
     assert tokenizer.framed([7, 8, 9], 3) == [2, 8, 9]  # the question is at the end of a prompt
     assert tokenizer.framed([7, 8, 9], 4) == [2, 7, 8, 9]
@@ -101,8 +62,8 @@ def test_a_vocabulary_with_bos_begins_sources_with_it(vocabulary, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["native", "huggingface"])
-def test_every_format_brings_it_back(to, pair, tmp_path):
-    original = checkpoints.load(pair / "verifier")
+def test_every_format_brings_it_back(to, gemma_pair, tmp_path):
+    original = checkpoints.load(gemma_pair / "verifier")
     checkpoints.save(tmp_path / "out", original, to)
     again = checkpoints.load(tmp_path / "out", config=original.model.config)
     jax.tree.map(np.testing.assert_array_equal, original.params, again.params)
@@ -120,19 +81,19 @@ def test_every_format_brings_it_back(to, pair, tmp_path):
     ({"hidden_activation": "relu"}, "relu"), ({"model_type": "gemma3"}, "only t5 and gemma2"),
     ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.2.* has no place"),
     ({"sliding_window": None}, "sliding_window is None, not a number")])
-def test_another_config_is_refused(change, words, pair, tmp_path):
+def test_another_config_is_refused(change, words, gemma_pair, tmp_path):
     import json
     import shutil
 
-    shutil.copytree(pair / "drafter", tmp_path / "changed")
-    described = json.loads((pair / "drafter" / "config.json").read_text())
+    shutil.copytree(gemma_pair / "drafter", tmp_path / "changed")
+    described = json.loads((gemma_pair / "drafter" / "config.json").read_text())
     (tmp_path / "changed" / "config.json").write_text(json.dumps({**described, **change}))
     with pytest.raises(ValueError, match=words):
         checkpoints.load(tmp_path / "changed")
 
 
-def test_speculative_is_the_verifier_whatever_the_batch(pair):
-    cascade = load(pair)
+def test_speculative_is_the_verifier_whatever_the_batch(gemma_pair):
+    cascade = load(gemma_pair)
     outputs = {(method, size): [o.tokens for o in cascade.generate(PROMPTS, method=method, batch_size=size)]
                for method, size in itertools.product(("speculative", "verifier"), (1, 4))}
     assert len({str(tokens) for tokens in outputs.values()}) == 1
@@ -143,16 +104,16 @@ def test_speculative_is_the_verifier_whatever_the_batch(pair):
     assert sampled[0] == sampled[1] != tokens
 
 
-def test_suffix_and_prefix_are_the_template(pair):
+def test_suffix_and_prefix_are_the_template(gemma_pair):
     template = {"prefix": "<start_of_turn>user\n", "suffix": "<end_of_turn>\n<start_of_turn>model\n"}
-    rows, _ = load(pair, **template).encode(["why not"])
+    rows, _ = load(gemma_pair, **template).encode(["why not"])
     assert rows[0][:2] == [2, 4] and rows[0].count(5) == 1 and rows[0].count(4) == 2
-    whole = load(pair).encode(["<start_of_turn>user\nwhy not<end_of_turn>\n<start_of_turn>model\n"])[0]
+    whole = load(gemma_pair).encode(["<start_of_turn>user\nwhy not<end_of_turn>\n<start_of_turn>model\n"])[0]
     assert rows == whole
 
 
-def test_up_to_stop(vocabulary):
-    tokenizer = Tokenizer(vocabulary)
+def test_up_to_stop(gemma_vocabulary):
+    tokenizer = Tokenizer(gemma_vocabulary)
     tokens = tokenizer.encode_batch(["the cat sat<end_of_turn> on the mat"])[0]
     end = tokens.index(5)
     assert up_to_stop(tokenizer, tokens, ("<end_of_turn>",)) == (tokens[:end + 1], "the cat sat")
@@ -164,13 +125,13 @@ def test_up_to_stop(vocabulary):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_sequences_end_outputs_early(temperature, pair):
+def test_stop_sequences_end_outputs_early(temperature, gemma_pair):
     """The same tokens as without, cut; rows that stopped are not decoded on."""
-    free = load(pair)
+    free = load(gemma_pair)
     options = {"method": "opt", "alpha": 0.2, "temperature": temperature, "block_size": 3}
     whole = list(free.generate(PROMPTS, **options))
     stop = tuple({o.text[n:n + 2] for o, n in zip(whole, (8, 12, 0, 10, 14), strict=True)} - {""})
-    held = load(pair, stop=stop)
+    held = load(gemma_pair, stop=stop)
     for size in (1, 4):
         for output, full in zip(held.generate(PROMPTS, **options, batch_size=size), whole, strict=True):
             kept, text = up_to_stop(free.tokenizer, full.tokens, stop) or (full.tokens, full.text)
@@ -184,8 +145,8 @@ def test_stop_sequences_end_outputs_early(temperature, pair):
     assert text == longest.text[:len(text)] and len(text) < len(longest.text)
 
 
-def test_logits_of_training_are_those_of_decoding(pair):
-    loaded = checkpoints.load(pair / "verifier")
+def test_logits_of_training_are_those_of_decoding(gemma_pair):
+    loaded = checkpoints.load(gemma_pair / "verifier")
     model, params = loaded.model, loaded.params
     rng = np.random.default_rng(0)
     source, target = rng.integers(4, 300, (3, 11)), rng.integers(4, 300, (3, 9))
@@ -196,22 +157,3 @@ def test_logits_of_training_are_those_of_decoding(pair):
         fed = np.concatenate([source[row, length[row] - 1][None], target[row, :-1]])
         logits, _ = model.extend(params, fed[None], cache)
         np.testing.assert_allclose(forced[row], logits[0], atol=1e-5)
-
-
-def test_a_decoder_only_model_learns_a_task_and_decodes_it(config, tmp_path):  # noqa: F811
-    """The toy translation of test_training as a prompt and its continuation, from config to text."""
-    folder = tmp_path / "run"
-    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
-                        num_layers=2, window=12, query_scalar=8)
-    config = dataclasses.replace(
-        config, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),
-        task=dataclasses.replace(config.task, suffix=" =", join=1), steps=300, eval_every=300, save_every=300,
-        export_dir=None)
-    training.train(config)
-    examples = joined_examples(config.task, config.task.validation)
-    cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")
-    assert cascade.encode(["one two"])[0][0][0] == cascade.tokenizer.bos_id == 2
-    outputs = list(cascade.generate([source for source, _ in examples], batch_size=8))
-    assert np.mean([output.text == targets[0] for output, (_, targets) in zip(outputs, examples, strict=True)]
-                   ) > 0.8
-    assert all(output.tokens[-1] == cascade.tokenizer.eos_id for output in outputs)

@@ -1,6 +1,5 @@
 """Packed kernels: what int8 rounds, and that models that decode with them keep the protocol's laws."""
 
-import dataclasses
 import re
 from functools import partial
 
@@ -9,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_gemma import TINY as TINY_GEMMA
-from test_t5 import LENGTH, SOURCE, TARGET, TINY, in_blocks, prefilled
+from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0
+from tiny_models import in_blocks, prefilled
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
@@ -18,8 +17,7 @@ from speccascade_jax.evaluation import profiling as parts
 from speccascade_jax.models import model_of, quantization
 from speccascade_jax.models.quantization import PackedKernel, pack, packed_matmul
 
-CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),
-           "gemma": dataclasses.replace(TINY_GEMMA, vocab_size=97)}
+CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0, "gemma": TINY_GEMMA}
 
 
 def rounded(x):

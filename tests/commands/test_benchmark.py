@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_baselines import pair
+from toys import pair
 
 from speccascade_jax import checkpoints
 from speccascade_jax.commands import benchmark

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tensorstore
 from flax import serialization, traverse_util
+from processes import SCRIPTS, run
 from safetensors.numpy import load_file, save_file
-from test_checkpoints import random_checkpoint, run
-from test_t5 import TINY
+from shapes import TINY_T5
+from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.commands.convert import main as convert
-from speccascade_jax.config import REPOSITORY
 from speccascade_jax.models.t5 import PRESETS
 
 EMBEDDING = "target.token_embedder.embedding"
@@ -127,7 +127,7 @@ DAMAGE = {
 def intact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("intact")
     for to in checkpoints.FORMATS:
-        checkpoints.save(folder / to, random_checkpoint(TINY), to)
+        checkpoints.save(folder / to, random_checkpoint(TINY_T5), to)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_nothing_is_left_of_an_output_that_cannot_be_written(to, intact, tmp_pat
     # A limit on the size of files fails in the middle of writing, as a full disk does.
     script = f"""
 import resource, runpy
-main = runpy.run_path({str(REPOSITORY / 'scripts' / 'convert.py')!r})["main"]
+main = runpy.run_path({str(SCRIPTS / 'convert.py')!r})["main"]
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 print(main([{str(intact / 't5x')!r}, {str(tmp_path / 'full')!r}, "--to={to}"]))"""
     assert run(script, JAX_ENABLE_COMPILATION_CACHE="false") == "2"

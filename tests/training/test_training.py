@@ -17,6 +17,7 @@ from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.layers import Linear
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
@@ -26,32 +27,8 @@ from speccascade_jax.training.distillation import distillation_loss, total_varia
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """Translate number words from English to German, one to three an example."""
-    folder = tmp_path_factory.mktemp("task")
-    words = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fuenf", "six": "sechs"}
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 400), ("validation", 40)):
-        lines = []
-        for _ in range(count):
-            chosen = rng.choice(list(words), 2)
-            lines.append({"source": " ".join(chosen), "target": " ".join(words[w] for w in chosen)})
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = Task(train=str(folder / "train.jsonl"), validation=str(folder / "validation.jsonl"), test="",
-                max_source_length=24, max_target_length=24, join=3)
-    model = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
-                     num_decoder_layers=1)
-    return TrainConfig(name="toy", output_dir=str(folder / "run"), model=model, task=task,
-                       tokenizer=str(folder / "spiece.model"), tokenizer_size=300, steps=500,
-                       batch_tokens=256,
-                       optimizer="adamw", learning_rate=0.03, warmup_steps=10, decay="linear",
-                       clip_norm=1.0, dtype="float32", save_every=60, eval_every=100,
-                       validation_examples=16, export_dir=str(folder / "export"))
-
-
-@pytest.fixture(scope="module")
-def trained(config):
-    return training.train(config)
+def trained(number_words):
+    return training.train(number_words)
 
 
 def events(run, kind):
@@ -59,25 +36,25 @@ def events(run, kind):
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_learns_and_records(trained, config):
+def test_learns_and_records(trained, number_words):
     first, last = events(trained, "evaluation")[0], events(trained, "evaluation")[-1]
     assert last["loss"] < first["loss"] and last["quality"] > 50
     assert events(trained, "start")[0]["config"]["name"] == "toy"
 
 
-def test_run_and_export_decode_alike(trained, config):
+def test_run_and_export_decode_alike(trained, number_words):
     """bfloat16 rounding aside, the exported folder is the run's best checkpoint."""
-    run, export = (checkpoints.load(path).params for path in (trained, config.export_dir))
+    run, export = (checkpoints.load(path).params for path in (trained, number_words.export_dir))
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), run)
     jax.tree.map(np.testing.assert_array_equal, rounded, export)
-    cascade = Cascade.load(trained, config.export_dir, max_source_length=24, max_new_tokens=24)
-    examples = joined_examples(config.task, config.task.validation)
+    cascade = Cascade.load(trained, number_words.export_dir, max_source_length=24, max_new_tokens=24)
+    examples = joined_examples(number_words.task, number_words.task.validation)
     outputs = cascade.generate([s for s, _ in examples], batch_size=8)
     assert bleu([o.text for o in outputs], [r for _, r in examples]) > 50
 
 
-def test_a_killed_run_ends_as_an_uninterrupted_one(trained, config, tmp_path, monkeypatch):
-    again = dataclasses.replace(config, output_dir=str(tmp_path / "run"), export_dir=None)
+def test_a_killed_run_ends_as_an_uninterrupted_one(trained, number_words, tmp_path, monkeypatch):
+    again = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), export_dir=None)
     from_step = TrainingBatches.from_step
 
     def dying(self, step):
@@ -93,9 +70,9 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(trained, config, tmp_path, mo
     assert [e["step"] for e in events(tmp_path / "run", "start")] == [0, 120]
 
 
-def test_batches_are_a_function_of_the_step(trained, config):
-    tokenizer = training.prepare_tokenizer(config)
-    batches = TrainingBatches(config.task, tokenizer, config.batch_tokens, seed=3)
+def test_batches_are_a_function_of_the_step(trained, number_words):
+    tokenizer = training.prepare_tokenizer(number_words)
+    batches = TrainingBatches(number_words.task, tokenizer, number_words.batch_tokens, seed=3)
     walked = list(itertools.islice(batches.from_step(0), 60))  # several epochs
     for step in (0, 1, 17, 59):
         for a, b in zip(next(batches.from_step(step)), walked[step], strict=True):
@@ -104,18 +81,19 @@ def test_batches_are_a_function_of_the_step(trained, config):
                for a, b in itertools.pairwise(walked))
 
 
-def test_a_student_learns_from_its_teacher_alone(trained, config, tmp_path):
-    student = dataclasses.replace(config, output_dir=str(tmp_path / "run"), teacher=str(trained), steps=100,
-                                  distillation=1.0, export_dir=None, seed=1)
+def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path):
+    student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
+                                  steps=100, distillation=1.0, export_dir=None, seed=1)
     run = training.train(student)
     assert events(run, "evaluation")[-1]["loss"] < events(trained, "evaluation")[0]["loss"] + 0.3
 
 
-def test_a_student_learns_from_what_its_teacher_writes(trained, config, tmp_path, monkeypatch):
+def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tmp_path, monkeypatch):
     """teacher_outputs holds the teacher's own greedy outputs, however often writing it was killed."""
     path = tmp_path / "outputs.jsonl"
-    student = dataclasses.replace(config, output_dir=str(tmp_path / "run"), teacher=str(trained), steps=60,
-                                  distillation=0.0, export_dir=None, seed=1, teacher_outputs=str(path))
+    student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
+                                  steps=60, distillation=0.0, export_dir=None, seed=1,
+                                  teacher_outputs=str(path))
     generate = Cascade.generate
 
     def dying(self, *args, **options):
@@ -132,7 +110,7 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, config, tmp_path
     run = training.train(student)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     teacher = Cascade.load(trained, trained, max_source_length=24, max_new_tokens=24)
-    sources = [source for source, _ in joined_examples(config.task, config.task.train)]
+    sources = [source for source, _ in joined_examples(number_words.task, number_words.task.train)]
     expected = {o.source: o.text for o in teacher.generate(sources, method="verifier", batch_size=64)
                 if o.tokens[-1] == teacher.tokenizer.eos_id}
     assert [line["source"] for line in lines] == [s for s in sources if s in expected]
@@ -239,3 +217,22 @@ def test_mixed_precision_gradients_are_those_of_float32():
     for half, full in zip(*(jax.tree.leaves(gradients(d)) for d in (jnp.bfloat16, jnp.float32)), strict=True):
         assert half.dtype == jnp.float32
         np.testing.assert_allclose(half, full, atol=0.02 * float(np.abs(full).max()))
+
+
+def test_a_decoder_only_model_learns_a_task_and_decodes_it(number_words, tmp_path):
+    """The toy translation above as a prompt and its continuation, from config to text."""
+    folder = tmp_path / "run"
+    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
+                        num_layers=2, window=12, query_scalar=8)
+    config = dataclasses.replace(
+        number_words, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),
+        task=dataclasses.replace(number_words.task, suffix=" =", join=1), steps=300,
+        eval_every=300, save_every=300, export_dir=None)
+    training.train(config)
+    examples = joined_examples(config.task, config.task.validation)
+    cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")
+    assert cascade.encode(["one two"])[0][0][0] == cascade.tokenizer.bos_id == 2
+    outputs = list(cascade.generate([source for source, _ in examples], batch_size=8))
+    assert np.mean([output.text == targets[0] for output, (_, targets) in zip(outputs, examples, strict=True)]
+                   ) > 0.8
+    assert all(output.tokens[-1] == cascade.tokenizer.eos_id for output in outputs)

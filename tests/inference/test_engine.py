@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from test_gemma import TINY as GEMMA
-from test_t5 import TINY as T5
+from shapes import TINY_GEMMA, TINY_T5
 
 from speccascade_jax.core.decoding import Autoregressive, Speculative
 from speccascade_jax.core.rules import METHODS
@@ -23,8 +22,8 @@ def bucket(length):
 
 @pytest.fixture(params=["t5", "gemma"])
 def job(request):
-    model = model_of({"t5": dataclasses.replace(T5, num_encoder_layers=1, num_decoder_layers=1),
-                      "gemma": dataclasses.replace(GEMMA, num_layers=2)}[request.param])
+    model = model_of({"t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
+                      "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2)}[request.param])
     large = model.init(0)
     small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
     sampler = Speculative(Autoregressive(model), model, METHODS["token_v3"], 3)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import TableLM, chi_square, sequence_law, table, transform
+from toys import TableLM, chi_square, pair, sequence_law, table, transform
 
 from speccascade_jax.core import baselines, decoding
 from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Bild, Oracle, TokenCascade
@@ -15,8 +15,6 @@ from speccascade_jax.core.decoding import Autoregressive, generate
 from speccascade_jax.core.metrics import Tally, check_counts, check_tally
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
@@ -196,23 +194,6 @@ def test_limits_of_bild():
     follow = greedy(model, np.concatenate([PROMPTS, first], axis=1), tables[0])[:, :11]
     follow[first[:, 0] == 5] = -1
     np.testing.assert_array_equal(lax.tokens[:, 1:], follow)
-
-
-class Digits(Tokenizer):
-    """A tokenizer of the toys' four tokens."""
-
-    def __init__(self):
-        self.pad_id, self.eos_id, self.bos_id = 0, EOS, -1
-
-    def encode_batch(self, texts):
-        return [[int(c) for c in text] for text in texts]
-
-    def decode(self, tokens):
-        return "".join(str(int(t)) for t in tokens)
-
-
-def pair(**fields):
-    return Cascade(MODEL, MODEL, *TABLES, Digits(), max_source_length=16, max_new_tokens=3, **fields)
 
 
 @pytest.mark.parametrize("method,alpha", [("sequence", 0.9), ("sequence_mean", 0.6),

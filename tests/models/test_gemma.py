@@ -1,4 +1,4 @@
-"""Gemma 2 against Hugging Face's, the four laws of the LanguageModel protocol, and greedy cascades."""
+"""Gemma 2 against Hugging Face's, greedy cascades, and DeepMind's own checkpoints."""
 
 import dataclasses
 
@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
-from test_t5 import (  # the laws, with this file's `tiny`
-    LENGTH,
-    SOURCE,
-    TARGET,
-    in_blocks,
-    prefilled,
-    test_append_and_chunk,  # noqa: F401
-    test_padding_does_not_matter,  # noqa: F401
-    test_rollback_with_ragged_lengths,  # noqa: F401
-    test_rows_are_independent,  # noqa: F401
-)
+from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA
+from tiny_models import in_blocks, prefilled
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import deepmind, huggingface
@@ -28,14 +19,12 @@ from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
 
-TINY = GemmaConfig(vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=6, num_kv_heads=2, num_layers=3,
-                   window=7, query_scalar=20, attention_softcap=2.0, logit_softcap=3.0)
 AFTER_PROMPT = np.concatenate([SOURCE[np.arange(3), LENGTH - 1][:, None], TARGET[:, :-1]], axis=1)
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    model = GemmaModel(TINY)
+    model = GemmaModel(TINY_GEMMA)
     return model, model.init(0)
 
 
@@ -64,8 +53,9 @@ def their_logits(theirs, chosen=slice(None)):
     return np.stack([row.numpy() for row in rows])[chosen]
 
 
-CONFIGS = {"tiny": TINY, "no caps": dataclasses.replace(TINY, attention_softcap=None, logit_softcap=None),
-           "one head each": dataclasses.replace(TINY, num_kv_heads=6, rope_theta=100.0)}
+CONFIGS = {"tiny": TINY_GEMMA,
+           "no caps": dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
+           "one head each": dataclasses.replace(TINY_GEMMA, num_kv_heads=6, rope_theta=100.0)}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -88,7 +78,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
 def test_every_part_of_the_shape_matters(change, tiny):
     """Negative controls: what the comparison with transformers holds, it could have missed."""
     model, params = tiny
-    other = GemmaModel(dataclasses.replace(TINY, **change))
+    other = GemmaModel(dataclasses.replace(TINY_GEMMA, **change))
     a, b = (in_blocks(m, params, AFTER_PROMPT, [30], prefilled(m, params))[0] for m in (model, other))
     assert np.abs(a - b).max() > 1e-3
 

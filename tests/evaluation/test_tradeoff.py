@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sacrebleu
 from matplotlib.image import imread
-from test_baselines import pair
+from toys import pair
 
 from speccascade_jax.core.metrics import relative_cost
 from speccascade_jax.evaluation import plots as figures

@@ -8,17 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_decode import pair  # noqa: F401 (a fixture)
+from processes import SCRIPTS
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import decode, evaluate
 from speccascade_jax.commands import tradeoff as tradeoff_script
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
 CONFIG = '''
 from speccascade_jax.config import Task, TrainConfig
@@ -32,7 +30,7 @@ config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
 
 
 @pytest.fixture(scope="module")
-def tiny(pair, tmp_path_factory):  # noqa: F811
+def tiny(t5_pair, tmp_path_factory):
     """Flags of a tiny pair and a task of 48 examples, one or two references each."""
     folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
 
@@ -44,7 +42,7 @@ def tiny(pair, tmp_path_factory):  # noqa: F811
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for metric in ("bleu", "rouge2"):
         (folder / f"{metric}.py").write_text(CONFIG.format(data=folder / "data.jsonl", metric=metric))
-    return folder, [f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}",
+    return folder, [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
                     "--max-source-length=32", "--max-new-tokens=24", "--temperature=1", "--alpha=0.2",
                     "--block-size=3"]
 

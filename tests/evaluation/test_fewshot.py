@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from test_prompts import pair, vocabulary  # noqa: F401
 
 from speccascade_jax.commands import fewshot as script
 from speccascade_jax.evaluation.fewshot import (
@@ -136,10 +135,10 @@ def test_every_file_present_makes_prompts(name):
         assert prompts.shots == [1, 2, 3]
 
 
-def test_the_script_scores_a_tiny_pair(pair, tmp_path, capsys):  # noqa: F811
+def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     task = with_files("triviaqa", tmp_path)
-    files = [f"--drafter={pair / 'drafter'}", f"--verifier={pair / 'verifier'}", "--tensor-parallel=1",
-             f"--inputs={task.examples}", f"--shot-pool={task.shot_pool}", "--shots=1", "--dtype=float32",
+    files = [f"--drafter={gemma_pair / 'drafter'}", f"--verifier={gemma_pair / 'verifier'}",
+             "--tensor-parallel=1", f"--inputs={task.examples}", f"--shot-pool={task.shot_pool}", "--shots=1", "--dtype=float32",
              "--max-source-length=192"]
     out = tmp_path / "out.jsonl"
     assert script.main(["--task=triviaqa", "--methods", "opt", "verifier", "--output", str(out), *files]) == 0

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from processes import SCRIPTS
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import native
@@ -21,7 +21,7 @@ from speccascade_jax.commands import evaluate
 from speccascade_jax.commands import finetune as finetune_script
 from speccascade_jax.training.reporting import read_events
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
+SCRIPT = SCRIPTS / "finetune.py"
 CONFIG = '''
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config

@@ -4,8 +4,6 @@ import dataclasses
 import http.server
 import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.parse
 from pathlib import Path
@@ -17,29 +15,23 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore
-from corpora import shuffled
+from corpora import SENTENCES
 from flax import nnx, serialization, traverse_util
+from processes import REPOSITORY, run
 from safetensors.numpy import load_file, save_file
-from test_t5 import TINY, hugging_face
+from shapes import TINY_T5, TINY_T5_1_0
+from tiny_models import random_checkpoint, transformers_t5
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints import Checkpoint, huggingface
+from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands.convert import main as convert
-from speccascade_jax.config import REPOSITORY
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
-from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.models.t5 import PRESETS
 
 FIXTURES = Path(os.environ.get("SPECCASCADE_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")) / "t5x"
-CONFIGS = {"t5_1_1": TINY, "t5_1_0": dataclasses.replace(TINY, gated=False, tied_embeddings=True),
-           "table_a_layer": dataclasses.replace(TINY, shared_position_bias=False)}
-SENTENCES = ["the cat sat on the mat", "a dog", "birds sing in the old tree", "why not", "the end"]
-
-
-def random_checkpoint(config, seed=0):
-    model, rng = T5Model(config), np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32), model.abstract_params())
-    return Checkpoint(model, params, None, "memory")
+CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0,
+           "table_a_layer": dataclasses.replace(TINY_T5, shared_position_bias=False)}
 
 
 def assert_equal(a, b):
@@ -63,21 +55,6 @@ def read_t5x(folder):
 
     walk(contents["optimizer"]["target"], "")
     return found
-
-
-@pytest.fixture(scope="module")
-def spiece(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vocabulary") / "spiece.model"
-    train_tokenizer(shuffled(SENTENCES), path, 320)
-    return path
-
-
-def run(script, **environment):
-    """Python code in a process of its own: its last line of output."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -159,7 +136,7 @@ def test_a_t5_small_of_transformers_through_every_format(tmp_path):
     """transformers -> ours -> T5X -> ours -> transformers: the same bits and the same logits."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    theirs = hugging_face(PRESETS["t5_1_1_small"])
+    theirs = transformers_t5(PRESETS["t5_1_1_small"])
     theirs.save_pretrained(tmp_path / "theirs", safe_serialization=True, max_shard_size="60MB")
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 3
     first = checkpoints.load(tmp_path / "theirs", config=PRESETS["t5_1_1_small"])
@@ -194,7 +171,7 @@ def old_t5x(folder, change):
 
 def test_t5x_files_of_older_versions(tmp_path):
     """Paths of another machine, the path outside of `kvstore`, bfloat16 as uint16, arrays inline."""
-    original = random_checkpoint(TINY)
+    original = random_checkpoint(TINY_T5)
     checkpoints.save(tmp_path / "out", original, "t5x", jnp.bfloat16)
     expected = checkpoints.load(tmp_path / "out", jnp.bfloat16).params
     arrays = read_t5x(tmp_path / "out")
@@ -272,9 +249,9 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
-    large = dataclasses.replace(TINY, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6,
+    large = dataclasses.replace(TINY_T5, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6,
                                 num_decoder_layers=6)
-    for name, config in (("tiny", TINY), ("large", large)):
+    for name, config in (("tiny", TINY_T5), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
     ratio = float(run(MEASURE.format(tiny=str(tmp_path / "tiny"), large=str(tmp_path / "large"))))
     assert 0.5 < ratio < 1.3  # less than a half: nothing was measured
@@ -282,7 +259,7 @@ def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
 
 def test_each_device_gets_the_part_it_is_asked_to_hold(tmp_path):
     for to in checkpoints.FORMATS:
-        checkpoints.save(tmp_path / to, random_checkpoint(TINY), to)
+        checkpoints.save(tmp_path / to, random_checkpoint(TINY_T5), to)
     script = f"""
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -341,7 +318,7 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
 def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
     """Through convert.py, its tokenizer along; without one there is --tokenizer."""
     pytest.importorskip("tokenizers")
-    config = dataclasses.replace(TINY, vocab_size=448, relative_max_distance=128)
+    config = dataclasses.replace(TINY_T5, vocab_size=448, relative_max_distance=128)
     checkpoints.save(tmp_path / "from", random_checkpoint(config), "huggingface")
     options = {"max_source_length": 32, "max_new_tokens": 12}
     with pytest.raises(ValueError, match=r"no tokenizer.*--tokenizer"):
@@ -365,7 +342,7 @@ def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
 
 def test_an_untied_head_that_was_not_saved_is_the_embedding(tmp_path):
     """transformers leaves lm_head out where it is the embedding, though config.json may say untied."""
-    checkpoints.save(tmp_path / "tied", random_checkpoint(TINY), "huggingface")
+    checkpoints.save(tmp_path / "tied", random_checkpoint(TINY_T5), "huggingface")
     arrays = load_file(tmp_path / "tied" / "model.safetensors")
     del arrays["lm_head.weight"]
     save_file(arrays, tmp_path / "tied" / "model.safetensors")
@@ -374,7 +351,7 @@ def test_an_untied_head_that_was_not_saved_is_the_embedding(tmp_path):
 
 
 def test_half_precision_files_are_read(tmp_path):
-    original = random_checkpoint(TINY)
+    original = random_checkpoint(TINY_T5)
     huggingface.save(tmp_path, original.model, original.params, np.float16)
     expected = jax.tree.map(lambda x: x.astype(np.float16).astype(ml_dtypes.bfloat16), original.params)
     assert_equal(checkpoints.load(tmp_path, jnp.bfloat16).params, expected)

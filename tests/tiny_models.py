@@ -1,0 +1,51 @@
+"""Tiny models with random weights, ours and transformers', and how tests feed them."""
+
+import jax
+import numpy as np
+import pytest
+from shapes import LENGTH, SOURCE
+
+from speccascade_jax.checkpoints import Checkpoint, huggingface
+from speccascade_jax.models import model_of
+
+
+def random_checkpoint(config, seed=0):
+    """A checkpoint in memory; its weights are normal numbers, so that every one of them matters."""
+    model, rng = model_of(config), np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32), model.abstract_params())
+    return Checkpoint(model, params, None, "memory")
+
+
+def prefilled(model, params, max_length=64):
+    """The cache after SOURCE."""
+    _, cache = jax.jit(model.prefill, static_argnums=3)(params, SOURCE, LENGTH, max_length)
+    return cache
+
+
+def in_blocks(model, params, tokens, sizes, cache):
+    """Logits of `tokens` fed in blocks of the given sizes, and the cache after them."""
+    extend, logits, begin = jax.jit(model.extend), [], 0
+    for size in sizes:
+        part, cache = extend(params, tokens[:, begin:begin + size], cache)
+        logits.append(part)
+        begin += size
+    return np.concatenate(logits, axis=1), cache
+
+
+def transformers_t5(config, seed=0):
+    """transformers' T5 with random weights: T5 1.1 with a head of its own, or T5 1.0."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = {theirs: getattr(config, ours) for ours, theirs in huggingface.CONFIG_KEYS.items()}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        **described, feed_forward_proj="gated-gelu" if config.gated else "relu",
+        tie_word_embeddings=config.tied_embeddings, decoder_start_token_id=config.pad_id))
+    with torch.no_grad():
+        for parameter in model.parameters():  # the defaults are too small or constant to test scales
+            parameter.copy_(torch.randn_like(parameter) * (0.12 if parameter.ndim > 1 else 0.1)
+                            + (1.0 if parameter.ndim == 1 else 0.0))
+        model.shared.weight.copy_(torch.randn_like(model.shared.weight))
+        if not config.tied_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+    return model.eval()
