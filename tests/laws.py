@@ -10,8 +10,8 @@ from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax.core import decoding, verification
 from speccascade_jax.core.decoding import Autoregressive, Speculative, generate, hierarchy
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.metrics import check_identities
-from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.typing import SamplingOptions
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000

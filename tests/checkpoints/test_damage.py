@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorstore
 from flax import serialization, traverse_util
-from processes import SCRIPTS, run
+from processes import run
 from safetensors.numpy import load_file, save_file
 from shapes import TINY_T5
 from tiny_models import random_checkpoint
@@ -159,8 +159,8 @@ def test_nothing_is_left_of_an_output_that_cannot_be_written(to, intact, tmp_pat
     assert "cannot write" in capsys.readouterr().err
     # A limit on the size of files fails in the middle of writing, as a full disk does.
     script = f"""
-import resource, runpy
-main = runpy.run_path({str(SCRIPTS / 'convert.py')!r})["main"]
+import resource
+from speccascade_jax.commands.convert import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 print(main([{str(intact / 't5x')!r}, {str(tmp_path / 'full')!r}, "--to={to}"]))"""
     assert run(script, JAX_ENABLE_COMPILATION_CACHE="false") == "2"

@@ -14,7 +14,7 @@ from corpora import SENTENCES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
 from speccascade_jax.core.baselines import BASELINES
-from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model

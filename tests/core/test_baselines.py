@@ -12,8 +12,8 @@ from toys import TableLM, chi_square, pair, sequence_law, table, transform
 from speccascade_jax.core import baselines, decoding
 from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Bild, Oracle, TokenCascade
 from speccascade_jax.core.decoding import Autoregressive, generate
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.metrics import Tally, check_counts, check_tally
-from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.typing import SamplingOptions
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000

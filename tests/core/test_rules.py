@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from toys import target
 
-from speccascade_jax.core.rules import METHODS, Scores, lossy_law, target_probs, total_variation, tuned_beta
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import Scores, lossy_law, target_probs, total_variation, tuned_beta
 from speccascade_jax.core.sampling import draw, noise, token_probs
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.core.verification import Draft, accepted_prefix, residual, verify

@@ -138,8 +138,8 @@ def test_every_file_present_makes_prompts(name):
 def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     task = with_files("triviaqa", tmp_path)
     files = [f"--drafter={gemma_pair / 'drafter'}", f"--verifier={gemma_pair / 'verifier'}",
-             "--tensor-parallel=1", f"--inputs={task.examples}", f"--shot-pool={task.shot_pool}", "--shots=1", "--dtype=float32",
-             "--max-source-length=192"]
+             "--tensor-parallel=1", f"--inputs={task.examples}", f"--shot-pool={task.shot_pool}", "--shots=1",
+             "--dtype=float32", "--max-source-length=192"]
     out = tmp_path / "out.jsonl"
     assert script.main(["--task=triviaqa", "--methods", "opt", "verifier", "--output", str(out), *files]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

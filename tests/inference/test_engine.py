@@ -8,7 +8,7 @@ import pytest
 from shapes import TINY_GEMMA, TINY_T5
 
 from speccascade_jax.core.decoding import Autoregressive, Speculative
-from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.engine import Engine, Job
 from speccascade_jax.models import model_of

@@ -7,7 +7,7 @@ from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
 from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
-from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models import gemma, model_of, t5
 

@@ -15,7 +15,7 @@ from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.gemma import describe
 from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
-from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
 
