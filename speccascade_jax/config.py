@@ -14,11 +14,16 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
-REPOSITORY = Path(__file__).resolve().parent.parent
-DEMO = Path(__file__).resolve().parent / "demo"
-"""The pairs that come with the repository."""
-DATA = os.environ.get("SPECCASCADE_DATA", str(REPOSITORY.parent / "shared" / "data"))
-"""Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data beside the checkout."""
+PACKAGE = Path(__file__).resolve().parent
+CONFIGS = next((folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
+               PACKAGE / "configs")
+"""The configs that come with the package: inside an installed one, next to it in a checkout."""
+DEMO = PACKAGE / "demo"
+"""The pairs that come with the package."""
+_SHARED = PACKAGE.parent.parent / "shared" / "data"
+DATA = os.environ.get("SPECCASCADE_DATA") or str(_SHARED if _SHARED.is_dir() else Path("data"))
+"""Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data next to the checkout where that
+exists, else ./data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +121,8 @@ def dtype_of(config: DecodeConfig) -> str:
 
 
 def available() -> dict[str, Path]:
-    """Name -> file of every config in the checkout's configs/ and in ./configs."""
-    folders = [REPOSITORY / "configs", Path.cwd() / "configs"]
+    """Name -> file of every config that comes with the package, and of those in ./configs."""
+    folders = [CONFIGS, Path.cwd() / "configs"]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))
             if not path.stem.startswith("_")}
 
