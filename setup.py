@@ -1,3 +1,4 @@
-from setuptools import setup
+from setuptools import find_packages, setup
 
-setup()
+setup(packages=[*find_packages(include=["speccascade_jax", "speccascade_jax.*"]), "speccascade_jax.configs"],
+      package_dir={"speccascade_jax.configs": "configs"})

@@ -11,7 +11,8 @@ from corpora import PROMPTS, SENTENCES, TURN, shuffled
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
-install_import_hook(["speccascade_jax.core"], "checking.typechecker")
+CHECKED = ("sampling", "rules", "methods", "verification", "samplers", "loop", "baselines", "metrics")
+install_import_hook([f"speccascade_jax.core.{name}" for name in CHECKED], "checking.typechecker")
 
 
 def pytest_addoption(parser):
