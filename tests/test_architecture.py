@@ -1,47 +1,184 @@
-"""Who may import whom (DESIGN), and that no file has grown past reading in one sitting."""
+"""Who may import whom, and that no file outgrows one sitting. Each rule has a planted violation."""
 
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "speccascade_jax"
-CORE = {"typing": set(), "sampling": {"typing"}, "rules": set(), "verification": {"sampling"},
-        "metrics": set(), "decoding": {"typing", "sampling", "rules", "verification", "metrics"}}
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = "speccascade_jax"
+COMMANDS = {path.stem for path in (REPOSITORY / "scripts").glob("*.py")}
+LONGEST, CORE_TOTAL, SCRIPT = 400, 1200, 8
+"""Lines at most: a file, core/ in all, a script."""
+
+LOWER = ["core", "models", "checkpoints", "inference", "training", "evaluation"]
+SHARED = ["config", "parallel"]
+MAY_IMPORT = {  # a folder or file of the package -> what it may import of ours, besides its own folder
+    "core": [],
+    "models": ["core.typing"],
+    "checkpoints": LOWER[:2],
+    "inference": [*LOWER[:3], *SHARED],
+    "training": [*LOWER[:4], *SHARED],
+    "evaluation": [*LOWER[:5], *SHARED],
+    "commands": [*LOWER, *SHARED, "__init__"],
+    "config": ["inference.settings", "models"],
+    "parallel": [],
+    "__init__": [*LOWER[:4], *SHARED],
+}
 
 
-def imports(path: Path) -> set[str]:
-    """The modules of this repository that a file imports, without the package's name."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            inside = node.module == "speccascade_jax"
-            found |= {f"{node.module}.{n.name}" for n in node.names} if inside else {node.module}
-        elif isinstance(node, ast.Import):
-            found |= {n.name for n in node.names}
-    return {name.removeprefix("speccascade_jax.") for name in found
-            if name.split(".")[0] in ("speccascade_jax", "scripts", "configs")}
+def is_module(name: str) -> bool:
+    path = REPOSITORY / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-def test_the_core_sees_models_through_the_protocol_alone():
-    for name, allowed in CORE.items():
-        assert imports(PACKAGE / f"{name}.py") <= allowed, name
+def imports(path: str, source: str) -> set[str]:
+    """The modules of this repository that a file imports, by their whole names."""
+    found, folder = set(), path.split("/")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[:len(folder) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module
+                      for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+    # What lies next to a script is imported by its bare name.
+    found = {f"scripts.{name}" if name in COMMANDS else name for name in found}
+    found = {f"{PACKAGE}.__init__" if name == PACKAGE else name for name in found}
+    return {name for name in found if name.split(".")[0] in (PACKAGE, "scripts", "configs", "tests")
+            or name.split(".")[-1].startswith("test_") or name == "laws"}
 
 
-def test_models_import_typing_and_each_other_only():
-    for path in (PACKAGE / "models").glob("*.py"):
-        assert all(m == "typing" or m.startswith("models") for m in imports(path)), path
+def lies_in(module: str, places: list[str]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-def test_configs_import_config_and_model_shapes_only():
-    for path in (PACKAGE.parent / "configs").glob("*.py"):
-        assert imports(path) <= {"config", "models.t5", "models.gemma"}, path
+def violations(path: str, source: str) -> list[str]:
+    """What a file imports and should not."""
+    found, (top, *rest) = imports(path, source), path.removesuffix(".py").split("/")
+    if top == "tests":
+        return sorted(name for name in found if name.split(".")[-1].startswith("test_") or name == "laws")
+    if top == "scripts":
+        allowed = [f"{PACKAGE}.commands"]
+        return sorted(name for name in found if name not in allowed)
+    if top == "configs":
+        return sorted(name for name in found
+                      if not lies_in(name, [f"{PACKAGE}.config", f"{PACKAGE}.models"]))
+    place = rest[0]
+    if place not in MAY_IMPORT:
+        return [f"{place} is in no row of MAY_IMPORT"]
+    allowed = [*MAY_IMPORT[place], *([place] if len(rest) > 1 else [])]
+    wrong = {name for name in found
+             if not lies_in(name, [f"{PACKAGE}.{other}" for other in allowed])}
+    if place == "commands":  # commands share commands/commandline.py and such, never each other
+        wrong |= {f"{PACKAGE}.commands.{name}" for name in COMMANDS} & found
+    return sorted(wrong)
 
 
-def test_nothing_imports_scripts():
-    for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "configs").glob("*.py")]:
-        assert not any(m.startswith("scripts") for m in imports(path)), path
+def files() -> list[Path]:
+    return [path for top in (PACKAGE, "scripts", "configs", "tests") for path in sorted(
+        (REPOSITORY / top).rglob("*.py"))]
 
 
-def test_sizes():
-    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert max(lines.values()) <= 450
-    assert sum(lines[PACKAGE / f"{name}.py"] for name in CORE if name != "metrics") <= 900
+def test_imports_run_downwards():
+    wrong = {name: found for path in files() if (found := violations(
+        name := path.relative_to(REPOSITORY).as_posix(), path.read_text()))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("path,source", [
+    ("core/rules.py", "from speccascade_jax.models import t5"),
+    ("core/rules.py", "from ..models.t5 import T5Model"),
+    ("core/rules.py", "import speccascade_jax.config"),
+    ("core/rules.py", "def f():\n    from .. import parallel"),
+    ("core/rules.py", "import speccascade_jax as sc"),
+    ("models/t5.py", "from speccascade_jax.core.sampling import draw"),
+    ("models/t5.py", "from speccascade_jax.core import rules, typing"),
+    ("models/t5.py", "from speccascade_jax import checkpoints"),
+    ("models/__init__.py", "from ..inference import tokenizer"),
+    ("checkpoints/native.py", "from speccascade_jax.inference.tokenizer import Tokenizer"),
+    ("checkpoints/native.py", "from speccascade_jax import config"),
+    ("inference/text.py", "import importlib\nimportlib.import_module('speccascade_jax.training.loop')"),
+    ("inference/text.py", "from ..evaluation import quality"),
+    ("inference/text.py", "from speccascade_jax import commands"),
+    ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
+    ("training/loop.py", "import speccascade_jax.commands.decode as decode"),
+    ("evaluation/quality.py", "from speccascade_jax.commands.commandline import exit_code"),
+    ("commands/evaluate.py", "from speccascade_jax.commands.decode import main"),
+    ("commands/evaluate.py", "from . import decode"),
+    ("commands/evaluate.py", "from scripts.decode import main"),
+    ("config.py", "from speccascade_jax.inference.text import Cascade"),
+    ("config.py", "from . import parallel"),
+    ("parallel.py", "from speccascade_jax.core.typing import Params"),
+    ("__init__.py", "from speccascade_jax.training import loop"),
+    ("new_folder/file.py", "import jax"),
+    ("../scripts/evaluate.py", "import decode"),
+    ("../scripts/evaluate.py", "from decode import main"),
+    ("../scripts/evaluate.py", "import scripts.decode"),
+    ("../scripts/evaluate.py", "from speccascade_jax.commands.decode import main"),
+    ("../scripts/evaluate.py", "import speccascade_jax"),
+    ("../configs/demo.py", "from speccascade_jax.core.methods import METHODS"),
+    ("../configs/demo.py", "from configs.demo_drafter import config"),
+    ("../tests/core/test_rules.py", "from test_baselines import pair"),
+    ("../tests/core/test_rules.py", "from laws import texts"),
+])
+def test_a_planted_violation_is_seen(path, source):
+    whole = path.removeprefix("../") if path.startswith("../") else f"{PACKAGE}/{path}"
+    assert len(violations(whole, source)) == 1
+    assert not violations(whole, "import jax") or path.startswith("new_folder")
+
+
+@pytest.mark.parametrize("path,source", [
+    ("core/rules.py", "from speccascade_jax.core.typing import Params\nfrom . import sampling"),
+    ("models/t5.py", "from ..core.typing import Prefix\nfrom speccascade_jax.models import cache"),
+    ("config.py", "from speccascade_jax.inference.settings import Settings"),
+    ("inference/text.py", "from speccascade_jax import checkpoints, config, parallel"),
+    ("commands/decode.py", "from speccascade_jax import __version__\nfrom .commandline import exit_code"),
+])
+def test_what_is_allowed_is_no_violation(path, source):
+    assert not violations(f"{PACKAGE}/{path}", source)
+
+
+def overgrown(path: Path) -> list[str]:
+    """What is wrong with a script: it calls commands.main with its own name, in a few lines."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    called = {node.func.id for node in ast.walk(tree)
+              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    wrong = []
+    if len(source.splitlines()) > SCRIPT:
+        wrong.append(f"more than {SCRIPT} lines")
+    if called != {"main"} or path.stem not in strings:
+        wrong.append(f"calls something else than main([{path.stem!r}, ...])")
+    if sorted(imported) != ["from speccascade_jax.commands import main", "import sys"]:
+        wrong.append("imports something else than speccascade_jax.commands.main")
+    return wrong
+
+
+def test_scripts_are_thin(tmp_path):
+    scripts = sorted((REPOSITORY / "scripts").glob("*.py"))
+    assert len(scripts) > 5 and not {path.name: wrong for path in scripts if (wrong := overgrown(path))}
+    sound = scripts[0].read_text()
+    for planted in (sound + "\n" * SCRIPT, sound.replace(scripts[0].stem, "other"),
+                    sound + "import json\n", sound + "print(1)\n"):
+        (tmp_path / scripts[0].name).write_text(planted)
+        assert len(overgrown(tmp_path / scripts[0].name)) == 1
+
+
+def too_long(paths: list[Path]) -> dict[str, int]:
+    return {str(path): lines for path in paths if (lines := len(path.read_text().splitlines())) > LONGEST}
+
+
+def test_files_stay_short(tmp_path):
+    assert not too_long(files())
+    core = [path for path in files() if path.is_relative_to(REPOSITORY / PACKAGE / "core")]
+    assert len(core) > 5 and sum(len(path.read_text().splitlines()) for path in core) < CORE_TOTAL
+    (tmp_path / "long.py").write_text("\n" * (LONGEST + 1))
+    assert too_long([tmp_path / "long.py"])
