@@ -1,11 +1,18 @@
 """What a run is made of: frozen dataclasses, and `load(name)` for the files in configs/."""
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import os
+import reprlib
 import runpy
+import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
@@ -14,6 +21,8 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
+LARGEST = 2**20
+"""Bytes of a config file."""
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next((folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
                PACKAGE / "configs")
@@ -110,6 +119,16 @@ class DecodeConfig(Settings):
         """How each text is decoded."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
+    def check(self, vocab_size: int = sys.maxsize) -> None:
+        """Raises ValueError for a value out of its range: what can be told before models are loaded."""
+        super().check(vocab_size)
+        if math.isnan(self.alpha):  # which no range of a method's excludes where a single model decodes
+            raise ValueError("alpha is nan; give a number.")
+        for name in ("batch_size", "max_source_length", "max_new_tokens", "block_size", "tensor_parallel"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
+        dtype_of(self)
+
 
 def dtype_of(config: DecodeConfig) -> str:
     """The dtype of a config's weights here. Raises ValueError for an unknown one."""
@@ -122,23 +141,92 @@ def dtype_of(config: DecodeConfig) -> str:
 
 def available() -> dict[str, Path]:
     """Name -> file of every config that comes with the package, and of those in ./configs."""
-    folders = [CONFIGS, Path.cwd() / "configs"]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))
-            if not path.stem.startswith("_")}
+    return {path.stem: path for folder in (CONFIGS, Path("configs")) for path in sorted(folder.glob("*.py"))
+            if not path.stem.startswith("_") and path.is_file()}
 
 
-def load(name: str) -> Any:
-    """The `config` of a file in configs/, or of the file at path `name`.
+class ConfigError(ValueError):
+    """A config file that cannot be used; the message names it."""
 
-    Raises ValueError naming the nearest known config where there is none.
+
+def load(name: str | Path, kind: type | None = None) -> Any:
+    """The `config` of a file in configs/, or of the file at path `name`; a `kind` where one is asked for.
+
+    Raises ConfigError for whatever is wrong with it, and names the nearest known config where there is none.
     """
-    path = Path(name) if name.endswith(".py") else available().get(name)
-    if path is None or not path.is_file():
+    path = Path(name) if str(name).endswith(".py") else available().get(str(name))
+    if path is None or not os.path.isfile(path):
         known = available()
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no config {name!r}{hint} Known: {', '.join(known) or 'none'}.")
-    found = runpy.run_path(str(path)).get("config")
+        raise ConfigError(f"no config {str(name)!r}{hint} Known: {', '.join(known) or 'none'}.")
+    found = _run(path).get("config")
     if found is None:
-        raise ValueError(f"{path} defines no `config`.")
+        raise ConfigError(f"{path} defines no `config`.")
+    if not isinstance(found, DecodeConfig | TrainConfig):
+        raise ConfigError(f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig or a "
+                          "TrainConfig.")
+    for wrong in _wrong_fields(found):
+        raise ConfigError(f"{path}: {wrong}.")
+    if kind is not None and not isinstance(found, kind):
+        raise ConfigError(f"config {name} {_other_kind(str(name), found)}")
     return found
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """What a config file defines. What it prints goes to stderr."""
+    if path.stat().st_size > LARGEST:
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes: it is no config.")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return runpy.run_path(str(path))
+    except ConfigError:  # of another config, which this one loads
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f" while {path} ran") from None
+    except BaseException as error:  # sys.exit() too: any code may stand in a config
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+                 if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        said = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(f"{path}{f', line {lines[-1]}' if lines else ''}: {said.rstrip('.')}.") from None
+
+
+def _wrong_fields(config: Any) -> Iterator[str]:
+    """Each field of a dataclass, and of those within, that holds another type than it should."""
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name, None)
+        if not _fits(value, kind):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            yield f"{name} is {reprlib.repr(value)}; its type is {wanted}"
+        elif dataclasses.is_dataclass(value):
+            yield from _wrong_fields(value)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind in (int, float):  # True is an int to Python
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _other_kind(name: str, config: Any) -> str:
+    """What a config of the wrong kind is, and which one may be meant."""
+    if isinstance(config, DecodeConfig):
+        hint = f"; name {config.task}" if config.task else ""
+        return f"is a pair to decode with, not a training run{hint}."
+    folders = {str(Path(folder)) for folder in (config.output_dir, config.export_dir) if folder is not None}
+    users = []
+    for other in available():
+        with contextlib.suppress(ConfigError):
+            pair = load(other)
+            if isinstance(pair, DecodeConfig) and (pair.task == name or any(
+                    not folders.isdisjoint((path, *map(str, Path(path).parents)))
+                    for path in (pair.drafter, pair.verifier))):
+                users.append(other)
+    hint = f"; one that uses it: {users[0]}" if users else ""
+    return f"is a training run, not a pair to decode with{hint}."

@@ -12,12 +12,20 @@ def main(argv: list[str] | None = None) -> int:
     Commands are imported here, so that an interrupt while JAX loads ends as quietly as a later one.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    said = ""
     if name not in NAMES:
-        usage = f"speccascade COMMAND [--FLAGS], where COMMAND is one of: {', '.join(NAMES)}."
+        said = f"speccascade COMMAND [--FLAGS], where COMMAND is one of: {', '.join(NAMES)}."
         if name in ("-h", "--help"):
-            print(usage)
+            print(said)
             return 0
-        print(f"error: unknown command {name!r}; write {usage}", file=sys.stderr)
+        said = f"unknown command {name!a}; write {said}"
+    for flag in flags:
+        try:
+            flag.encode()
+        except UnicodeEncodeError:
+            said = said or f"the argument {flag!a} is not valid UTF-8."
+    if said:
+        print(f"error: {said}", file=sys.stderr)
         return 2
     try:
         return importlib.import_module(f"speccascade_jax.commands.{name}").main(flags)

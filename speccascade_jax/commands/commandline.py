@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, Task, TrainConfig
@@ -19,17 +21,17 @@ from speccascade_jax.config import DecodeConfig, Task, TrainConfig
 def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
     """The name after --config in argv (or `default`), and that config, which must be a `kind`.
 
-    Found before the rest of the command line is parsed: its fields are the other flags' defaults.
+    Found before the rest of the command line is parsed: its fields are the other flags' defaults. Where only
+    --help is asked for, there may be none.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default=default)
     name = finder.parse_known_args(argv)[0].config
     if name is None:
+        if not {"-h", "--help"}.isdisjoint(argv):
+            return tyro.MISSING, tyro.MISSING
         raise ValueError(f"give --config=NAME, one of: {', '.join(configs.available())}.")
-    config = configs.load(name)
-    if not isinstance(config, kind):
-        raise ValueError(f"config {name} is a {type(config).__name__}; this script runs a {kind.__name__}.")
-    return name, config
+    return name, configs.load(name, kind)
 
 
 def keep_compilations() -> None:
@@ -41,11 +43,19 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def console(**options: Any) -> Console:
+    """One that prints every text as it is: names and sentences may hold what Rich takes for markup."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
 def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
-    """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), said in
-    one sentence; 130 when interrupted."""
+    """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), or where memory
+    is too small, said in one sentence; 130 when interrupted."""
     keep_compilations()
-    errors = Console(stderr=True, highlight=False)
+    for stream in (sys.stdout, sys.stderr):  # a text that the terminal's encoding lacks stops nothing
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    errors = console(stderr=True)
     try:
         work()
         return 0
@@ -55,19 +65,32 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
     except ValueError as error:
         said = str(error)
     except OSError as error:
-        said = f"{error.filename or 'writing'}: {error.strerror}; what was saved before stays whole."
-    except KeyboardInterrupt:
-        errors.print(f"interrupted{interrupted}.")
+        said = (f"{error.filename or 'writing'}: {error.strerror or error}; what was saved before stays "
+                "whole.")
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = "out of memory: lower the batch size, the lengths or the block size."
+    except KeyboardInterrupt as error:
+        errors.print(f"interrupted{error}{interrupted}.", soft_wrap=True)
         return 130
-    errors.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
+    errors.print(f"error: {said}", style="red", soft_wrap=True)
     return 2
 
 
+def at_least(least: int, **values: int | None) -> None:
+    """Raises ValueError for a flag's value below `least`; None is one that was not given."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+
+
 def table_of(summary: dict[str, Any], title: str) -> Table:
-    table = Table("", title, show_header=True)
+    """Names and values, printed as they are."""
+    table = Table(Column(), Column(Text(title)), show_header=True)
     for name, value in summary.items():
         shown = f"{value:.3f}" if isinstance(value, float) else str(value)
-        table.add_row(name, "-" if value is None else shown)
+        table.add_row(Text(name), Text("-" if value is None else shown))
     return table
 
 
@@ -76,9 +99,8 @@ def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: 
     name = task or run.task
     if name is None:
         raise ValueError(f"--task is missing: name the training config whose task {config} is scored on.")
-    training = configs.load(name)
-    if not isinstance(training, TrainConfig):
-        raise ValueError(f"config {name} has no task: name one for scripts/finetune.py.")
+    at_least(1, join=join)
+    training = configs.load(name, TrainConfig)
     if split not in ("train", "validation", "test"):
         raise ValueError(f"unknown split {split!r}: train, validation or test.")
-    return dataclasses.replace(training.task, join=join or training.task.join)
+    return dataclasses.replace(training.task, join=training.task.join if join is None else join)

@@ -1,14 +1,283 @@
-"""Output files that an interrupted run goes on with."""
+"""Output files: an interrupted run goes on with them, and one process at a time writes them.
 
+    lines, file = resume(path, settings)
+    with file:
+        for line in work[len(lines):]:
+            file.add(line)
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
 import json
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeVar
 
+from speccascade_jax.inference.inputs import check_text, parse_json
 from speccascade_jax.inference.text import Output
+
+T = TypeVar("T")
+ORIGINS = ("draft", "correction", "bonus", "model")
+REMEDY = "delete it or choose another --output"
+
+
+class OutputFile:
+    """A file of JSON lines, open for more of them, that no other process writes meanwhile.
+
+    Raises ValueError where another one does (unless told to `wait`), OSError where it cannot be opened. The
+    lock is the kernel's: it goes when the process does. Where a file system has no locks, there is none.
+    """
+
+    def __init__(self, path: Path, wait: bool = False):
+        self.path = path
+        while True:
+            _check_regular(path)
+            self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            try:
+                _lock(self.handle, path, wait)
+                # Between opening and locking, another process may have finished with the file and moved it.
+                if os.path.exists(path) and os.path.samestat(os.fstat(self.handle), os.stat(path)):
+                    return
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+
+    def read(self) -> bytes:
+        with open(self.handle, "rb", closefd=False) as file:
+            file.seek(0)
+            return file.read()
+
+    def add(self, line: Any) -> None:
+        """Writes `line` as JSON. It has left the process when this returns."""
+        self.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def write(self, lines: str) -> None:
+        """Writes whole lines."""
+        data = lines.encode()
+        try:
+            while data:
+                data = data[os.write(self.handle, data):]
+        except OSError as error:  # which does not know the file
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def remove(self) -> None:
+        """Deletes the file and its settings, for what needs them no more."""
+        for path in (settings_file(self.path), self.path):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
+
+    def __enter__(self) -> "OutputFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _lock(handle: int, path: Path, wait: bool) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process: wait for its end, or choose another "
+                         "--output.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+
+
+def _check_regular(path: Path) -> None:
+    """Raises ValueError where `path` is something else than a file; /dev/full, say, reads without end."""
+    mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise ValueError(f"cannot write {path}: it is {what}; name a file.")
+
+
+def settings_file(path: str | Path) -> Path:
+    """Where `resume` keeps what the lines of `path` were made of."""
+    return Path(f"{path}.settings.json")
+
+
+def resume(path: str | Path, settings: dict[str, Any],
+           read: Callable[[int, Any], T] | None = None) -> tuple[list[T], OutputFile]:
+    """The whole lines that a killed run has left in a file of JSON lines, and the file, open for more.
+
+    settings: what the lines are made of; kept next to the file, so that those of other settings are never
+    mixed in. read(number, line): what a line stands for; it raises ValueError where the line is damaged.
+
+    A half line at the end is what a kill leaves, and is cut off. For any other damage, and other settings:
+    ValueError, and the file is left as it was.
+    """
+    path, kept = Path(path), settings_file(path)
+    settings = json.loads(json.dumps(settings))
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _check_regular(kept)
+            file = stack.enter_context(OutputFile(path))
+            *whole, rest = file.read().split(b"\n")
+            if whole or rest:
+                _check_settings(path, kept, settings)
+            lines = [_line(path, number, line, read) for number, line in enumerate(whole, 1)]
+            if rest:
+                os.truncate(file.handle, sum(map(len, whole)) + len(whole))
+            if not whole:
+                write_whole(kept, json.dumps(settings, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"cannot write {error.filename or path}: {error.strerror}.") from None
+        stack.pop_all()  # the caller closes the file
+        return lines, file
+
+
+def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
+    if not kept.is_file():
+        raise ValueError(f"{path} exists, without the {kept.name} that tells what it was made of: {REMEDY}.")
+    before = parse_json(kept.read_text(errors="replace"), str(kept))
+    if before != settings:
+        known = before if isinstance(before, dict) else {}
+        names = sorted(k for k in {*known, *settings} if known.get(k, ...) != settings.get(k, ...))
+        raise ValueError(f"{path} holds results of other settings (see {', '.join(names)} in {kept}): "
+                         f"{REMEDY}.")
+
+
+def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | None) -> Any:
+    where = f"{path}, line {number}: "
+    try:
+        value = parse_json(line.decode(), where[:-2])
+        if read is not None:
+            return read(number, value)
+        if not isinstance(value, dict):
+            raise ValueError(f"no JSON object but {reprlib.repr(value)}")
+        return value
+    except ValueError as error:  # that of bad UTF-8, too
+        raise ValueError(f"{where}{str(error).removeprefix(where).rstrip('.')}: {REMEDY}.") from None
+
+
+def open_output(path: str | Path, settings: dict[str, Any], texts: Sequence[str], first_index: int = 0
+                ) -> tuple[OutputFile, list[Output]]:
+    """The file for the outputs of `texts`, and those that an interrupted run has left in it."""
+    def read(number: int, line: Any) -> Output:
+        output = output_of(line)
+        if number > len(texts) or output.source != texts[number - 1]:
+            raise ValueError("another source than the input's")
+        if output.index != first_index + number - 1:
+            raise ValueError(f"index {output.index}, not {first_index + number - 1}")
+        return output
+
+    done, file = resume(path, settings, read)
+    return file, done
+
+
+def output_of(line: Any) -> Output:
+    """The Output that a line of JSON stands for. Raises ValueError where it is none."""
+    names = [field.name for field in dataclasses.fields(Output)]
+    if not isinstance(line, dict) or line.keys() != set(names):
+        raise ValueError(f"no output, which has the fields {', '.join(names)}")
+    output = Output(**line)
+    for name in ("source", "text"):
+        check_text(line[name], name)
+    if not _is_count(output.index):
+        raise ValueError(f"index is {reprlib.repr(output.index)}")
+    if not isinstance(output.tokens, list) or not all(map(_is_count, output.tokens)):
+        raise ValueError("tokens are no list of whole numbers")
+    if not isinstance(output.origin, list) or len(output.origin) != len(output.tokens) or any(
+            origin not in ORIGINS for origin in output.origin):
+        raise ValueError(f"origin does not name who wrote each token ({', '.join(ORIGINS)})")
+    if not isinstance(output.truncated, bool):
+        raise ValueError(f"truncated is {reprlib.repr(output.truncated)}")
+    if not isinstance(output.counts, dict) or not all(
+            all(map(_is_count, value)) if isinstance(value, list) else _is_count(value)
+            for value in output.counts.values()):
+        raise ValueError("counts are no whole numbers")
+    if bool(output.tokens) != bool(output.counts):
+        raise ValueError(f"{len(output.tokens)} tokens, but {len(output.counts)} counts")
+    return output
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a file that is never seen half-written: what stands at `path` stays until all of `text` is
+    there. Raises OSError that names the file.
+    """
+    path = Path(os.path.realpath(path))  # a link stays one
+    _check_regular(path)
+    new = path.with_name(f".{path.name[:100]}.{os.getpid()}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def append_line(path: str | Path, line: Any) -> None:
+    """Adds a line of JSON to a file that several processes may add to. Raises OSError that names it."""
+    with OutputFile(Path(path), wait=True) as file:
+        size = os.fstat(file.handle).st_size
+        if size and os.pread(file.handle, 1, size - 1) != b"\n":  # a kill's half line, or another program's
+            file.write("\n")
+        file.add(line)
+
+
+def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
+    """Raises ValueError unless every file that is to be written can be, and is neither another one of them
+    nor one that is read, under whatever name. Both: flag -> path; None is left out.
+    """
+    flags: dict[Any, str] = {}
+    for flag, path in read.items():
+        flags |= dict.fromkeys(_names(path), flag)
+    for flag, path in written.items():
+        if path is None:
+            continue
+        _check_writable(Path(path))
+        for name in _names(path):
+            if name in flags:
+                raise ValueError(f"{flag} is {path}, the same file as {flags[name]}: name another one.")
+        flags |= dict.fromkeys(_names(path), flag)
+
+
+def _names(path: str | Path | None) -> list[Any]:
+    """What two paths of one file have in common: where links lead, and the file itself."""
+    if path is None:
+        return []
+    real = os.path.realpath(path)
+    if not os.path.exists(real):
+        return [real]
+    return [real, (os.stat(real).st_dev, os.stat(real).st_ino)]
+
+
+def _check_writable(path: Path) -> None:
+    """Without opening it: a check leaves no empty file."""
+    real = Path(os.path.realpath(path))
+    try:
+        _check_regular(path)
+        if not real.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {real.parent}")
+        if not os.access(real.parent, os.W_OK | os.X_OK) or (real.exists() and not os.access(real, os.W_OK)):
+            raise PermissionError(errno.EACCES, "permission denied")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+
+
+resume_lines, writable = resume, _check_writable
 
 
 def whole_lines(path: Path) -> int:
-    """The number of finished lines of a file that a killed run was writing; cuts the rest off."""
     if not path.is_file():
         return 0
     with path.open("r+b") as file:
@@ -18,51 +287,3 @@ def whole_lines(path: Path) -> int:
                 count, end = count + 1, end + len(line)
         file.truncate(end)
     return count
-
-
-def resume_lines(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], TextIO]:
-    """The whole JSON lines of a file that a killed run has left, and the file, open for more.
-
-    PATH.settings.json keeps what they were made of. Raises ValueError where that is not `settings`.
-    """
-    kept = Path(f"{path}.settings.json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = json.loads(kept.read_text()) if kept.is_file() else None
-        if path.is_file() and path.stat().st_size and before != json.loads(json.dumps(settings)):
-            raise ValueError(f"{path} holds results of other settings (see {kept}): delete it or choose "
-                             "another --output.")
-        kept.write_text(json.dumps(settings, indent=1) + "\n")
-        whole_lines(path)  # cut in place: another kill here loses nothing
-        file = path.open("a+", encoding="utf-8")
-        file.seek(0)
-        return [json.loads(line) for line in file], file
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot go on with {path}: {error}; delete it or choose another --output."
-                         ) from None
-
-
-def writable(path: Path) -> None:
-    try:
-        path.touch()
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
-
-
-def open_output(path: Path, settings: dict[str, Any], texts: list[str]) -> tuple[TextIO, list[Output]]:
-    """The output file, open for appending, and the outputs that an interrupted run left in it.
-
-    Another run's lines are never mixed in: neither of other settings nor of other inputs.
-    """
-    writable(path)
-    lines, file = resume_lines(path, settings)
-    try:
-        done = [Output(**line) for line in lines]
-    except TypeError:
-        raise ValueError(f"{path} holds lines that are no outputs: delete it or choose another --output."
-                         ) from None
-    for number, output in enumerate(done, 1):
-        if number > len(texts) or output.source != texts[number - 1]:
-            raise ValueError(f"{path}, line {number}, has another source than the input: delete the file or "
-                             "choose another --output.")
-    return file, done
