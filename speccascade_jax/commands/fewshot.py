@@ -16,6 +16,7 @@ from speccascade_jax.commands.commandline import config_of, exit_code, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.metrics import summarize
 from speccascade_jax.evaluation.fewshot import TASKS, build_prompts
+from speccascade_jax.evaluation.sandbox import check_sandbox, parse_tests
 from speccascade_jax.inference.text import Cascade
 
 
@@ -49,12 +50,17 @@ def evaluate(arguments: Arguments) -> None:
     if arguments.task == "mbpp" and not arguments.execute_code:
         raise ValueError("mbpp is scored by running what the models wrote: allow that, in a sandbox, with "
                          "--execute-code.")
+    if arguments.task == "mbpp":
+        check_sandbox()
     own = TASKS[arguments.task]
     task = dataclasses.replace(
         own, examples=arguments.inputs or own.examples, shot_pool=arguments.shot_pool or own.shot_pool,
         shots=own.shots if arguments.shots is None else arguments.shots,
         fixed_shots=None if arguments.shot_pool else own.fixed_shots)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
+    if arguments.task == "mbpp":
+        for example in prompts.examples:
+            parse_tests(example["test_list"])  # one that cannot be judged is found before models are loaded
     run = dataclasses.replace(arguments.run, stop=(*arguments.run.stop, *task.stop),
                               max_new_tokens=task.max_new_tokens)
     cascade, console = Cascade.from_config(run), Console(highlight=False)

@@ -144,8 +144,8 @@ def program_of(text: str) -> str:
 
 
 def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
-    """Runs each program with its task's tests in the sandbox: the share that pass, and of each other end."""
-    verdicts = [run_program("\n".join([answer, example.get("test_setup_code") or "", *example["test_list"]]))
+    """Runs each program and its task's tests in the sandbox: the share that pass, and of each other end."""
+    verdicts = [run_program(f"{answer}\n{example.get('test_setup_code') or ''}", example["test_list"])
                 for answer, example in zip(answers, examples, strict=True)]
     ends = {"passed": 0, **Counter(verdict.outcome for verdict in verdicts)}
     return Scored({end: 100 * count / len(verdicts) for end, count in sorted(ends.items())}, verdicts)

@@ -1,133 +1,226 @@
-"""Runs a program that a model wrote, in a process of its own that can compute and nothing else.
+"""Runs a program that a model wrote, and judges it, in two bubblewrap sandboxes.
 
-It may use some memory and some seconds; it may not write files, start processes or threads, open
-sockets or send signals. Two fences: Python's audit hooks (PEP 578), which say what was tried and end
-the process there, and the kernel's: limits on memory, time, file size and processes, an empty network
-namespace where one may be made, and for root another user, since root has no limits. A fence for the
-mistakes of models, not for a determined attacker: for those run it in a virtual machine.
+The program runs first. Its sandbox has user, process, network, IPC and host-name namespaces of its own. It
+sees Python's files and the system's libraries, read-only, and nothing else: no home, no /tmp, no /etc, no
+/proc, no environment. The kernel limits its memory, time, file size and processes, and refuses the system
+calls in REFUSED. It gets the left sides of the tests (`assert CALL == VALUE`) and writes what they return, as
+plain data. When it is dead, a second sandbox, in which no line of the program has run, compares that with the
+right sides.
+
+What holds: the program meets neither the expected values nor the process that says `passed`. Whatever it does
+to its interpreter, it passes only by sending the expected values; an object that claims to equal everything
+does not get across. What cannot hold: a program that knows the values (a prompt that shows the tests shows
+them too) can return them without computing them. And all sandboxes share the kernel: against an attacker who
+knows a hole in it, run everything in a virtual machine.
 """
 
-import contextlib
+import ast
+import builtins
+import ctypes
+import errno
+import functools
 import json
+import math
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
-from typing import NamedTuple, NoReturn
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-NOBODY = 65534
-NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # unshare(2)
-# Imported before root becomes nobody, who may not be allowed to read them.
-MODULES = ("array", "bisect", "calendar", "cmath", "collections", "copy", "dataclasses", "datetime",
-           "decimal", "encodings.idna", "enum", "fractions", "functools", "heapq", "itertools", "json",
-           "math", "numbers", "operator", "pathlib", "queue", "random", "re", "shutil", "socket",
-           "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "typing",
-           "unicodedata")
-FORBIDDEN = {  # beginning of an audit event's name -> what it is
-    "socket.": "network", "urllib.": "network", "http.": "network", "ftplib.": "network",
-    "smtplib.": "network",
-    "os.fork": "process", "os.system": "process", "os.exec": "process", "os.posix_spawn": "process",
-    "os.spawn": "process", "subprocess.": "process", "pty.": "process", "_thread.": "process",
-    "os.kill": "process", "signal.": "process",
-    "os.remove": "file", "os.rename": "file", "os.rmdir": "file", "os.mkdir": "file", "os.link": "file",
-    "os.symlink": "file", "os.truncate": "file", "os.chmod": "file", "os.chown": "file", "os.utime": "file",
-    "os.setxattr": "file", "os.removexattr": "file", "shutil.": "file", "tempfile.": "file",
-    "sqlite3.": "file", "ctypes.": "machine code", "mmap.": "machine code",
-    "sys.addaudithook": "machine code",
-}
+SAID = 2**20  # bytes that a program may answer
+OUT_OF_TIME = 128 + signal.SIGXCPU  # exit status
+REMEDY = "install it (apt install bubblewrap libseccomp2), or decode a task that runs no programs."
+# What needs no privilege and is not held by the namespaces and limits: processes and threads, further
+# namespaces, sockets, memory that no limit counts, and parts of the kernel that had many holes.
+REFUSED = ("fork", "vfork", "clone", "clone3", "unshare", "setns", "socket", "socketpair", "shmget", "msgget",
+           "semget", "mq_open", "ptrace", "process_vm_readv", "process_vm_writev", "bpf", "perf_event_open",
+           "userfaultfd", "io_uring_setup", "add_key", "request_key", "keyctl")
+MODULES = {"math": math, "sys": sys}  # the names besides builtins that a test's right side may use
+# Data gets across as JSON; what JSON does not have is {kind: parts}.
+KINDS: dict[str, Callable[[list], Any]] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict, "bytes": bytes,
+    "complex": lambda parts: complex(*parts)}
 
 
 class Verdict(NamedTuple):
     """How a program ended."""
 
-    outcome: str  # passed, failed, time, memory, file, process, network, machine code, or died
+    outcome: str  # passed, failed, time, memory or died
     detail: str = ""
 
 
-def run_program(program: str, seconds: float = 10.0, memory: int = 2**29) -> Verdict:
-    """Runs Python source to its end: `passed` if that is reached without an exception.
+# Outside
 
-    seconds: of wall-clock time; memory: bytes of address space beside the interpreter's own. Whatever the
-    program does, this returns. Raises ValueError where the system has no such fences.
+def run_program(program: str, tests: Sequence[str], seconds: float = 10.0, memory: int = 2**29) -> Verdict:
+    """Runs Python source, then the tests: `passed` if every call returns what its test expects.
+
+    tests: each `assert CALL == VALUE`; seconds: of wall-clock time; memory: bytes of address space, the
+    interpreter's own included. Raises ValueError where there is no sandbox or a test has another form.
     """
-    if sys.platform != "linux":
-        raise ValueError("programs that models wrote are run on Linux alone, which can fence them in.")
-    reading, writing = os.pipe()
-    with open(reading, "rb") as report:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(writing)], stdin=subprocess.PIPE, pass_fds=(writing,),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", env={}, start_new_session=True)
-        os.close(writing)
-        try:
-            child.communicate(json.dumps([program, seconds, memory]).encode(), timeout=seconds + 2.0)
-        except subprocess.TimeoutExpired:
-            return Verdict("time", f"no end within {seconds:g} seconds")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        said = report.read(10_000)
-    try:
-        return Verdict(*json.loads(said))
-    except (json.JSONDecodeError, TypeError):
-        pass
-    if child.returncode == -signal.SIGXCPU:
+    calls, expected = parse_tests(tests)
+    check_sandbox()
+    status, said = in_sandbox("answer", [program, calls], seconds, memory)
+    if status == OUT_OF_TIME:
         return Verdict("time", f"no end within {seconds:g} seconds")
-    return Verdict("died", f"ended without a word, status {child.returncode}")
+    if status or not said:
+        return Verdict("died", f"ended without an answer, status {status}")
+    _, verdict = in_sandbox("judge", [said, calls, expected], 30.0, 2**30)
+    return Verdict(*json.loads(verdict)) if verdict else Verdict("died", "its answers cannot be compared")
 
 
-def main(report: int) -> None:
-    """The child: reads [program, seconds, memory], fences itself in, runs the program, says how it ended."""
-    import resource
+def parse_tests(tests: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The left and the right sides of `assert CALL == VALUE`. Raises ValueError for anything else."""
+    calls, expected = [], []
+    for test in tests:
+        try:
+            statements = ast.parse(test.strip()).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            statements = []
+        match statements:
+            case [ast.Assert(test=ast.Compare(ast.Call() as call, [ast.Eq()], [value]))] if all(
+                    hasattr(builtins, node.id) or node.id in MODULES
+                    for node in ast.walk(value) if isinstance(node, ast.Name)):
+                calls.append(ast.unparse(call))
+                expected.append(ast.unparse(value))
+            case _:
+                raise ValueError(f"the test {test[:200]!r} cannot be judged from outside the program: write "
+                                 "`assert CALL == VALUE`, the value without names of the program.")
+    if not calls:
+        raise ValueError("a program has no tests: give it at least one.")
+    return calls, expected
 
-    program, seconds, memory = json.loads(sys.stdin.buffer.read())
-    for name in MODULES:
-        __import__(name)
 
-    def say(outcome: str, detail: str = "") -> NoReturn:
-        os.write(report, json.dumps([outcome, detail[:500]]).encode())
-        os._exit(0)
+@functools.cache
+def check_sandbox() -> None:
+    """Raises ValueError, with the remedy, where programs cannot be run in a sandbox."""
+    if shutil.which("bwrap") is None:
+        raise ValueError(f"running programs needs bubblewrap (bwrap), which is not installed: {REMEDY}")
+    status, said = in_sandbox("answer", ["", ["max(1, 2)"]], 30.0, 2**29)
+    if (status, said) != (0, '{"values": [2]}'):
+        why = said.strip().splitlines()[-1:] or [f"status {status}"]
+        raise ValueError(f"bubblewrap cannot make a sandbox here ({why[0]}): allow it user namespaces "
+                         "(containers often do not), or decode a task that runs no programs.")
 
-    leave_network()
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    for limit, value in ((resource.RLIMIT_AS, used + memory), (resource.RLIMIT_CPU, int(seconds) + 1),
-                         (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))  # a signal, then death
 
-    def fence(event: str, arguments: tuple) -> None:
-        if event == "open":
-            path, _, flags = arguments
-            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
-                say("file", f"tried to write {path}")
-            return
-        for beginning, what in FORBIDDEN.items():
-            if event.startswith(beginning):
-                say(what, f"tried {event}")
+def in_sandbox(role: str, work: Any, seconds: float, memory: int) -> tuple[int, str]:
+    """Exit status of main(role) in a new sandbox, and what it wrote."""
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    readable = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix,
+                sys.base_exec_prefix]
+    with tempfile.TemporaryFile() as calls, tempfile.TemporaryFile() as said:
+        calls.write(refused_calls())
+        calls.seek(0)
+        command = [
+            "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
+            "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv",
+            "--seccomp", str(calls.fileno()),
+            *(word for path in readable for word in ("--ro-bind-try", path, path)),
+            "--ro-bind", os.path.abspath(__file__), "/sandbox.py", "--dev-bind", "/dev/null", "/dev/null",
+            "--remount-ro", "/", "--chdir", "/", python, "-I", "-S", "/sandbox.py", role]
+        try:
+            status = subprocess.run(
+                command, input=json.dumps([work, seconds, memory]).encode(), stdout=said,
+                stderr=subprocess.STDOUT, pass_fds=(calls.fileno(),), timeout=seconds + 2.0).returncode
+        except subprocess.TimeoutExpired:
+            return OUT_OF_TIME, ""
+        said.seek(0)
+        return status, said.read(SAID).decode(errors="replace")
 
-    sys.addaudithook(fence)
+
+@functools.cache
+def refused_calls() -> bytes:
+    """The filter (BPF) under which the calls in REFUSED fail with EPERM, made by libseccomp."""
     try:
-        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        raise ValueError(f"running programs needs libseccomp, which is not installed: {REMEDY}") from None
+    library.seccomp_init.restype = ctypes.c_void_p
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    context = ctypes.c_void_p(library.seccomp_init(allow))
+    with tempfile.TemporaryFile() as file:
+        bad = 0
+        for name in REFUSED:
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            if number >= 0:  # below zero: not a call of this machine
+                bad |= library.seccomp_rule_add_array(context, refuse, number, 0, None)
+        bad |= library.seccomp_export_bpf(context, file.fileno())
+        library.seccomp_release(context)
+        file.seek(0)
+        if bad:
+            raise ValueError(f"libseccomp cannot make the sandbox's filter: {REMEDY}")
+        return file.read()
+
+
+# Inside
+
+def main(role: str) -> None:
+    work, seconds, memory = json.loads(sys.stdin.buffer.read())
+    report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    for limit, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
+                         (resource.RLIMIT_FSIZE, SAID), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_CORE, 0),
+                         (resource.RLIMIT_NOFILE, 64)):
+        resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))  # a signal, then death
+    result = answer(*work) if role == "answer" else judge(*work)
+    os.write(report, json.dumps(result).encode())
+    os._exit(0)
+
+
+def answer(program: str, calls: list[str]) -> dict[str, Any]:
+    """What the calls return after the program has run. It runs here, so nothing that this says is trusted."""
+    try:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(program, "program", "exec"), names)
+        values = [packed(eval(call, names)) for call in calls]
+        if len(json.dumps(values)) > SAID // 2:
+            raise ValueError("the calls return too much")
+        return {"values": values}
     except MemoryError:
-        say("memory", f"needs more than {memory / 2**20:.0f} MiB")
+        return {"end": ["memory", "needs more memory than it may have"]}
     except BaseException as error:  # SystemExit too: an end before the tests is no success
-        say("failed", f"{type(error).__name__}: {error}")
-    say("passed")
+        return {"end": ["failed", f"{type(error).__name__}: {error}"[:500]]}
 
 
-def leave_network() -> None:
-    """Moves this process into an empty network namespace, where the system allows that."""
-    import ctypes
+def judge(said: str, calls: list[str], expected: list[str]) -> Verdict:
+    """Compares what a program said that its calls return with what the tests expect."""
+    try:
+        report = json.loads(said)
+        if "end" in report:
+            outcome, detail = report["end"]
+            return Verdict("memory" if outcome == "memory" else "failed", str(detail)[:500])
+        for call, value, right in zip(calls, report["values"], expected, strict=True):
+            got, wanted = unpacked(value), eval(right, dict(MODULES))
+            if got != wanted:
+                return Verdict("failed", f"{call} is {got!r}, not {wanted!r}"[:500])
+    except Exception as error:
+        return Verdict("failed", f"its answers cannot be read: {type(error).__name__}: {error}"[:500])
+    return Verdict("passed")
 
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        if libc.unshare(NEW_NETWORK):
-            libc.unshare(NEW_USER | NEW_NETWORK)
+
+def packed(value: Any) -> Any:
+    """Plain data as JSON has it. Raises TypeError for all else: its `==` would be the program's word."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for kind in (list, tuple, set, frozenset, bytes, dict):
+        if isinstance(value, kind):
+            parts = value.items() if isinstance(value, dict) else value
+            return {kind.__name__: [packed(part) for part in parts]}
+    raise TypeError(f"returns a {type(value).__name__}, which is no plain data")
+
+
+def unpacked(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    (kind, parts), = value.items()
+    return KINDS[kind]([unpacked(part) for part in parts])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])
