@@ -127,7 +127,8 @@ class DecodeConfig(Settings):
         for name in ("batch_size", "max_source_length", "max_new_tokens", "block_size", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
-        dtype_of(self)
+        if self.dtype != "auto":  # which devices there are is not asked for here
+            dtype_of(self)
 
 
 def dtype_of(config: DecodeConfig) -> str:
@@ -149,17 +150,23 @@ class ConfigError(ValueError):
     """A config file that cannot be used; the message names it."""
 
 
-def load(name: str | Path, kind: type | None = None) -> Any:
-    """The `config` of a file in configs/, or of the file at path `name`; a `kind` where one is asked for.
-
-    Raises ConfigError for whatever is wrong with it, and names the nearest known config where there is none.
-    """
+def path_of(name: str | Path) -> Path:
+    """The file of a config: a name in configs/, or a path. Raises ConfigError with the nearest known one."""
     path = Path(name) if str(name).endswith(".py") else available().get(str(name))
     if path is None or not os.path.isfile(path):
         known = available()
         near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config {str(name)!r}{hint} Known: {', '.join(known) or 'none'}.")
+    return path
+
+
+def load(name: str | Path, kind: type | None = None) -> Any:
+    """The `config` of a file in configs/, or of the file at path `name`; a `kind` where one is asked for.
+
+    Raises ConfigError for whatever is wrong with it.
+    """
+    path = path_of(name)
     found = _run(path).get("config")
     if found is None:
         raise ConfigError(f"{path} defines no `config`.")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -83,6 +84,21 @@ def at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+
+
+def check_summary(path: str | None, field: str) -> None:
+    """Raises ValueError where a file for summaries holds something else; `field` is one of a summary's."""
+    if path is None or not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(2**20)
+    try:
+        found = json.JSONDecoder().raw_decode(text)[0] if text else {field: None}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or field not in found:
+        raise ValueError(f"--summary is {path}, which holds something else than summaries: name another "
+                         "file.")
 
 
 def table_of(summary: dict[str, Any], title: str) -> Table:

@@ -5,13 +5,12 @@
     python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
 """
 
+import ast
 import contextlib
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -22,20 +21,25 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import config_of, exit_code, table_of
+from speccascade_jax.commands.commandline import (
+    at_least,
+    check_summary,
+    config_of,
+    console,
+    exit_code,
+    table_of,
+)
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.baselines import BASELINES
-from speccascade_jax.core.methods import SINGLE_MODEL
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.core.metrics import summarize
-from speccascade_jax.core.rules import METHODS
-from speccascade_jax.inference.inputs import read_lines
-from speccascade_jax.inference.outputs import open_output, writable
+from speccascade_jax.inference.inputs import check_text, read_texts
+from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.parallel import local_mesh
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
-errors = Console(stderr=True, highlight=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +65,16 @@ class Arguments:
     """List configs and methods, and stop."""
 
 
-def print_list(console: Console) -> None:
+def print_list(screen: Console) -> None:
     table = Table("config", "what it is", title="--config", title_justify="left")
     for name, path in configs.available().items():
-        if isinstance(configs.load(name), DecodeConfig):
-            table.add_row(name, path.read_text().split('"""')[1].split("\n")[0])
-    console.print(table)
+        try:
+            if isinstance(configs.load(path), DecodeConfig):
+                what = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+                table.add_row(name, what.split("\n")[0])
+        except ValueError as error:
+            table.add_row(name, f"broken: {error}")
+    screen.print(table)
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
     for name, method in METHODS.items():
         table.add_row(name, method.summary, f"{method.low} .. {method.high}")
@@ -74,32 +82,31 @@ def print_list(console: Console) -> None:
         table.add_row(name, baseline.summary, f"{baseline.low} .. {baseline.high}")
     for name, what in SINGLE_MODEL.items():
         table.add_row(name, what, "")
-    console.print(table)
+    screen.print(table)
 
 
-def read_inputs(arguments: Arguments) -> list[str]:
+def read_inputs(arguments: Arguments) -> Sequence[str]:
     if arguments.text is not None and arguments.input is not None:
         raise ValueError("--text and --input exclude each other: give one.")
     if arguments.text is not None:
-        return [arguments.text]
-    if arguments.input is None:
-        if not arguments.run.examples:
-            raise ValueError(f"config {arguments.config} has no examples of its own: give --text or --input.")
-        return list(arguments.run.examples)
-    if arguments.input == "-":
-        lines = read_lines("stdin", sys.stdin.buffer.read())
-    else:
-        lines = read_lines(arguments.input)
-    if not arguments.input.removesuffix(".gz").endswith(".jsonl"):
-        return lines
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            texts.append(json.loads(line)["source"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(
-                f"{arguments.input}, line {number}: not a JSON object with a `source`.") from None
-    return texts
+        return [check_text(arguments.text, "--text")]
+    if arguments.input is not None:
+        return read_texts(arguments.input)
+    if not arguments.run.examples:
+        raise ValueError(f"config {arguments.config} has no examples of its own: give --text or --input.")
+    return arguments.run.examples
+
+
+def check_paths(arguments: Arguments) -> None:
+    """Raises ValueError where a file could not be written, or would be lost: before hours of decoding."""
+    output, summary, run = arguments.output, arguments.summary, arguments.run
+    config = configs.path_of(arguments.config)
+    check_targets(
+        {"--output": output, "the settings of --output": None if output is None else settings_file(output),
+         "--summary": summary},
+        {"--input": None if arguments.input == "-" else arguments.input, "--config": config,
+         "--tokenizer": run.tokenizer})
+    check_summary(summary, "resumed_from")
 
 
 def coloured(output: Output, tokenizer: Tokenizer) -> Text:
@@ -117,6 +124,7 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
 def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[Output]:
     columns = (SpinnerColumn(), TextColumn("decoding"), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.fields[rate]}"))
+    errors = console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("decoding", total=total, completed=done, rate="compiling")
         began, tokens = time.monotonic(), 0
@@ -127,59 +135,71 @@ def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[
             yield output
 
 
+def show(output: Output, tokenizer: Tokenizer, screen: Console) -> None:
+    screen.print(Text(output.source, style="dim"))
+    screen.print(coloured(output, tokenizer), soft_wrap=True)
+    screen.print()
+
+
+def summary_of(run: DecodeConfig, outputs: Sequence[Output], resumed: int, cascade: Cascade
+               ) -> dict[str, Any]:
+    """The figures of a run, whose first `resumed` outputs an earlier one has decoded."""
+    summary: dict[str, Any] = summarize([output.counts for output in outputs])
+    if run.method in METHODS and not METHODS[run.method].defers:
+        summary["deferral_rate"] = None
+    seconds, tokens = cascade.clock.decode_seconds, sum(len(output.tokens) for output in outputs[resumed:])
+    return summary | {
+        "inputs": len(outputs), "resumed_from": resumed,
+        "truncated": sum(output.truncated for output in outputs),
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "decode_seconds": seconds, "compile_seconds": cascade.clock.compile_seconds}
+
+
+def precompile(run: DecodeConfig, cascade: Cascade, screen: Console) -> None:
+    cascade.precompile(run.settings, batch_size=run.batch_size)
+    screen.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
+                 f"{jax.config.values['jax_compilation_cache_dir']}")
+
+
 def decode(arguments: Arguments) -> None:
-    run, console = arguments.run, Console(highlight=False)
+    run, screen = arguments.run, console()
     if arguments.list:
-        print_list(console)
+        print_list(screen)
         return
+    run.check()
+    at_least(1, limit=arguments.limit)
     mesh = local_mesh() if run.batch_size > 1 and run.tensor_parallel == 1 else None
     if arguments.precompile:
-        cascade = Cascade.from_config(run, mesh)
-        cascade.precompile(method=run.method, block_size=run.block_size, temperature=run.temperature,
-                           top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size)
-        console.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept "
-                      f"in {jax.config.values['jax_compilation_cache_dir']}")
+        precompile(run, Cascade.from_config(run, mesh), screen)
         return
     texts = read_inputs(arguments)[:arguments.limit]
-    if arguments.summary is not None:  # better now than after hours of decoding
-        writable(Path(arguments.summary))
+    check_paths(arguments)
     with contextlib.ExitStack() as stack:
-        file, finished = None, []
+        file, done = None, list[Output]()
         if arguments.output is not None:
             settings = {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
-            file, finished = open_output(Path(arguments.output), settings, texts)
+            file, done = open_output(arguments.output, settings, texts)
             stack.enter_context(file)
         cascade = Cascade.from_config(run, mesh)
-        outputs = cascade.generate(
-            texts[len(finished):], method=run.method, alpha=run.alpha, block_size=run.block_size,
-            temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
-            batch_size=run.batch_size, truncate=run.truncate, first_index=len(finished))
-        fresh = []
-        for output in with_progress(outputs, len(finished), len(texts)):
-            fresh.append(output)
+        if not run.truncate:  # better now than after hours of decoding
+            cascade.encode(texts)
+        outputs, resumed = [*done], len(done)
+        fresh = cascade.generate(texts[resumed:], run.settings, truncate=run.truncate, first_index=resumed,
+                                 batch_size=min(run.batch_size, max(len(texts), 1)))
+        for output in with_progress(fresh, resumed, len(texts)):
+            outputs.append(output)
             if file is None:
-                console.print(Text(output.source, style="dim"))
-                console.print(coloured(output, cascade.tokenizer), soft_wrap=True)
-                console.print()
+                show(output, cascade.tokenizer, screen)
             else:
-                file.write(json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n")
-                file.flush()
+                file.add(dataclasses.asdict(output))
         if file is None and run.method not in SINGLE_MODEL:
-            console.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
-                                                          for part in ((name, COLOURS[name]), "  "))))
-        summary: dict[str, Any] = summarize([o.counts for o in [*finished, *fresh]])
-        if run.method in METHODS and not METHODS[run.method].defers:
-            summary["deferral_rate"] = None
-        seconds = cascade.clock.decode_seconds
-        summary |= {
-            "inputs": len(texts), "resumed_from": len(finished),
-            "truncated": sum(o.truncated for o in [*finished, *fresh]),
-            "tokens_per_second": sum(len(o.tokens) for o in fresh) / seconds if seconds else None,
-            "decode_seconds": seconds, "compile_seconds": cascade.clock.compile_seconds}
+            screen.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
+                                                         for part in ((name, COLOURS[name]), "  "))))
+        summary = summary_of(run, outputs, resumed, cascade)
         title = f"{run.method}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
-        console.print(table_of(summary, title))
+        screen.print(table_of(summary, title))
         if arguments.summary is not None:
-            Path(arguments.summary).write_text(json.dumps(summary, indent=1) + "\n")
+            write_whole(arguments.summary, json.dumps(summary, indent=1) + "\n")
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -6,6 +6,7 @@
 Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -15,14 +16,28 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.progress import track
 
-from speccascade_jax.commands.commandline import config_of, exit_code, table_of, task_of
-from speccascade_jax.config import DecodeConfig
+from speccascade_jax import config as configs
+from speccascade_jax.commands.commandline import (
+    at_least,
+    check_summary,
+    config_of,
+    console,
+    exit_code,
+    table_of,
+    task_of,
+)
+from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.metrics import check_counts, summarize
 from speccascade_jax.evaluation.quality import TOKENIZERS, bleu_and_signature, bootstrap, score, statistics
-from speccascade_jax.inference.outputs import open_output
+from speccascade_jax.inference.outputs import (
+    OutputFile,
+    append_line,
+    check_targets,
+    open_output,
+    settings_file,
+)
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
 from speccascade_jax.training.data import joined_examples
@@ -52,36 +67,35 @@ class Arguments:
     HOST:PORT,PROCESSES,NUMBER in each."""
 
 
+def output_file(arguments: Arguments, method: str, first: int, texts: Sequence[str], part: str = ""
+                ) -> tuple[OutputFile, list[Output]]:
+    """--output's file of a method's outputs, and those that are there already."""
+    settings = {k: v for k, v in dataclasses.asdict(arguments.run).items()
+                if k not in ("task", "missing", "examples", "method", "batch_size")}
+    settings |= {"method": method, "split": arguments.split, "first": first}
+    return open_output(Path(arguments.output or "") / f"{method}{part}.jsonl", settings, texts, first)
+
+
 def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]) -> str:
     """The JSON lines of this process's share of `sources`, decoded, and kept in --output on the way."""
     run, (begin, end) = arguments.run, own_share(len(sources))
-    texts, done, file = list(sources[begin:end]), [], None
-    if arguments.output is not None:
-        path = Path(arguments.output)
-        path.mkdir(parents=True, exist_ok=True)
-        part = f".{jax.process_index()}-of-{jax.process_count()}" if jax.process_count() > 1 else ""
-        settings = {k: v for k, v in dataclasses.asdict(run).items()
-                    if k not in ("task", "missing", "examples", "method", "batch_size")}
-        settings |= {"method": method, "split": arguments.split, "first": begin}
-        file, done = open_output(path / f"{method}{part}.jsonl", settings, texts)
-    lines = [_line(output) for output in done]
-    outputs = cascade.generate(
-        texts[len(done):], method=method, alpha=run.alpha, block_size=run.block_size, seed=run.seed,
-        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, batch_size=run.batch_size,
-        truncate=run.truncate, first_index=begin + len(done))
-    for output in track(outputs, method, len(texts) - len(done), transient=True,
-                        disable=jax.process_index() > 0):
-        lines.append(_line(output))
-        if file is not None:
-            file.write(lines[-1])
-            file.flush()
-    if file is not None:
-        file.close()
+    texts, done = list(sources[begin:end]), list[Output]()
+    with contextlib.ExitStack() as stack:
+        file = None
+        if arguments.output is not None:
+            part = f".{jax.process_index()}-of-{jax.process_count()}" if jax.process_count() > 1 else ""
+            file, done = output_file(arguments, method, begin, texts, part)
+            stack.enter_context(file)
+        lines = [json.dumps(dataclasses.asdict(output)) + "\n" for output in done]
+        outputs = cascade.generate(
+            texts[len(done):], run.settings, method=method, truncate=run.truncate,
+            batch_size=min(run.batch_size, max(len(texts), 1)), first_index=begin + len(done))
+        for output in track(outputs, method, len(texts) - len(done), transient=True,
+                            disable=jax.process_index() > 0):
+            lines.append(json.dumps(dataclasses.asdict(output)) + "\n")
+            if file is not None:
+                file.add(dataclasses.asdict(output))
     return "".join(lines)
-
-
-def _line(output: Output) -> str:
-    return json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n"
 
 
 def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence[str]],
@@ -100,40 +114,68 @@ def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence
     return figures, own
 
 
+def check(arguments: Arguments, task: Task) -> None:
+    """Raises ValueError where something is wrong that hours of decoding would only find later."""
+    if not arguments.methods:
+        raise ValueError("--methods names none: give one or more.")
+    for method in arguments.methods:
+        dataclasses.replace(arguments.run, method=method).check()
+    at_least(1, limit=arguments.limit)
+    written: dict[str, str | Path | None] = {"--summary": arguments.summary}
+    if arguments.output is not None:
+        folder = Path(arguments.output)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {folder}: {error.strerror}; --output is a folder.") from None
+        for method in dict.fromkeys(arguments.methods):
+            path = folder / f"{method}.jsonl"
+            written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}
+    read = {"--config": configs.path_of(arguments.config), "--tokenizer": arguments.run.tokenizer,
+            f"the {arguments.split} split": getattr(task, arguments.split)}
+    check_targets(written, read)
+    check_summary(arguments.summary, "method")
+
+
 def evaluate(arguments: Arguments) -> None:
+    task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
+    check(arguments, task)
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
-    run, console = arguments.run, Console(highlight=False, quiet=jax.process_index() > 0)
+    run, screen = arguments.run, console(quiet=jax.process_index() > 0)
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
+    if not examples:
+        raise ValueError(f"the {arguments.split} split, {getattr(task, arguments.split)}, has no examples: "
+                         "name another --split or --task.")
     sources, references = zip(*examples, strict=True)
     cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
+    if not run.truncate:  # better now than after hours of decoding
+        cascade.encode(sources)
     first = None
     for method in arguments.methods:
         before = cascade.clock.decode_seconds
         text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
         if jax.process_index() > 0:
             continue
-        if arguments.output is not None and jax.process_count() > 1:
-            merged = Path(arguments.output) / f"{method}.jsonl"
-            beside = merged.with_suffix(".part")
-            beside.write_text(text)
-            beside.rename(merged)
         outputs = [Output(**json.loads(line)) for line in text.split("\n")[:-1]]
+        if arguments.output is not None and jax.process_count() > 1:
+            file, done = output_file(arguments, method, 0, sources)
+            with file:
+                for output in outputs[len(done):]:
+                    file.add(dataclasses.asdict(output))
         figures, own = figures_of(task.metric, outputs, references, first)
         first = own if first is None else first
         figures |= {
             **summarize([o.counts for o in outputs]), "examples": len(outputs),
             "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
             "decode_seconds": cascade.clock.decode_seconds - before}
-        console.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
-                                for name, value in figures.items()},
-                               f"{method}, alpha {run.alpha}, temperature {run.temperature}"))
+        screen.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
+                               for name, value in figures.items()},
+                              f"{method}, alpha {run.alpha}, temperature {run.temperature}"))
         if arguments.summary is not None:
-            line = {"config": arguments.config, "method": method, "alpha": run.alpha,
-                    "temperature": run.temperature, "gamma": run.block_size, **figures}
-            with Path(arguments.summary).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(arguments.summary, {
+                "config": arguments.config, "method": method, "alpha": run.alpha,
+                "temperature": run.temperature, "gamma": run.block_size, **figures})
 
 
 def parse(argv: list[str]) -> Arguments:
