@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE
 
-from speccascade_jax.checkpoints import Checkpoint, huggingface
+from speccascade_jax.checkpoints import Checkpoint, t5
 from speccascade_jax.models import model_of
 
 
@@ -37,7 +37,7 @@ def transformers_t5(config, seed=0):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    described = {theirs: getattr(config, ours) for ours, theirs in huggingface.CONFIG_KEYS.items()}
+    described = {theirs: getattr(config, ours) for ours, theirs in t5.CONFIG_KEYS.items()}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(
         **described, feed_forward_proj="gated-gelu" if config.gated else "relu",
         tie_word_embeddings=config.tied_embeddings, decoder_start_token_id=config.pad_id))

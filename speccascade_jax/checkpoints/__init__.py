@@ -10,11 +10,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speccascade_jax.checkpoints import deepmind, huggingface, native, t5x, tokenizer_files
+from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
+from speccascade_jax.checkpoints.families import FAMILIES
+from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.models.quantization import PackedKernel
 
+READERS = {"model.json": (native.load, native.read_config),
+           "config.json": (huggingface.load, huggingface.read_config),
+           **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()}}
+"""The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
 FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
+SAVED = "float32", "bfloat16", "float16"
+LOADED = *SAVED, "int8"
 
 
 class Checkpoint(NamedTuple):
@@ -51,6 +60,27 @@ def from_hub(name: str) -> str:
                          "folder instead.") from None
 
 
+def local_folder(path: str | Path) -> Path:
+    """The folder of a checkpoint that is here, or at the hub. Raises ValueError where there is none."""
+    folder = checked_path(path)
+    if str(path).startswith("hf://"):
+        folder = Path(from_hub(str(path).removeprefix("hf://")))
+    if not exists(folder):
+        raise ValueError(f"there is no checkpoint folder {folder}.")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name the checkpoint folder that it lies in.")
+    return folder
+
+
+def readers_of(folder: Path) -> tuple[Any, Any]:
+    """What reads a local folder, and what reads only its model's shape. Raises ValueError."""
+    for name, found in READERS.items():
+        if exists(folder / name):
+            return found
+    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
+                     "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
+
+
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
          config: Config | None = None, packed: bool = False) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
@@ -62,23 +92,32 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     fastest, fit for nothing else.
     Raises ValueError saying what is missing, damaged or does not fit.
     """
-    path, folder = str(path), Path(path)
-    if path.startswith("hf://"):
-        folder = Path(from_hub(path.removeprefix("hf://")))
-    place = Placement(dtype, sharding, packed)
+    path = str(path)
+    place = Placement(checked_dtype(dtype, LOADED), sharding, packed)
     found: tuple[Model, nnx.State]
-    if path.startswith("gs://"):
-        if t5x.exists(path):
-            found, tokenizer = t5x.load(path, place), None
-        else:
-            remote = native.remote(path)
-            found, tokenizer = native.load(remote, place), tokenizer_files.find(remote)
+    if not path.startswith("gs://"):
+        folder = local_folder(path)
+        found, tokenizer = readers_of(folder)[0](folder, place), tokenizer_files.find(folder)
+    elif t5x.exists_at(path):
+        found, tokenizer = t5x.load(path, place), None
     else:
-        found, tokenizer = load_local(folder, place), tokenizer_files.find(folder)
+        remote = native.remote(path)
+        found, tokenizer = native.load(remote, place), tokenizer_files.find(remote)
     model, params = found
     if config is not None:
         check_shape(path, model.config, config)
     return Checkpoint(model_for(model.config, dtype), params, tokenizer, path)
+
+
+def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
+    """The dtype. Raises ValueError where it is none of `known`."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in known:
+        raise ValueError(f"weights cannot be {name}; known: {', '.join(known)}.")
+    return jnp.dtype(name)
 
 
 def model_for(config: Config, dtype: Any) -> Model:
@@ -90,18 +129,15 @@ def model_for(config: Config, dtype: Any) -> Model:
 
 def config_of(path: str) -> Config:
     """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
-    folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
-    for name, read in (("model.json", native.read_config), ("config.json", huggingface.read_config),
-                       ("_METADATA", deepmind.read_config)):
-        if (folder / name).is_file():
-            return read(folder)
-    raise ValueError(f"no file of {path} tells the model's shape: convert it with scripts/convert.py first.")
+    if path.startswith("gs://"):
+        return t5x.read_config(path) if t5x.exists_at(path) else native.read_config(native.remote(path))
+    folder = local_folder(path)
+    return readers_of(folder)[1](folder)
 
 
 def tokenizer_file(path: str) -> Path:
     """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
-    folder = Path(from_hub(path.removeprefix("hf://"))) if path.startswith("hf://") else Path(path)
-    found = None if path.startswith("gs://") else tokenizer_files.find(folder)
+    found = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
     if found is None:
         raise ValueError(missing_tokenizer(path))
     return found
@@ -110,22 +146,6 @@ def tokenizer_file(path: str) -> Path:
 def missing_tokenizer(path: str) -> str:
     return (f"{path} has no tokenizer: copy the model's spiece.model, tokenizer.model or tokenizer.json "
             "there, or name the file with --tokenizer.")
-
-
-def load_local(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
-    """Model and parameters of a local folder of any format."""
-    if not folder.is_dir():
-        raise ValueError(f"there is no checkpoint folder {folder}.")
-    if (folder / "model.json").is_file():
-        return native.load(folder, place)
-    if (folder / "config.json").is_file():
-        return huggingface.load(folder, place)
-    if (folder / "checkpoint").is_file():
-        return t5x.load(str(folder), place)
-    if (folder / "_METADATA").is_file():
-        return deepmind.load(folder, place)
-    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
-                     "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
 
 
 def check_shape(path: str, found: Config, expected: Config) -> None:
@@ -138,9 +158,25 @@ def check_shape(path: str, found: Config, expected: Config) -> None:
 
 
 def check_absent(path: str | Path) -> None:
-    """Raises ValueError where save() would find its folder taken."""
-    if Path(path).exists():
+    """Raises ValueError where save() would find its folder taken, or could not make it."""
+    folder = checked_path(path).absolute()
+    if os.path.lexists(folder):
         raise ValueError(f"{path} exists already: delete it or choose another folder.")
+    parent = next(parent for parent in folder.parents if os.path.lexists(parent))
+    if not parent.is_dir():
+        raise ValueError(f"cannot write {path}: {parent} is no folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write {path}: you may not write in {parent}.")
+
+
+def check_savable(config: Config, to: str) -> None:
+    """Raises ValueError where format `to` cannot hold a model of that shape."""
+    formats = FAMILIES[config.family].formats
+    if to not in formats:
+        known = f"{to} holds no {config.family} models" if to in FORMATS else f"there is no format {to!r}"
+        raise ValueError(f"{known}; choose one of: {', '.join(formats)}.")
+    if to == "huggingface":
+        FAMILIES[config.family].describe(config)
 
 
 def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.float32) -> None:
@@ -149,6 +185,12 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
     The folder appears when it is complete. Raises ValueError where it exists already or cannot be written.
     """
     check_absent(path)
+    check_savable(checkpoint.model.config, to)
+    dtype = checked_dtype(dtype, SAVED)
+    if any(isinstance(x, PackedKernel) for x in jax.tree.leaves(
+            checkpoint.params, is_leaf=lambda x: isinstance(x, PackedKernel))):
+        raise ValueError(f"{checkpoint.path} was loaded for decoding (packed, or int8), which no format "
+                         "holds: load it again in float32.")
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -67,10 +67,13 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
     """An open TensorStore's values. Raises ValueError where they are damaged."""
     import tensorstore
 
-    values = np.empty(array.shape, array.dtype.numpy_dtype)  # of this thread's memory
     try:
+        values = np.empty(array.shape, array.dtype.numpy_dtype)  # of this thread's memory
         tensorstore.array(values).write(array).result()
         return values
+    except MemoryError:
+        raise ValueError(f"{path}: the array {name} of shape {array.shape} does not fit into memory."
+                         ) from None
     except ValueError as error:
         raise ValueError(f"{path}: the array {name} is damaged ({reason(error)}); fetch it again.") from None
 

@@ -12,6 +12,8 @@ import numpy as np
 from flax import nnx
 
 from speccascade_jax.checkpoints.arrays import Placement, reason, to_params
+from speccascade_jax.checkpoints.files import check_folder
+from speccascade_jax.checkpoints.gemma import check
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
 
 VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with rows of no token
@@ -32,6 +34,7 @@ def read_entries(folder: Path) -> Entries:
             name = "/".join(keys).removeprefix("params/").removeprefix("transformer/").removesuffix("/w")
             found[name] = keys, tuple(tree.shape)
 
+    check_folder(folder)
     try:
         walk(ocp.StandardCheckpointer().metadata(folder.resolve()).item_metadata.tree, ())
     except Exception as error:  # Orbax has many kinds
@@ -61,7 +64,9 @@ def infer_config(folder: Path, entries: Entries) -> GemmaConfig:
         d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0], num_heads=heads, num_kv_heads=kv_heads,
         num_layers=sum(name.endswith("/mlp/linear") for name in entries), query_scalar=d_kv)
     large = PRESETS["gemma2_27b"]
-    return large if found.d_model == large.d_model and found.num_layers == large.num_layers else found
+    found = large if found.d_model == large.d_model and found.num_layers == large.num_layers else found
+    check(folder, found)
+    return found
 
 
 def read_config(folder: Path) -> GemmaConfig:
@@ -131,17 +136,21 @@ def load(folder: Path, place: Placement) -> tuple[GemmaModel, nnx.State]:
         parts = [("embedder/", ()), ("final_norm/", ()),
                  *((f"layer_{n}/", ("layers", n)) for n in range(config.num_layers))]
         for prefix, path in parts:
+            fetched = fetch(prefix)
             try:
                 arrays: dict[tuple[str, ...], np.ndarray]
                 if prefix == "embedder/":
-                    arrays = {("embedding",): fetch(prefix)["input_embedding"][:config.vocab_size]}
+                    arrays = {("embedding",): fetched["input_embedding"][:config.vocab_size]}
                 elif prefix == "final_norm/":
-                    arrays = {("norm", "scale"): fetch(prefix)["scale"]}
+                    arrays = {("norm", "scale"): fetched["scale"]}
                 else:
-                    arrays = converted(config, fetch(prefix))
+                    arrays = converted(config, fetched)
             except KeyError as error:
                 raise ValueError(f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
                                  "incomplete: fetch it again.") from None
+            except (ValueError, IndexError) as error:  # arrays of another rank, or of sizes that do not fit
+                raise ValueError(f"{folder}: the arrays of {prefix} are not a Gemma 2's ({reason(error)}): "
+                                 "fetch it again.") from None
             for inside, array in arrays.items():
                 name, expected = f"{prefix}{'/'.join(inside)}", shapes[(*path, *inside)]
                 if array.shape != expected:

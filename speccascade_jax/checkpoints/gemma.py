@@ -1,9 +1,11 @@
 """Gemma 2 in Hugging Face folders: what config.json says and how the arrays are called there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from speccascade_jax.checkpoints.fields import check_fields
+from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models.gemma import GemmaConfig
 
 CONFIG_KEYS = {
@@ -14,33 +16,45 @@ CONFIG_KEYS = {
     "rope_theta": "rope_theta", "norm_epsilon": "rms_norm_eps", "pad_id": "pad_token_id",
     "eos_id": "eos_token_id", "bos_id": "bos_token_id",
 }
-OPTIONAL = {"attention_softcap", "logit_softcap"}  # null switches them off
 
 
-def layer_types(config: GemmaConfig) -> list[str]:
-    return [("sliding_attention", "full_attention")[n % 2] for n in range(config.num_layers)]
+def layer_types(layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
 
 
-def read_config(folder: Path, found: dict[str, Any]) -> GemmaConfig:
+def read_config(where: Path, found: dict[str, Any]) -> GemmaConfig:
     """The GemmaConfig of a config.json's content. Raises ValueError for what Gemma 2 is not."""
-    found = {**(found.get("rope_parameters") or {}), **found}  # transformers 5 keeps rope_theta there
+    rope = found.get("rope_parameters")  # transformers 5 keeps rope_theta there
+    found = {**(rope if isinstance(rope, dict) else {}), **found}
     if isinstance(found.get("eos_token_id"), list):  # -it models: <eos>, and <end_of_turn> to stop at
-        found["eos_token_id"] = found["eos_token_id"][0]
+        found["eos_token_id"] = next(iter(found["eos_token_id"]), None)
     values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
-    for name, value in values.items():
-        if value is None and name in OPTIONAL:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{folder / 'config.json'}: {CONFIG_KEYS[name]} is {value!r}, not a number: "
-                             "fetch it again.")
+    types = found.get("layer_types")  # as many as it lists, not as many as num_hidden_layers promises
+    expected = {"layer_types": layer_types(len(types)) if isinstance(types, list) else None,
+                "rope_parameters": rope if isinstance(rope, dict) else None, "rope_type": "default",
+                "rope_scaling": None, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+                "tie_word_embeddings": True}
+    for name, value in expected.items():
+        if found.get(name) not in (value, None):
+            raise ValueError(f"{where}: {name} is {shown(found[name])}, but Gemma 2's is {shown(value)}, and "
+                             "no other is supported.")
     config = GemmaConfig(**values)
-    for name, expected in (("layer_types", layer_types(config)), ("rope_type", "default"),
-                           ("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False),
-                           ("tie_word_embeddings", True)):
-        if found.get(name, expected) not in (expected, None):
-            raise ValueError(f"{folder / 'config.json'}: {name} is {found[name]!r}, but Gemma 2's is "
-                             f"{expected!r}, and no other is supported.")
+    check(where, config, CONFIG_KEYS)
+    if isinstance(types, list) and len(types) != config.num_layers:
+        raise ValueError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is "
+                         f"{config.num_layers}.")
     return config
+
+
+def check(where: Any, config: GemmaConfig, names: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError naming the field (as `names` spells it) of a shape that no Gemma 2 can have."""
+    check_fields(where, config, names)
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{where}: {config.num_heads} attention heads cannot share {config.num_kv_heads} "
+                         "heads of keys and values: the second number divides the first.")
+    if config.d_kv % 2:
+        raise ValueError(f"{where}: a head's width is {config.d_kv}, but rotary positions turn pairs: it is "
+                         "even.")
 
 
 def parameter_names(config: GemmaConfig) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
@@ -64,5 +78,5 @@ def describe(config: GemmaConfig) -> dict[str, Any]:
     """The content of config.json."""
     return {**{theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()},
             "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": True,
-            "hidden_activation": "gelu_pytorch_tanh", "layer_types": layer_types(config),
+            "hidden_activation": "gelu_pytorch_tanh", "layer_types": layer_types(config.num_layers),
             "max_position_embeddings": 8192}

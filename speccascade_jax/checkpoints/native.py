@@ -31,7 +31,9 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
-from speccascade_jax.models import FAMILIES, Config, Model, model_of
+from speccascade_jax.checkpoints.families import FAMILIES, family_of
+from speccascade_jax.checkpoints.files import check_folder, read_json, shown
+from speccascade_jax.models import Config, Model, model_of
 
 if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
     import orbax.checkpoint as ocp
@@ -58,11 +60,15 @@ def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
 
 def read_config(run: Path) -> Config:
     """The model's shape. Raises ValueError where model.json is missing or damaged."""
-    try:
-        shape = json.loads((run / "model.json").read_text())
-        return FAMILIES[shape.pop("family", "t5")](**shape)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{run / 'model.json'} is missing or damaged: {error}") from None
+    where = run / "model.json"
+    shape = read_json(where)
+    family = family_of(where, shape.pop("family", "t5"))
+    unknown = sorted(shape.keys() - {field.name for field in dataclasses.fields(family.config)})
+    if unknown:
+        raise ValueError(f"{where} is damaged: {family.config.family} has no field {shown(unknown[0])}.")
+    config = family.config(**shape)
+    family.check(where, config)
+    return config
 
 
 def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
@@ -114,24 +120,43 @@ def open_database(folder: str) -> Any:
     return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
 
+def checksums_of(step: Path) -> dict[str, Any]:
+    """Name -> checksum of the parameters of a step, as far as they were written."""
+    where = step / "_CHECKPOINT_METADATA"
+    described = read_json(where).get("custom_metadata") or {}
+    found = described.get("crc32", {}) if isinstance(described, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is damaged (its checksums are no object): fetch it again.")
+    return found
+
+
 def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
     """The parameters of the folder of one step, one array at a time: Orbax would hold all twice.
 
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
     folder = f"{step}/params"
+    if isinstance(step, Path):  # else it is remote
+        check_folder(step)
+    database = open_database(folder)
+    try:
+        stored = {key.decode(errors="replace").split("/")[0] for key in database.list().result()}
+    except ValueError as error:
+        raise ValueError(f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it "
+                         "again.") from None
+    # One by one, and before the model is made: model.json may promise more layers than memory holds.
+    for path, _, _ in FAMILIES[model.config.family].parameter_names(model.config):
+        if dotted(path) not in stored:
+            raise ValueError(f"{folder}: the array {dotted(path)} is missing or damaged: it is another "
+                             "model's run, or model.json is damaged.")
     wanted = {path: (dotted(path), tuple(x.shape))
               for path, x in nnx.to_flat_state(model.abstract_params())}
-    arrays = open_arrays(folder, open_database(folder), {name: name for name, _ in wanted.values()})
+    arrays = open_arrays(folder, database, {name: name for name, _ in wanted.values()})
     for name, shape in wanted.values():
         if arrays[name].shape != shape:
             raise ValueError(f"{folder}: the model asks for {name} of shape {shape}, saved was one of shape "
                              f"{arrays[name].shape}: it is another model's run, or model.json is damaged.")
-    try:
-        described = json.loads((step / "_CHECKPOINT_METADATA").read_text())
-        sums = (described.get("custom_metadata") or {}).get("crc32", {})
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{step / '_CHECKPOINT_METADATA'} is damaged: {error}") from None
+    sums = checksums_of(step)
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
         for path, (name, _) in wanted.items():
@@ -148,7 +173,10 @@ def load(run: Path, place: Placement) -> tuple[Model, nnx.State]:
     model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
-            step = manager(run / kind).latest_step()
+            try:
+                step = manager(run / kind).latest_step()
+            except Exception as error:  # Orbax has many kinds
+                raise ValueError(f"{run / kind} is damaged ({reason(error)}): fetch it again.") from None
             if step is not None:
                 return model, read_params(run / kind / str(step), model, place)
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")

@@ -2,9 +2,12 @@
 
 Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table
 a stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Weights
-only: optimizer state is neither read nor written.
+only: optimizer state is neither read nor written. What no array tells of a T5 (T5X keeps it in gin files) is
+written next to `checkpoint` into a file of our own; a folder without it is T5 1.1's.
 """
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,16 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
+from speccascade_jax.checkpoints.files import MEGABYTE, check_folder, check_regular, exists, parse_json, shown
+from speccascade_jax.checkpoints.t5 import check
 from speccascade_jax.models import Model
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 Shape = tuple[int, ...]
+UNTOLD = "relative_max_distance", "layer_norm_epsilon", "dropout_rate", "pad_id", "eos_id"
+"""The fields of a T5Config that no array's shape tells."""
+UNTOLD_FILE = "t5_config.json"
+LARGEST_FILE = 512 * MEGABYTE  # of `checkpoint`: it names arrays, and old versions keep small ones in it
 
 
 def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
@@ -76,14 +85,24 @@ def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
     return ours[0], layers, *ours[1:]
 
 
+def read_entry(path: str, directory: Any, name: str) -> bytes | None:
+    """A file of an open directory, None where there is none. Raises ValueError where it is out of reach."""
+    if not path.startswith("gs://") and exists(Path(path, name)):
+        check_regular(Path(path, name), LARGEST_FILE)
+    try:
+        found = directory.read(name).result()
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}/{name}: {reason(error)}") from None
+    return found.value if found.state == "value" else None
+
+
 def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
     """open_directory(path) and its file `checkpoint`, if any. Raises ValueError where it is out of reach."""
     try:
         directory = open_directory(path)
-        found = directory.read("checkpoint").result()
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {reason(error)}") from None
-    return directory, found.value if found.state == "value" else None
+    return directory, read_entry(path, directory, "checkpoint")
 
 
 def read_file(path: str) -> bytes:
@@ -98,7 +117,7 @@ def read_file(path: str) -> bytes:
     return found.value
 
 
-def exists(path: str) -> bool:
+def exists_at(path: str) -> bool:
     return read_checkpoint_file(path)[1] is not None
 
 
@@ -110,15 +129,18 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
         leaves = traverse_util.flatten_dict(target, sep="/", is_leaf=lambda _, x: "driver" in x)
         # Only the last part of a path counts: files may have been written elsewhere (drivers gfile and
         # gcs, absolute paths), and before TensorStore 0.1.14 the path lay outside of `kvstore`.
-        return {name: leaf if isinstance(leaf, np.ndarray) else
-                Path(leaf["kvstore"].get("path") or leaf["path"]).name for name, leaf in leaves.items()}
+        found = {name: leaf if isinstance(leaf, np.ndarray) else
+                 Path(leaf["kvstore"].get("path") or leaf["path"]).name for name, leaf in leaves.items()}
+        if {"", ".."} & {folder for folder in found.values() if isinstance(folder, str)}:
+            raise ValueError("no folder")
+        return found
     except Exception as error:  # msgpack and flax raise many kinds for damaged bytes
         raise ValueError(f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it "
                          "again.") from None
 
 
-def open_checkpoint(path: str) -> dict[str, Any]:
-    """Name -> numpy array or open TensorStore, of every parameter; no zarr array is read yet.
+def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
+    """The directory, and name -> numpy array or open TensorStore of every parameter, none of them read yet.
 
     Raises ValueError where `checkpoint` or an array's header is missing or damaged.
     """
@@ -127,7 +149,10 @@ def open_checkpoint(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no T5X checkpoint: there is no file `checkpoint` in it.")
     leaves = parse(path, content)
     stored = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, np.ndarray)}
-    return leaves | open_arrays(path, directory, stored)
+    if not path.startswith("gs://"):
+        for folder in stored.values():
+            check_folder(Path(path, folder))
+    return directory, leaves | open_arrays(path, directory, stored)
 
 
 def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
@@ -150,22 +175,48 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
     width = size(f"{first}/attention/query/kernel", -1)
     return T5Config(
         vocab_size=size("token_embedder/embedding", 0), d_model=size("token_embedder/embedding", 1),
-        num_heads=heads, d_kv=width // heads if shared else width, d_ff=size(f"{first}/mlp/wo/kernel", 0),
+        num_heads=heads, d_kv=width // max(heads, 1) if shared else width,
+        d_ff=size(f"{first}/mlp/wo/kernel", 0),
         num_encoder_layers=layers["encoder"], num_decoder_layers=layers["decoder"],
         relative_buckets=size(f"{inside}/relpos_bias/rel_embedding", -1),
         gated=f"{first}/mlp/wi_0/kernel" in shapes,
         tied_embeddings="decoder/logits_dense/kernel" not in shapes, shared_position_bias=shared)
 
 
-def load(path: str, place: Placement) -> tuple[T5Model, nnx.State]:
+def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
+    """The config with what our own exports keep next to the arrays. Raises ValueError where it is damaged."""
+    content, where = read_entry(path, directory, UNTOLD_FILE), f"{path}/{UNTOLD_FILE}"
+    if content is not None:
+        found = parse_json(where, content)
+        for name in sorted(found.keys() ^ set(UNTOLD)):
+            raise ValueError(f"{where} is damaged: {shown(name)} is missing or no field of it.")
+        config = dataclasses.replace(config, **found)
+    check(where if content is not None else path, config)
+    return config
+
+
+def config_and_arrays(path: str) -> tuple[T5Config, dict[str, Any]]:
+    """The model's shape and the open arrays, none of them read yet. Raises ValueError."""
+    directory, arrays = open_checkpoint(path)
+    config = infer_config(path, {name: tuple(array.shape) for name, array in arrays.items()})
+    return with_untold(path, directory, config), arrays
+
+
+def read_config(path: str | Path) -> T5Config:
+    """The model's shape, from the arrays' headers. Raises ValueError."""
+    return config_and_arrays(str(path))[0]
+
+
+def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
     """Model and parameters, converted one array at a time.
 
     The model's shape is inferred from the arrays'. Raises ValueError naming the array that is missing,
     damaged or does not fit the others.
     """
-    arrays = open_checkpoint(path)
-    model = T5Model(infer_config(path, {name: tuple(array.shape) for name, array in arrays.items()}))
-    config, names = model.config, dict(array_names(model.config))
+    path = str(path)
+    config, arrays = config_and_arrays(path)
+    model = T5Model(config)
+    names = dict(array_names(config))
     for name in arrays.keys() - names.keys():
         raise ValueError(f"{path}: the array {name} is no part of a T5, or the arrays it belongs to are "
                          "missing.")
@@ -200,13 +251,11 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
 
     T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
     utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
-    Raises ValueError for a model that is no T5.
+    What T5X keeps in gin files goes into a file of our own, which load() reads.
     """
     import tensorstore
 
-    config = model.config
-    if not isinstance(config, T5Config):
-        raise ValueError(f"T5X holds T5 models alone, not {config.family}: export to huggingface or native.")
+    config: Any = model.config
     flat = dict(nnx.to_flat_state(params))
     target = {}
     for name, paths in array_names(config):
@@ -229,3 +278,5 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
         "target": traverse_util.unflatten_dict(target, sep="/"),
         "state": {"step": np.zeros((), np.int32), "param_states": {}}}}
     (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+    untold = {name: getattr(config, name) for name in UNTOLD}
+    (folder / UNTOLD_FILE).write_text(json.dumps(untold, indent=1) + "\n")

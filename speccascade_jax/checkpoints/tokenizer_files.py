@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+from speccascade_jax.checkpoints.files import MEGABYTE, exists, read
+
+LARGEST_FILE = 256 * MEGABYTE
 NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5's, Gemma's); Hugging Face's
 
 
 def find(folder: Path) -> Path | None:
     """The folder's tokenizer file, SentencePiece's where both kinds lie there."""
-    return next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    return next((folder / name for name in NAMES if exists(folder / name)), None)
 
 
 def name_for(tokenizer: str) -> str:
@@ -20,4 +23,4 @@ def copy(tokenizer: Path, folder: Path) -> None:
     """Puts the file into `folder` under the name by which find() knows its kind."""
     place = folder / name_for(tokenizer.name)
     if tokenizer.resolve() != place.resolve():
-        place.write_bytes(tokenizer.read_bytes())
+        place.write_bytes(read(tokenizer, LARGEST_FILE))

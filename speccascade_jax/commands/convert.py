@@ -31,6 +31,7 @@ class Arguments:
 
 def convert(arguments: Arguments) -> None:
     checkpoints.check_absent(arguments.out)  # better now than after minutes of loading
+    checkpoints.check_savable(checkpoints.config_of(arguments.source), arguments.to)
     checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype))
     checkpoints.save(arguments.out, checkpoint, arguments.to, jnp.dtype(arguments.dtype))
     print(f"{arguments.out}: {arguments.to}, {arguments.dtype}, {checkpoint.model.config}")

@@ -1,12 +1,16 @@
 """Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
 
 import io
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
+
+from speccascade_jax.checkpoints.files import checked_path, read
+from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
 
 
 class TokenizerJson:
@@ -32,6 +36,8 @@ class TokenizerJson:
         # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
         self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
                        if not piece.startswith("<extra_id_")]
+        if [ids[piece] for piece in self.pieces] != list(range(len(self.pieces))):
+            raise RuntimeError("its ids are not 0, 1, 2 and so on")
 
     def pad_id(self) -> int:
         return self.pad
@@ -62,17 +68,22 @@ class Tokenizer:
     """A vocabulary with T5's or Gemma's special tokens: a SentencePiece file or a tokenizer.json."""
 
     def __init__(self, path: str | Path):
-        path = Path(path) if isinstance(path, str) else path
+        path = checked_path(path) if isinstance(path, str) else path
+        content = read(path, LARGEST_FILE)
+        if not content:
+            raise ValueError(f"the tokenizer {path} is empty: fetch it again.")
         try:
-            content = path.read_bytes()
             self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
                                    sentencepiece.SentencePieceProcessor(model_proto=content))
-        except (OSError, RuntimeError) as error:
+        except RuntimeError as error:
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
         self.pad_id: int = self.processor.pad_id()
         self.eos_id: int = self.processor.eos_id()
         self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
         self.size: int = self.processor.get_piece_size()
+        if self.pad_id < 0 or self.eos_id < 0:
+            raise ValueError(f"the tokenizer {path} has no piece for padding or none for the end of a "
+                             "sequence, and so is neither T5's nor Gemma's.")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without those that begin and end a sequence."""
@@ -117,8 +128,16 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: b
             hard_vocab_limit=False, minloglevel=2, num_threads=1)
     except RuntimeError as error:
         raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(model.getvalue())
+    path = checked_path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(model.getvalue())
+        unfinished.rename(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]

@@ -1,5 +1,6 @@
 """The language models, each known by its shape."""
 
+from collections.abc import Callable
 from typing import Any
 
 from speccascade_jax.models.gemma import GemmaConfig, GemmaModel
@@ -7,9 +8,9 @@ from speccascade_jax.models.t5 import T5Config, T5Model
 
 Config = T5Config | GemmaConfig
 Model = T5Model | GemmaModel
-FAMILIES: dict[str, type[Config]] = {kind.family: kind for kind in (T5Config, GemmaConfig)}
+MODELS: dict[str, Callable[..., Model]] = {T5Config.family: T5Model, GemmaConfig.family: GemmaModel}
 
 
 def model_of(config: Config, **fields: Any) -> Model:
     """The model of that shape; `fields` are its others: dtype, cache_dtype, remat."""
-    return T5Model(config, **fields) if isinstance(config, T5Config) else GemmaModel(config, **fields)
+    return MODELS[config.family](config, **fields)

@@ -70,17 +70,17 @@ def test_every_format_brings_it_back(to, gemma_pair, tmp_path):
     assert again.tokenizer.name == "tokenizer.model"
     with pytest.raises(ValueError, match=r"window is 7, not 9"):
         checkpoints.load(tmp_path / "out", config=dataclasses.replace(original.model.config, window=9))
-    with pytest.raises(ValueError, match="T5X holds T5 models alone"):
+    with pytest.raises(ValueError, match="t5x holds no gemma2 models"):
         checkpoints.save(tmp_path / "t5x", original, "t5x")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("change,words", [
-    ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
+    ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types is"),
     ({"hidden_activation": "relu"}, "relu"), ({"model_type": "gemma3"}, "only t5 and gemma2"),
     ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.2.* has no place"),
-    ({"sliding_window": None}, "sliding_window is None, not a number")])
+    ({"sliding_window": None}, "sliding_window is None, not a whole number")])
 def test_another_config_is_refused(change, words, gemma_pair, tmp_path):
     import json
     import shutil

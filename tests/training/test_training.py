@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.checkpoints import t5
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
@@ -21,14 +21,17 @@ from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.layers import Linear
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
-from speccascade_jax.training import loop as training
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
 from speccascade_jax.training.distillation import distillation_loss, total_variation
+from speccascade_jax.training.loop import train
+from speccascade_jax.training.optimizer import make_optimizer
+from speccascade_jax.training.preparation import prepare_tokenizer
+from speccascade_jax.training.steps import make_steps
 
 
 @pytest.fixture(scope="module")
 def trained(number_words):
-    return training.train(number_words)
+    return train(number_words, METRICS[number_words.task.metric])
 
 
 def events(run, kind):
@@ -64,14 +67,14 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(trained, number_words, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(TrainingBatches, "from_step", dying)
         with pytest.raises(KeyboardInterrupt):
-            training.train(again)
-    resumed = checkpoints.load(training.train(again)).params
+            train(again)
+    resumed = checkpoints.load(train(again)).params
     jax.tree.map(np.testing.assert_array_equal, resumed, checkpoints.load(trained).params)
     assert [e["step"] for e in events(tmp_path / "run", "start")] == [0, 120]
 
 
 def test_batches_are_a_function_of_the_step(trained, number_words):
-    tokenizer = training.prepare_tokenizer(number_words)
+    tokenizer = prepare_tokenizer(number_words)
     batches = TrainingBatches(number_words.task, tokenizer, number_words.batch_tokens, seed=3)
     walked = list(itertools.islice(batches.from_step(0), 60))  # several epochs
     for step in (0, 1, 17, 59):
@@ -84,7 +87,7 @@ def test_batches_are_a_function_of_the_step(trained, number_words):
 def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path):
     student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
                                   steps=100, distillation=1.0, export_dir=None, seed=1)
-    run = training.train(student)
+    run = train(student)
     assert events(run, "evaluation")[-1]["loss"] < events(trained, "evaluation")[0]["loss"] + 0.3
 
 
@@ -103,11 +106,11 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     with monkeypatch.context() as patch:
         patch.setattr(Cascade, "generate", dying)
         with pytest.raises(KeyboardInterrupt):
-            training.train(student)
+            train(student)
     part = path.with_name("outputs.jsonl.part")
     assert not path.exists() and len(part.read_text().splitlines()) == 130
     part.write_bytes(part.read_bytes()[:-5])  # and inside a line
-    run = training.train(student)
+    run = train(student)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     teacher = Cascade.load(trained, trained, max_source_length=24, max_new_tokens=24)
     sources = [source for source, _ in joined_examples(number_words.task, number_words.task.train)]
@@ -161,7 +164,7 @@ def test_adafactor_steps_as_transformers_does(tmp_path):
     torch.manual_seed(0)
     shape = T5Config(vocab_size=160, d_model=128, d_kv=32, d_ff=256, num_heads=4, num_encoder_layers=1,
                      num_decoder_layers=1, dropout_rate=0.0)
-    described = {theirs: getattr(shape, ours) for ours, theirs in huggingface.CONFIG_KEYS.items()}
+    described = {theirs: getattr(shape, ours) for ours, theirs in t5.CONFIG_KEYS.items()}
     reference = transformers.T5ForConditionalGeneration(transformers.T5Config(
         **described, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0))
     reference.lm_head.weight = torch.nn.Parameter(torch.randn_like(reference.lm_head.weight) * 0.1)
@@ -171,8 +174,8 @@ def test_adafactor_steps_as_transformers_does(tmp_path):
         reference.parameters(), lr=1e-2, scale_parameter=True, relative_step=False, warmup_init=False)
     config = TrainConfig(name="", output_dir="", model=shape, task=Task("", "", ""), learning_rate=1e-2,
                          z_loss=0.0, dtype="float32")
-    mesh, optimizer = make_mesh(), training.make_optimizer(config)
-    steps = training.make_steps(checkpoint.model, config, optimizer, mesh)
+    mesh, optimizer = make_mesh(), make_optimizer(config)
+    steps = make_steps(checkpoint.model, config, optimizer, mesh)
     params, state = checkpoint.params, optimizer.init(checkpoint.params)
     rng, losses = np.random.default_rng(0), []
     for number in range(50):
@@ -228,7 +231,7 @@ def test_a_decoder_only_model_learns_a_task_and_decodes_it(number_words, tmp_pat
         number_words, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),
         task=dataclasses.replace(number_words.task, suffix=" =", join=1), steps=300,
         eval_every=300, save_every=300, export_dir=None)
-    training.train(config)
+    train(config)
     examples = joined_examples(config.task, config.task.validation)
     cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")
     assert cascade.encode(["one two"])[0][0][0] == cascade.tokenizer.bos_id == 2

@@ -1,0 +1,40 @@
+"""Whether the fields of a model's config can be a model's: files and flags hold anything."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from speccascade_jax.checkpoints.files import shown
+from speccascade_jax.models import Config
+
+LARGEST = 2**31 - 1  # of a size: what int32 indexes
+MOST_LAYERS = 1000
+
+
+def check_fields(where: Any, config: Config, names: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError naming the first field (as `names` spells it) that has a wrong type or value."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        wanted = needed(field.name, hints[field.name], value, config.vocab_size)
+        if wanted is not None:
+            spelt = (names or {}).get(field.name, field.name)
+            raise ValueError(f"{where}: {spelt} is {shown(value)}, not {wanted}.")
+
+
+def needed(name: str, kind: Any, value: Any, vocab_size: int) -> str | None:
+    """What the field `name` of type `kind` must be; None where `value` is that."""
+    if kind is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if type(None) in get_args(kind) and value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "dropout_rate":
+        return None if number and 0 <= value < 1 else "a number from 0 to below 1"
+    if kind is not int:
+        return None if number and 0 < value <= LARGEST else "a number above 0"
+    least, most = 1, MOST_LAYERS if name.endswith("_layers") else LARGEST
+    if name.endswith("_id"):  # vocab_size, the first field, is checked by now
+        least, most = 0, vocab_size - 1
+    return None if isinstance(value, int) and number and least <= value <= most else (
+        f"a whole number from {least} to {most}")

@@ -1,0 +1,92 @@
+"""Reading files that others wrote: regular files of a plausible size only, their errors in one sentence.
+
+Opening a named pipe waits for ever, reading a device never ends, and a sparse file of a terabyte takes no
+disk: what a path is gets looked at before it is opened.
+"""
+
+import json
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+MEGABYTE = 2**20
+JSON_BYTES = 64 * MEGABYTE  # the index of a model of 400 billion parameters takes one
+
+
+def shown(value: Any) -> str:
+    """A value of a file for an error message: shortened, and nothing that a terminal could not print."""
+    return reprlib.repr(value)
+
+
+def checked_path(path: str | Path) -> Path:
+    """The path. Raises ValueError where no file system and no library could take it."""
+    try:
+        if "\0" in str(path):
+            raise ValueError
+        str(path).encode()
+    except ValueError:
+        raise ValueError(f"the path {str(path)!a} is no valid UTF-8 text: rename it.") from None
+    return Path(path)
+
+
+def exists(path: Any) -> bool:
+    """Whether something lies at `path` (local or remote), be it no file. Raises ValueError where one may not
+    look."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ValueError(f"cannot look at {path}: {error.strerror}.") from None
+
+
+def check_regular(path: Path, limit: int | None = None) -> None:
+    """Raises ValueError where `path` is missing or no regular file, or has more than `limit` bytes."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is no regular file: put the checkpoint's own file in its place.")
+    if limit is not None and found.st_size > limit:
+        raise ValueError(f"{path} has {found.st_size:,} bytes, no file of its kind more than {limit:,}: "
+                         "fetch it again.")
+
+
+def read(path: Any, limit: int) -> bytes:
+    """The content of a file, local or remote, of at most `limit` bytes. Raises ValueError."""
+    if isinstance(path, Path):
+        check_regular(path, limit)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
+
+
+def parse_json(name: Any, content: bytes) -> dict[str, Any]:
+    """The object that a JSON file `name` holds. Raises ValueError where it is damaged or nested too deep."""
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{name} is damaged (nested too deep): fetch it again.") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of more than 4,300 digits
+        raise ValueError(f"{name} is damaged ({str(error).split(';')[0]}): fetch it again.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is damaged (it holds {shown(found)}, no object): fetch it again.")
+    return found
+
+
+def read_json(path: Any) -> dict[str, Any]:
+    """The object in a JSON file, local or remote. Raises ValueError where it is missing or damaged."""
+    return parse_json(path, read(path, JSON_BYTES))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError where anything but folders and regular files lies below `folder`: the libraries that
+    read a folder's arrays open whatever they find."""
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}.") from None
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        for name in names:
+            check_regular(Path(where, name))
