@@ -4,20 +4,22 @@
     python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
 """
 
+import contextlib
 import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 import tyro
-from rich.console import Console
 from rich.progress import track
 
-from speccascade_jax.commands.commandline import config_of, exit_code, table_of
+from speccascade_jax import config as configs
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.metrics import summarize
-from speccascade_jax.evaluation.fewshot import TASKS, build_prompts
+from speccascade_jax.evaluation.fewshot import TASKS, Scored, Task, build_prompts
 from speccascade_jax.evaluation.sandbox import check_sandbox, parse_tests
-from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
+from speccascade_jax.inference.text import Cascade, Output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +43,15 @@ class Arguments:
     execute_code: bool = False
     """Run what the models wrote, in a sandbox: mbpp is scored by nothing else."""
     output: str | None = None
-    """Write JSON lines here: each method's answers, then its figures."""
+    """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
 
 
-def evaluate(arguments: Arguments) -> None:
+ROW = {"method", "index", "output", "answer", "result", "counts"}
+"""The fields of an answer's line in --output."""
+
+
+def task_of(arguments: Arguments) -> Task:
+    """The task with the files and the shots of the command line. Raises ValueError where it cannot be run."""
     if arguments.task not in TASKS:
         raise ValueError(f"unknown task {arguments.task!r}: {', '.join(TASKS)}.")
     if arguments.task == "mbpp" and not arguments.execute_code:
@@ -52,41 +59,131 @@ def evaluate(arguments: Arguments) -> None:
                          "--execute-code.")
     if arguments.task == "mbpp":
         check_sandbox()
+    at_least(0, shots=arguments.shots)
+    at_least(1, limit=arguments.limit)
     own = TASKS[arguments.task]
-    task = dataclasses.replace(
+    return dataclasses.replace(
         own, examples=arguments.inputs or own.examples, shot_pool=arguments.shot_pool or own.shot_pool,
         shots=own.shots if arguments.shots is None else arguments.shots,
         fixed_shots=None if arguments.shot_pool else own.fixed_shots)
+
+
+def part_of(output: str, method: str) -> Path:
+    """Where a method's outputs are kept until all of them are there and can be scored."""
+    return Path(f"{output}.{method}.part")
+
+
+def check(arguments: Arguments, task: Task, run: DecodeConfig) -> None:
+    """Raises ValueError where something is wrong that hours of decoding would only find later."""
+    if not arguments.methods:
+        raise ValueError("--methods names none: give one or more.")
+    for method in arguments.methods:
+        dataclasses.replace(run, method=method).check()
+    if arguments.output is None:
+        return
+    written = {"--output": Path(arguments.output),
+               "the settings of --output": settings_file(arguments.output)}
+    for method in dict.fromkeys(arguments.methods):
+        part = part_of(arguments.output, method)
+        written |= {f"{method}'s part of --output": part, f"{method}'s settings": settings_file(part)}
+    check_targets(written, {"--inputs": task.examples, "--shot-pool": task.shot_pool,
+                            "--config": configs.path_of(arguments.config), "--tokenizer": run.tokenizer})
+
+
+def resume_answers(path: str, settings: dict[str, Any], count: int
+                   ) -> tuple[dict[str, int], dict[str, dict[str, Any]], OutputFile]:
+    """Of each method in --output: how many answers stand there, and its figures; and the file, for more."""
+    answers: dict[str, int] = {}
+    figures: dict[str, dict[str, Any]] = {}
+
+    def read(number: int, line: Any) -> None:
+        method = line.get("method") if isinstance(line, dict) else None
+        if not isinstance(method, str) or method in figures:
+            raise ValueError("neither an answer nor a method's figures")
+        n = answers.get(method, 0)
+        if line.keys() == ROW and line["index"] == n < count:
+            answers[method] = n + 1
+        elif "index" not in line and line.get("examples") == n == count:
+            figures[method] = line
+        else:
+            raise ValueError(f"neither answer {n} of {method} nor its figures")
+
+    return answers, figures, resume(path, settings, read)[1]
+
+
+def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | None, settings: dict[str, Any]
+           ) -> list[Output]:
+    """The outputs of one method, kept in `part` on the way."""
+    with contextlib.ExitStack() as stack:
+        file, outputs = None, list[Output]()
+        if part is not None:
+            file, outputs = open_output(part, {**settings, "method": run.method}, texts)
+            stack.enter_context(file)
+        fresh = cascade.generate(texts[len(outputs):], run.settings, truncate=run.truncate,
+                                 batch_size=min(run.batch_size, len(texts)), first_index=len(outputs))
+        for output in track(fresh, run.method, len(texts) - len(outputs), transient=True):
+            outputs.append(output)
+            if file is not None:
+                file.add(dataclasses.asdict(output))
+    return outputs
+
+
+def evaluate(arguments: Arguments) -> None:
+    task, screen = task_of(arguments), console()
+    run = dataclasses.replace(arguments.run, stop=(*arguments.run.stop, *task.stop),
+                              max_new_tokens=task.max_new_tokens)
+    check(arguments, task, run)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
     if arguments.task == "mbpp":
         for example in prompts.examples:
             parse_tests(example["test_list"])  # one that cannot be judged is found before models are loaded
-    run = dataclasses.replace(arguments.run, stop=(*arguments.run.stop, *task.stop),
-                              max_new_tokens=task.max_new_tokens)
-    cascade, console = Cascade.from_config(run), Console(highlight=False)
-    for method in arguments.methods:
-        outputs = list(track(cascade.generate(
-            prompts.texts, method=method, alpha=run.alpha, block_size=run.block_size,
-            temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
-            batch_size=run.batch_size, truncate=run.truncate), method, len(prompts.texts), transient=True))
-        answers = [task.read(output.text) for output in outputs]
-        scored = task.score(answers, prompts.examples)
-        rates = summarize([output.counts for output in outputs])
-        accepted = rates["acceptance_rate"]
-        figures = {**scored.figures, "rejection_rate": None if accepted is None else 1 - accepted, **rates,
-                   "examples": len(outputs), "truncated": sum(output.truncated for output in outputs)}
-        console.print(table_of(figures, f"{method}, alpha {run.alpha}, temperature {run.temperature}"))
-        if arguments.output is None:
-            continue
-        settings = {"config": arguments.config, "task": arguments.task, "method": method, "alpha": run.alpha,
-                    "temperature": run.temperature, "gamma": run.block_size, "seed": run.seed,
-                    "shot_seed": arguments.shot_seed, "shots": prompts.shots}
-        each = scored.each or [None] * len(outputs)
-        with Path(arguments.output).open("a") as file:
-            for output, answer, result in zip(outputs, answers, each, strict=True):
-                file.write(json.dumps({"method": method, "index": output.index, "output": output.text,
-                                       "answer": answer, "result": result, "counts": output.counts}) + "\n")
-            file.write(json.dumps({**settings, **figures}) + "\n")
+    kept = {k: v for k, v in dataclasses.asdict(run).items()
+            if k not in ("task", "missing", "examples", "method", "batch_size")}
+    kept |= {"task": arguments.task, "inputs": task.examples, "shot_pool": task.shot_pool,
+             "shots": prompts.shots, "limit": arguments.limit}
+    with contextlib.ExitStack() as stack:
+        written, finished, file = dict[str, int](), dict[str, dict[str, Any]](), None
+        if arguments.output is not None:
+            written, finished, file = resume_answers(arguments.output, kept, len(prompts.texts))
+            stack.enter_context(file)
+        cascade = None
+        for method in dict.fromkeys(arguments.methods):
+            own = dataclasses.replace(run, method=method)
+            described = {"config": arguments.config, "task": arguments.task, "method": method,
+                         "alpha": run.alpha, "temperature": run.temperature, "gamma": run.block_size,
+                         "seed": run.seed, "shot_seed": arguments.shot_seed, "shots": prompts.shots}
+            title = f"{method}, alpha {run.alpha}, temperature {run.temperature}"
+            if method in finished:
+                shown = {k: v for k, v in finished[method].items() if k not in described}
+                screen.print(table_of(shown, f"{title}, from {arguments.output}"))
+                continue
+            if cascade is None:
+                cascade = Cascade.from_config(run)
+                if not run.truncate:  # better now than after hours of decoding
+                    cascade.encode(prompts.texts)
+            part = None if arguments.output is None else part_of(arguments.output, method)
+            outputs = decode(cascade, own, prompts.texts, part, kept)
+            answers = [task.read(output.text) for output in outputs]
+            scored = task.score(answers, prompts.examples)
+            figures = figures_of(scored, outputs)
+            screen.print(table_of(figures, title))
+            if file is None or part is None:
+                continue
+            each = scored.each or [None] * len(outputs)
+            rows = [{"method": method, "index": output.index, "output": output.text, "answer": answer,
+                     "result": result, "counts": output.counts}
+                    for output, answer, result in zip(outputs, answers, each, strict=True)]
+            for line in (*rows[written.get(method, 0):], {**described, **figures}):
+                file.add(line)
+            for path in (part, settings_file(part)):
+                path.unlink(missing_ok=True)
+
+
+def figures_of(scored: Scored, outputs: list[Output]) -> dict[str, Any]:
+    rates = summarize([output.counts for output in outputs])
+    accepted = rates["acceptance_rate"]
+    return {**scored.figures, "rejection_rate": None if accepted is None else 1 - accepted, **rates,
+            "examples": len(outputs), "truncated": sum(output.truncated for output in outputs)}
 
 
 def parse(argv: list[str]) -> Arguments:

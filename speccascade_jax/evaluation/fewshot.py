@@ -7,6 +7,7 @@ scripts/fewshot.py's flags.
 import dataclasses
 import random
 import re
+import reprlib
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.config import DATA
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.evaluation.sandbox import run_program
+from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.training.data import read_examples
 
 Example = dict[str, Any]
@@ -27,6 +29,7 @@ class Scored(NamedTuple):
 
 Score = Callable[[Sequence[str], Sequence[Example]], Scored]  # of answers to examples
 NO_ANSWER = "unanswerable"
+TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or more"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Task:
     score: Score
     stop: tuple[str, ...]
     max_new_tokens: int
+    fields: dict[str, str]                 # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
     fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
 
 
@@ -51,21 +55,43 @@ class Prompts(NamedTuple):
     shots: list[int]  # which of the pool are shown
 
 
+def checked_examples(task: Task, path: str) -> list[Example]:
+    """The examples of a file. Raises ValueError with the line of one that lacks a field of the task's."""
+    examples = list(read_examples(path))
+    for number, example in enumerate(examples, 1):
+        for name, kind in task.fields.items():
+            where = f"{path}, line {number}: `{name}`"
+            value = example.get(name) if isinstance(example, dict) else None
+            if kind == TEXT:
+                check_text(value, where)
+            elif not isinstance(value, list) or (not value and kind == SOME_TEXTS):
+                raise ValueError(f"{where} is {reprlib.repr(value)}; it must be {kind}.")
+            else:
+                for n, one in enumerate(value, 1):
+                    check_text(one, f"{where}, entry {n}")
+    return examples
+
+
 def build_prompts(task: Task, seed: int, limit: int | None = None) -> Prompts:
     """The prompts of the first `limit` examples: the shots, drawn from the pool with `seed`, then the
     question. Where both come from one file, the shots are not asked.
 
-    Raises ValueError where the pool has too few.
+    Raises ValueError where the pool has too few, or nothing is left to ask.
     """
-    pool = list(read_examples(task.shot_pool))
+    pool = checked_examples(task, task.shot_pool)
     if len(pool) < task.shots:
         raise ValueError(f"{task.shot_pool} has {len(pool)} examples, {task.shots} are to be shown: lower "
                          "--shots, or give another --shot-pool.")
+    if task.fixed_shots is not None and task.shots > len(task.fixed_shots):
+        raise ValueError(f"the task's authors show {len(task.fixed_shots)} examples, {task.shots} are to be "
+                         "shown: lower --shots, or give a --shot-pool.")
     chosen = list(task.fixed_shots or random.Random(seed).sample(range(len(pool)), task.shots))[:task.shots]
     shown = "".join(task.question(pool[n]) + task.answer(pool[n]) for n in chosen)
     same = task.examples == task.shot_pool
-    asked = [example for n, example in enumerate(read_examples(task.examples)) if not (same and n in chosen)]
-    asked = asked[:limit]
+    asked = pool if same else checked_examples(task, task.examples)
+    asked = [example for n, example in enumerate(asked) if not (same and n in chosen)][:limit]
+    if not asked:
+        raise ValueError(f"{task.examples} has no examples to ask: give other --inputs.")
     return Prompts([shown + task.question(example) for example in asked], asked, chosen)
 
 
@@ -193,22 +219,23 @@ def open_question(example: Example) -> str:
 
 def open_qa(examples: str, shot_pool: str, normal: Callable[[str], str] = normalized) -> Task:
     return Task(examples, shot_pool, 5, open_question, lambda example: f" {example['answers'][0]}\n\n",
-                first_line, exact_match(normal), ("\n",), 32)
+                first_line, exact_match(normal), ("\n",), 32, {"question": TEXT, "answers": SOME_TEXTS})
 
 
 TASKS = {
     "gsm8k": Task(
         f"{DATA}/gsm8k/test.jsonl.gz", f"{DATA}/gsm8k/train.jsonl.gz", 8,
         lambda example: f"Question: {example['question'].strip()}\nAnswer:", gsm8k_answer, final_number,
-        score_gsm8k, ("\n\n", "\nQuestion:"), 320),
+        score_gsm8k, ("\n\n", "\nQuestion:"), 320, {"question": TEXT, "answer": TEXT, "final": TEXT}),
     "mbpp": Task(
         f"{DATA}/mbpp/test.jsonl.gz", f"{DATA}/mbpp/prompt.jsonl.gz", 3, mbpp_question,
         lambda example: example["code"].replace("\r", "") + "\n[DONE]\n\n", program_of, score_mbpp,
-        ("[DONE]",), 320, fixed_shots=(1, 2, 3)),  # tasks 2, 3 and 4, as Austin et al. 2021
+        ("[DONE]",), 320, {"text": TEXT, "code": TEXT, "test_list": SOME_TEXTS},
+        fixed_shots=(1, 2, 3)),  # tasks 2, 3 and 4, as Austin et al. 2021
     "squad2": Task(
         f"{DATA}/squad2_dev_half/validation.jsonl.gz", f"{DATA}/squad2_dev_half/validation.jsonl.gz", 4,
         squad_question, lambda example: f" {(example['answers'] or [NO_ANSWER])[0]}\n\n", squad_read,
-        score_squad, ("\n",), 48),
+        score_squad, ("\n",), 48, {"context": TEXT, "question": TEXT, "answers": TEXTS}),
     "webquestions": open_qa(f"{DATA}/webquestions/test.jsonl.gz", f"{DATA}/webquestions/train.jsonl.gz"),
     "naturalquestions": open_qa(f"{DATA}/nq_open/validation.jsonl.gz",
                                 f"{DATA}/nq_open/efficientqa_dev.jsonl.gz"),
@@ -217,10 +244,11 @@ TASKS = {
     "wmt": Task(
         f"{DATA}/wmt_en_de_small/validation.jsonl.gz", f"{DATA}/wmt_en_de_small/train.jsonl.gz", 5,
         lambda example: f"English: {example['source']}\nGerman:", lambda example: f" {example['target']}\n\n",
-        first_line, against_references("bleu", "target"), ("\n",), 128),
+        first_line, against_references("bleu", "target"), ("\n",), 128,
+        {"source": TEXT, "target": TEXT}),
     "cnndm": Task(
         "hf://abisee/cnn_dailymail/3.0.0:validation", "hf://abisee/cnn_dailymail/3.0.0:train", 1,
         lambda example: f"Article: {example['article']}\nSummary:",
         lambda example: f" {example['highlights'].replace(chr(10), ' ')}\n\n", first_line,
-        against_references("rouge2", "highlights"), ("\n",), 128),
+        against_references("rouge2", "highlights"), ("\n",), 128, {"article": TEXT, "highlights": TEXT}),
 }
