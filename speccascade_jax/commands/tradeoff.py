@@ -8,7 +8,11 @@ A killed sweep goes on with the same command.
 """
 
 import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -18,18 +22,31 @@ from rich.progress import track
 from rich.table import Table
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import config_of, exit_code, task_of
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
-from speccascade_jax.evaluation import plots as figures
-from speccascade_jax.evaluation import sweep as tradeoff
-from speccascade_jax.evaluation.sweep import MODELS, OneShape, Point, Result
+from speccascade_jax.core.methods import SINGLE_MODEL
+from speccascade_jax.evaluation import plots
+from speccascade_jax.evaluation.quality import check_references
+from speccascade_jax.evaluation.reductions import Result, best, fastest, results, table_two
+from speccascade_jax.evaluation.sweep import (
+    COMPARED,
+    OneShape,
+    alone,
+    gamma,
+    grid,
+    measure_latency,
+    measure_quality,
+)
+from speccascade_jax.inference.outputs import check_targets, write_whole
+from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
 from speccascade_jax.training.data import joined_examples
 
-# Fields of a config that a sweep sets itself, or that change no result.
-SWEPT = ("method", "alpha", "block_size", "temperature", "top_p", "batch_size", "truncate", "task",
-         "missing", "examples")
+# Fields of a config that stand with each point, or that change no result.
+SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
+         "examples")
+PICKED = "Picked by scripts/tradeoff.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +60,7 @@ class Arguments:
     """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
     split: str = "validation"
     """train, validation or test."""
-    methods: tuple[str, ...] = tradeoff.COMPARED
+    methods: tuple[str, ...] = COMPARED
     """The verifier and the drafter alone are always there."""
     alphas: tuple[float, ...] = tuple(n / 10 for n in range(11))
     """Leniences in [0, 1]; BiLD's thresholds are ten times as large."""
@@ -71,164 +88,231 @@ class Arguments:
     """Decode and time the pick on the test split, and say what came of its promise."""
 
 
-def show_table_two(found: list[Result], metric: str, console: Console) -> None:
+def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
-    for (temperature, top_p), methods in tradeoff.table_two(found).items():
-        verifier = next(r for r in found if r.point == Point("verifier", 0.0, 0, temperature, top_p))
+    for (temperature, top_p), methods in table_two(found).items():
+        verifier = next(r for r in found if r.point.method == "verifier"
+                        and (r.point.temperature, r.point.top_p) == (temperature, top_p))
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
-        fastest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
-                         "times as fast (95%)", "predicted")
-        best = _table(f"{where}: best within the verifier's time", metric, "over the verifier (95%)", "time",
-                      "predicted")
+        quickest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
+                          "times as fast (95%)", "predicted")
+        highest = _table(f"{where}: best within the verifier's time",
+                         metric, "over the verifier (95%)", "time", "predicted")
         for method, (fast, good) in methods.items():
             row = [method, *"----"]
-            if fast is not None:
-                low, high = fast.latency_interval
-                row[1:] = [*_setting(fast.point), f"{1 / fast.latency:.2f} ({1 / high:.2f} to {1 / low:.2f})",
-                           f"{1 / fast.predicted:.2f}"]
-            fastest.add_row(*row)
+            if fast is not None and fast.time is not None:
+                share, (low, high), predicted = fast.time
+                row[1:] = [*_setting(fast.point), f"{1 / share:.2f} ({1 / high:.2f} to {1 / low:.2f})",
+                           f"{1 / predicted:.2f}"]
+            quickest.add_row(*row)
             row = [method, *"------"]
-            if good is not None:
+            if good is not None and good.time is not None:
                 gain = good.quality - verifier.quality
                 row[1:] = [*_setting(good.point), f"{good.quality:.2f}",
                            f"{gain:+.2f} ({good.gain[0]:+.2f} to {good.gain[1]:+.2f})",
-                           f"{good.latency:.2f}", f"{good.predicted:.2f}"]
-            best.add_row(*row)
-        console.print(fastest, best)
+                           f"{good.time.share:.2f}", f"{good.time.predicted:.2f}"]
+            highest.add_row(*row)
+        screen.print(quickest, highest)
 
 
 def _table(title: str, *columns: str) -> Table:
     return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
 
 
-def _setting(point: Point) -> tuple[str, str]:
-    return f"{point.alpha:g}", str(point.gamma or "-")
+def _setting(point: Settings) -> tuple[str, str]:
+    return f"{point.alpha:g}", str(gamma(point) or "-")
 
 
-def show_points(found: list[Result], metric: str, console: Console) -> None:
-    """Every point: what was measured, beside what was predicted."""
+def _fields(point: Settings) -> tuple[Any, ...]:
+    """What a sweep varies."""
+    return point.name, point.alpha, gamma(point), point.temperature, point.top_p
+
+
+def show_points(found: list[Result], metric: str, screen: Console) -> None:
+    """Every point: what was measured, and what was predicted."""
     table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
                   "time (95%)", "predicted", "deferred", "rejected", "calls a token")
     for r in found:
-        time = ("-" if r.latency is None else
-                "{:.2f} ({:.2f} to {:.2f})".format(r.latency, *r.latency_interval))
-        table.add_row(*("-" if x is None else str(x) for x in dataclasses.astuple(r.point)),
-                      f"{r.quality:.2f}", "{:+.2f} to {:+.2f}".format(*r.gain), time, *(
-                          "-" if x is None else f"{x:.2f}"
-                          for x in (r.predicted, r.deferral_rate, r.rejection_rate, r.calls_per_token)))
-    console.print(table)
+        time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
+        rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
+        table.add_row(*("-" if x is None else str(x) for x in _fields(r.point)),
+                      f"{r.quality:.2f}", "{:+.2f} to {:+.2f}".format(*r.gain), time,
+                      *("-" if x is None else f"{x:.2f}" for x in rates))
+    screen.print(table)
 
 
 class Sweep:
-    """The measurements of one split: quality batched, latency one at a time."""
+    """The measurements of one split: quality batched, latency one at a time.
 
-    def __init__(self, arguments: Arguments, task: Task, split: str, folder: Path, console: Console):
-        self.arguments, self.task, self.folder, self.console = arguments, task, folder, console
-        run = arguments.run
-        self.examples = joined_examples(task, getattr(task, split))[:arguments.limit]
-        if not self.examples:
-            raise ValueError(f"the {split} split is empty: raise --limit or name another --split.")
-        self.settings = {name: value for name, value in dataclasses.asdict(run).items() if name not in SWEPT}
-        self.settings |= {"split": split, "join": task.join, "metric": task.metric,
-                          "examples": len(self.examples)}
+    Raises ValueError where the split has no examples or references that its metric cannot use.
+    """
 
-    def measure(self, points: list[Point]) -> list[Result]:
-        run, metric = self.arguments.run, self.task.metric
-        sources, references = zip(*self.examples, strict=True)
-        shared = {"seed": run.seed, "top_k": run.top_k}
+    def __init__(self, arguments: Arguments, task: Task, split: str, screen: Console):
+        self.arguments, self.task, self.screen = arguments, task, screen
+        examples = joined_examples(task, getattr(task, split))[:arguments.limit]
+        if not examples:
+            raise ValueError(f"the {split} split is empty: name another --split.")
+        self.sources = [source for source, _ in examples]
+        self.references = [references for _, references in examples]
+        check_references(task.metric, self.references)
+        run = dataclasses.asdict(arguments.run)
+        self.settings = {name: value for name, value in run.items() if name not in SWEPT}
+        self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
+
+    def measure(self, points: list[Settings], folder: Path) -> list[Result]:
+        run, metric, sources = self.arguments.run, self.task.metric, self.sources
         batched = self._padded_alike(sources, local_mesh())
-        qualities = tradeoff.measure_quality(
-            batched, points, sources, references, metric, self.folder / "quality.jsonl", self.settings,
-            shared=shared, batch_size=run.batch_size, track=self._track)
+        qualities = measure_quality(
+            batched, points, sources, self.references, metric, folder / "quality.jsonl", self.settings,
+            batch_size=run.batch_size, track=self._track)
         self._say("quality", batched, points)
         latencies = {}
         if self.arguments.timed:
             chosen = np.random.default_rng(run.seed).permutation(len(sources))[:self.arguments.timed]
             timed = [sources[n] for n in chosen]
             single = self._padded_alike(timed, None)
-            latencies = tradeoff.measure_latency(
-                single, points, timed, self.folder / "latency.jsonl",
+            latencies = measure_latency(
+                single, points, timed, folder / "latency.jsonl",
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
-                shared=shared, trials=self.arguments.trials, track=self._track)
+                trials=self.arguments.trials, track=self._track)
             self._say("latency", single, points)
-        return tradeoff.results(metric, qualities, latencies)
+        return results(metric, qualities, latencies)
 
-    def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> OneShape:
+    def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
         """The cascade, at the one source length that all of `sources` need."""
         cascade = OneShape.from_config(self.arguments.run, mesh)
         longest = max(map(len, cascade.encode(sources, truncate=True)[0]))
         return dataclasses.replace(cascade, max_source_length=Cascade.bucket(cascade, longest))
 
-    def _track(self, items, name):
-        return track(items, name, console=self.console, transient=True)
+    def _track(self, items: Sequence[Any], name: str) -> Iterator[Any]:
+        return iter(track(items, name, console=self.screen, transient=True))
 
-    def _say(self, what: str, cascade: Cascade, points: list[Point]) -> None:
-        clock, programs = cascade.clock, len({(p.method, p.gamma) for p in points})
-        self.console.print(f"{what}: {len(points)} points of {programs} methods and gammas; "
-                           f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
-                           f"decoding {clock.decode_seconds:.0f} s.")
+    def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
+        clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
+        self.screen.print(f"{what}: {len(points)} points of {programs} methods and gammas; "
+                          f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
+                          f"decoding {clock.decode_seconds:.0f} s.")
 
 
-def pick(arguments: Arguments, task: Task, found: list[Result], console: Console) -> None:
-    """Names the point, writes its config, and checks on the test split what it promises."""
-    candidates = [r for r in found if r.point.method not in MODELS]
-    target = arguments.at_quality
-    if target is not None:
-        choices = [tradeoff.fastest([r for r in candidates if r.point.alone("verifier") == v.point],
-                                    v.quality if target == "verifier" else _number(target))
-                   for v in found if v.point.method == "verifier"]
-        chosen = min((r for r in choices if r is not None), key=lambda r: r.latency, default=None)
-        wish = f"{task.metric} of at least {target}"
-    else:
-        chosen = tradeoff.best(candidates, arguments.at_latency)
+def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Result, str]:
+    """The point that --at-quality or --at-latency asks for, and the wish in words."""
+    candidates = [r for r in found if r.point.method not in SINGLE_MODEL]
+    if arguments.at_latency is not None:
+        chosen = best(candidates, arguments.at_latency)
         wish = f"at most {arguments.at_latency:g} of the verifier's time"
+    else:
+        target = arguments.at_quality or ""
+        choices = [fastest([r for r in candidates if alone(r.point, "verifier") == v.point],
+                           v.quality if target == "verifier" else float(target))
+                   for v in found if v.point.method == "verifier"]
+        chosen = fastest([r for r in choices if r is not None], -math.inf)
+        wish = f"{metric} of at least {target}"
     if chosen is None:
         raise ValueError(f"no measured point has {wish}: ask for less, or sweep more methods and leniences.")
-    promise = (f"{task.metric} {chosen.quality:.2f} in {chosen.latency:.2f} of the verifier's time "
-               f"on {arguments.split}")
-    path = Path(arguments.pick)
+    return chosen, wish
+
+
+def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | None, screen: Console
+         ) -> None:
+    """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
+    chosen, wish = choose(arguments, metric, found)
+    point, promise = chosen.point, f"{metric} {chosen.quality:.2f} in {_time(chosen)} on {arguments.split}"
     run = dataclasses.replace(
-        arguments.run, batch_size=configs.load(arguments.config).batch_size, **chosen.point.options())
-    path.write_text(tradeoff.config_text(arguments.config, run, promise))
-    console.print(f"picked for {wish}: [bold]{chosen.point}[/], temperature {chosen.point.temperature:g}: "
-                  f"{promise}. Run it: python scripts/decode.py --config={path}")
-    if arguments.check:
-        name = "-".join(str(x) for x in ("test", *dataclasses.astuple(chosen.point)))
-        sweep = Sweep(arguments, task, "test", Path(arguments.output) / name, console)
-        measured = {r.point: r for r in sweep.measure([*map(chosen.point.alone, MODELS), chosen.point])}
-        own, verifier = measured[chosen.point], measured[chosen.point.alone("verifier")]
-        console.print(f"on test: {task.metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
-                      f"(difference {own.gain[0]:+.2f} to {own.gain[1]:+.2f}), in {own.latency:.2f} of its "
-                      "time ({:.2f} to {:.2f}).".format(*own.latency_interval))
+        arguments.run, batch_size=configs.load(arguments.config).batch_size,
+        **{name: getattr(point, name) for name in ("method", "alpha", "block_size", "temperature", "top_p")})
+    write_config(Path(arguments.pick), arguments.config, run, promise)
+    screen.print(f"picked for {wish}: {point.name}, alpha {point.alpha:g}, gamma {gamma(point) or '-'}, "
+                 f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
+                 f"--config={arguments.pick}")
+    if test is not None:
+        name = "-".join(str(x) for x in ("test", *_fields(point)))
+        points = [*(alone(point, model) for model in SINGLE_MODEL), point]
+        measured = {r.point: r for r in test.measure(points, Path(arguments.output) / name)}
+        own, verifier = measured[point], measured[alone(point, "verifier")]
+        screen.print(f"on test: {metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
+                     "(difference {:+.2f} to {:+.2f}), in ".format(*own.gain) + f"{_time(own)}.")
 
 
-def _number(text: str) -> float:
+def _time(r: Result) -> str:
+    return "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(
+        r.time.share, *r.time.interval) if r.time else "a time that was not measured"
+
+
+def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> None:
+    """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
+    loaded, point = configs.load(config), ("method", "alpha", "block_size", "temperature", "top_p")
+    changed = [f"{field.name}={getattr(run, field.name)!r}" for field in dataclasses.fields(run)
+               if field.name in point or getattr(run, field.name) != getattr(loaded, field.name)]
+    write_whole(
+        path, f"# {PICKED} from {config!r}: {promise}.\n\n"
+        "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
+        f"config = dataclasses.replace(\n    load({config!r}),\n    " + ",\n    ".join(changed) + ")\n")
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for what no sweep can be made of, before anything is read or written."""
+    a = arguments
+    at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
+    at_least(0, timed=a.timed)
+    if a.at_quality is not None and a.at_latency is not None:
+        raise ValueError("--at-quality and --at-latency exclude each other: give one.")
+    if a.at_latency is not None and not 0 < a.at_latency < math.inf:
+        raise ValueError(f"--at-latency is {a.at_latency}; write a share of the verifier's time above 0.")
+    if a.at_quality not in (None, "verifier") and not _finite(a.at_quality):
+        raise ValueError(f"--at-quality is {a.at_quality!r}; write a number or verifier.")
+    if a.at_quality is not None or a.at_latency is not None:
+        if not a.timed:
+            raise ValueError("nothing can be picked without latency: raise --timed.")
+        check_pick(Path(a.pick), Path(a.output), a.config)
+
+
+def _finite(text: str | None) -> bool:
     try:
-        return float(text)
+        return math.isfinite(float(text or ""))
     except ValueError:
-        raise ValueError(f"--at-quality is {text!r}; write a number or verifier.") from None
+        return False
+
+
+def check_pick(path: Path, folder: Path, config: str) -> None:
+    """Raises ValueError where no config can be written to `path`, or something else would be lost."""
+    if path.suffix != ".py":
+        raise ValueError(f"--pick is {path}; a config file's name ends in .py.")
+    if path.exists() or path.resolve().parent != folder.resolve():  # that one is made for the sweep
+        check_targets({"--pick": path}, {"--config": configs.path_of(config), "--output": folder})
+    if path.is_file() and not path.read_bytes().startswith(f"# {PICKED}".encode()):
+        raise ValueError(f"--pick is {path}, which holds something else: delete it or name another file.")
+
+
+def make_folder(folder: Path) -> None:
+    """Raises ValueError where no file can be written in `folder`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--output is {folder}, which is no folder to write in: {error.strerror}.") from None
 
 
 def sweep(arguments: Arguments) -> None:
-    if arguments.at_quality is not None and arguments.at_latency is not None:
-        raise ValueError("--at-quality and --at-latency exclude each other: give one.")
-    if (arguments.at_quality or arguments.at_latency) and not arguments.timed:
-        raise ValueError("nothing can be picked without latency: raise --timed.")
-    console, folder = Console(highlight=False), Path(arguments.output)
+    check(arguments)
+    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, arguments.gammas,
+                  arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps])
+    screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
-    points = tradeoff.grid(arguments.methods, arguments.alphas, arguments.gammas, arguments.temperatures,
-                           [None if p == 1 else p for p in arguments.top_ps])
-    found = Sweep(arguments, task, arguments.split, folder, console).measure(points)
-    show_table_two(found, task.metric, console)
+    picks = arguments.at_quality is not None or arguments.at_latency is not None
+    own = Sweep(arguments, task, arguments.split, screen)
+    test = Sweep(arguments, task, "test", screen) if picks and arguments.check else None
+    make_folder(folder)
+    found = own.measure(points, folder)
+    show_table_two(found, task.metric, screen)
     with (folder / "table.txt").open("w") as file:
-        wide = Console(file=file, width=150)
+        wide = console(file=file, width=150)
         show_table_two(found, task.metric, wide)
         show_points(found, task.metric, wide)
-    console.print(f"every point: {folder / 'table.txt'}")
-    for path in figures.draw(found, task.metric, folder):
-        console.print(f"drawn: {path}")
-    if arguments.at_quality is not None or arguments.at_latency is not None:
-        pick(arguments, task, found, console)
+    screen.print(f"every point: {folder / 'table.txt'}")
+    for path in plots.draw(found, task.metric, folder):
+        screen.print(f"drawn: {path}")
+    if picks:
+        pick(arguments, task.metric, found, test, screen)
 
 
 def parse(argv: list[str]) -> Arguments:

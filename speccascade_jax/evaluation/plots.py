@@ -1,4 +1,4 @@
-"""The pictures of a sweep: quality against what it costs, a panel for each gamma and temperature."""
+"""The pictures of a sweep: quality against what it costs, a panel for each gamma, temperature and top-p."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -6,108 +6,108 @@ from pathlib import Path
 from typing import Any
 
 from speccascade_jax.core.baselines import BASELINES
-from speccascade_jax.evaluation.sweep import COMPARED, MODELS, Result
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.evaluation.reductions import Result
+from speccascade_jax.evaluation.sweep import COMPARED, gamma
 
 Axis = Callable[[Result], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
-    "latency": ("time relative to the verifier alone", lambda r: r.latency),
-    "rejected": ("share of drafted tokens rejected", lambda r: r.rejection_rate),
-    "deferred": ("share of drafted tokens deferred", lambda r: r.deferral_rate),
-    "calls": ("verifier calls a token", lambda r: r.calls_per_token)}
+    "latency": ("Time relative to the verifier alone (share)", lambda r: r.time.share if r.time else None),
+    "rejected": ("Drafted tokens rejected (share)", lambda r: r.rejection_rate),
+    "deferred": ("Drafted tokens deferred (share)", lambda r: r.deferral_rate),
+    "calls": ("Verifier calls per token", lambda r: r.calls_per_token)}
+QUALITY = {"bleu": "BLEU", "bleu_intl": "BLEU (intl)", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2",
+           "rougeLsum": "ROUGE-Lsum", "exact_match": "Exact matches (%)"}
 INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
-MARKERS = "osD^vP*Xhp"
+MARKERS = "osD^vXPphd"
+ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
 def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
     """Writes quality_NAME.png for each of AXES that was measured: their paths. Bars are 95% intervals of
     the difference from the verifier."""
-    style = _styles(results)
-    temperatures = sorted({r.point.temperature for r in results})
-    gammas = sorted({r.point.gamma for r in results if r.point.gamma}) or [0]
     written = []
-    for name, (label, x) in AXES.items():
-        if any(x(r) is not None for r in results if r.point.method not in MODELS):
-            panels = [[_at(results, t, g) for g in gammas] for t in temperatures]
-            titles = [[f"temperature {t:g}" + (f", gamma {g}" if g else "") for g in gammas]
-                      for t in temperatures]
-            written.append(_page(panels, titles, x, style, label, metric, folder / f"quality_{name}.png"))
+    for name in AXES:
+        figure = page(results, metric, name)
+        if figure is not None:
+            written.append(folder / f"quality_{name}.png")
+            figure.savefig(written[-1], dpi=150)
     return written
 
 
-def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    names = list(dict.fromkeys(r.point.method for r in results if r.point.method not in MODELS))
-    places = {name: n for n, name in enumerate(COMPARED) if name in names}  # the same in every picture
-    free = [n for n in range(len(COLOURS)) if n not in places.values()]
-    places |= zip((name for name in names if name not in COMPARED), cycle(free), strict=False)
-    return {name: {"color": COLOURS[places[name]], "marker": MARKERS[places[name]],
-                   "ls": "--" if name in BASELINES else "-"} for name in names}
+def page(results: Sequence[Result], metric: str, name: str) -> Any:
+    """The matplotlib Figure of one of AXES; None where nothing was measured for it.
 
-
-def _at(results: Sequence[Result], temperature: float, gamma: int) -> list[Result]:
-    return [r for r in results if r.point.temperature == temperature and r.point.gamma in (0, gamma)]
-
-
-def _page(panels: list[list[list[Result]]], titles: list[list[str]], x: Axis,
-          style: dict[str, dict[str, Any]], label: str, metric: str, path: Path) -> Path:
+    All names stand in a legend beyond the panels, where no line of a panel reaches them.
+    """
     from matplotlib.figure import Figure  # here, for it takes a second to import
-    rows, columns = len(panels), len(panels[0])
-    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained", facecolor=PAPER)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for line, row, names in zip(grid, panels, titles, strict=True):
-        for axes, results, title in zip(line, row, names, strict=True):
-            axes.set(title=title, xlabel=label, ylabel=metric, facecolor=PAPER)
-            axes.title.set_fontsize(10)
+    from matplotlib.lines import Line2D
+
+    label, x = AXES[name]
+    if not any(x(r) is not None for r in results if r.point.method not in SINGLE_MODEL):
+        return None
+    rows = list(dict.fromkeys((r.point.temperature, r.point.top_p) for r in results))
+    columns = sorted({gamma(r.point) for r in results if gamma(r.point)}) or [0]
+    style = _styles(results)
+    figure = Figure((4.0 * len(columns) + 1.6, 3.8 * len(rows)), layout="constrained", facecolor=PAPER)
+    panels = figure.subplots(len(rows), len(columns), squeeze=False)
+    for line, (temperature, top_p) in zip(panels, rows, strict=True):
+        for axes, size in zip(line, columns, strict=True):
+            title = f"Temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
+            axes.set(xlabel=label, ylabel=QUALITY.get(metric, metric), facecolor=PAPER)
+            axes.set_title(title + (f", gamma {size}" if size else ""), fontsize=10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-            _curves(axes, results, x, style)
-    figure.savefig(path, dpi=150)
-    return path
+            _curves(axes, [r for r in results if (r.point.temperature, r.point.top_p) == (temperature, top_p)
+                           and gamma(r.point) in (0, size)], x, style)
+    placed = {r.point.name for r in results if x(r) is not None}
+    looks = {model: _alone(model) | ({} if model in placed else {"marker": ""}) for model in SINGLE_MODEL}
+    looks |= {name: look for name, look in style.items() if name in placed}
+    figure.legend(handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
+                  loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.9, handlelength=3)
+    return figure
+
+
+def _title(name: str) -> str:
+    if name in SINGLE_MODEL:
+        return f"{name.capitalize()} alone"
+    return f"{name} (lossless)" if _lossless(name) else name
+
+
+def _lossless(name: str) -> bool:
+    return name in METHODS and METHODS[name].lossless
+
+
+def _alone(model: str) -> dict[str, Any]:
+    return {**ALONE[model], "color": INK, "mec": PAPER, "lw": 0.9}
+
+
+def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """How each method is drawn: COMPARED alike in every picture, the others as colours are free."""
+    names = list(dict.fromkeys(r.point.name for r in results if r.point.method not in SINGLE_MODEL))
+    places = {name: n for n, name in enumerate(COMPARED) if name in names}
+    free = [n for n in range(len(COLOURS)) if n not in places.values()]
+    places |= zip((name for name in names if name not in COMPARED), cycle(free), strict=False)
+    curve = {"ms": 4.5, "lw": 1.4}
+    point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
+    return {name: {"ls": "--" if name in BASELINES else "-", "color": COLOURS[n], "marker": MARKERS[n],
+                   **(point if _lossless(name) else curve)} for name, n in places.items()}
 
 
 def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str, Any]]) -> None:
-    ends = []
-    alone = {r.point.method: r for r in results if r.point.method in MODELS}
+    models = {r.point.name: r for r in results if r.point.method in SINGLE_MODEL}
     for name, look in style.items():
         points = [(at, r) for r in sorted(results, key=lambda r: r.point.alpha)
-                  if r.point.method == name and (at := x(r)) is not None]
+                  if r.point.name == name and (at := x(r)) is not None]
         if points:
-            places = [(at, r.quality) for at, r in points]
-            axes.plot(*zip(*places, strict=True), lw=1.4, ms=4, **look)
+            axes.plot([at for at, _ in points], [r.quality for _, r in points], **look)
             for at, r in points:
-                low, high = (alone["verifier"].quality + gain for gain in r.gain)
-                axes.vlines(at, low, high, color=look["color"], alpha=0.2, lw=2)
-            ends.append((name, max(places), look["color"]))
-    for name, r in alone.items():
-        above = r.quality == max(other.quality for other in alone.values())
-        axes.axhline(r.quality, color=INK, lw=0.8, ls=":")
+                low, high = (models["verifier"].quality + gain for gain in r.gain)
+                axes.vlines(at, low, high, color=look["color"], alpha=0.2, lw=1.6)
+    for name, r in models.items():
+        axes.axhline(r.quality, color=INK, lw=0.9, ls=ALONE[name]["ls"])
         at = x(r)
         if at is not None:
-            axes.plot(at, r.quality, marker="*" if name == "verifier" else "o", color=INK, ms=11, mec=PAPER,
-                      zorder=5)
-        # Without a place of its own a model is its line, named at the left border.
-        axes.annotate(name, (at or 0, r.quality), xycoords="data" if at is not None else (
-            "axes fraction", "data"), xytext=(8, 4 if above else -10), textcoords="offset points",
-            color=INK, fontsize=8, fontweight="bold")
-    _name_lines(axes, ends)
-
-
-def _name_lines(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Each line's name at the right border, near the height of its rightmost point."""
-    if not ends:
-        return
-    low, high = axes.get_ylim()
-    left, right = axes.get_xlim()
-    axes.set_xlim(left, right + 0.02 * (right - left))
-    ends = sorted(ends, key=lambda end: end[1][1])
-    heights, step = [(y - low) / (high - low) for _, (_, y), _ in ends], 0.055
-    for _ in range(200):  # names that are too close push each other apart, within the panel's height
-        heights[0], heights[-1] = max(heights[0], 0.0), min(heights[-1], 1.0)
-        for n in range(len(heights) - 1):
-            push = max(0.0, step - (heights[n + 1] - heights[n])) / 2
-            heights[n], heights[n + 1] = heights[n] - push, heights[n + 1] + push
-    for (name, (px, py), colour), y in zip(ends, heights, strict=True):
-        axes.annotate(name, (px, py), xytext=(1.02, y), color=colour,
-                      textcoords="axes fraction", fontsize=8, va="center",
-                      arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "alpha": 0.6})
+            axes.plot(at, r.quality, zorder=5, **_alone(name))

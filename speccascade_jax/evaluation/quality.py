@@ -12,6 +12,22 @@ TOKENIZERS = {"bleu": "13a", "bleu_intl": "intl"}
 ROUGES = ("rouge1", "rouge2", "rougeLsum")
 
 
+def check_references(metric: str, references: References, texts: int | None = None) -> None:
+    """Raises ValueError for an unknown metric, and where `references` are not what it needs: for each of
+    `texts` texts (any number where it is None) one reference or more."""
+    if metric not in METRICS:
+        raise ValueError(f"unknown metric {metric!r}; known: {', '.join(METRICS)}.")
+    if not references:
+        raise ValueError(f"{metric} of no texts is undefined: give at least one.")
+    if texts is not None and texts != len(references):
+        raise ValueError(f"{texts} texts have {len(references)} lists of references: give one list for each.")
+    for number, own in enumerate(references):
+        if isinstance(own, str) or not isinstance(own, Sequence) or not all(isinstance(r, str) for r in own):
+            raise ValueError(f"the references of text {number} are {own!r}; give a list of texts.")
+        if not own or (metric in TOKENIZERS and not any(own)):
+            raise ValueError(f"text {number} has no reference, or only empty ones: {metric} needs one.")
+
+
 def bleu(hypotheses: Sequence[str], references: References, tokenize: str = "13a") -> float:
     """Corpus BLEU (0 to 100) by sacrebleu; each hypothesis has one or more references.
 
@@ -22,6 +38,7 @@ def bleu(hypotheses: Sequence[str], references: References, tokenize: str = "13a
 
 def bleu_and_signature(hypotheses: Sequence[str], references: References, tokenize: str) -> tuple[float, str]:
     """BLEU, and sacrebleu's signature of how it was computed."""
+    check_references("bleu", references, len(hypotheses))
     streams = max(map(len, references))
     columns = [[r[n] if n < len(r) else "" for r in references] for n in range(streams)]  # "": none
     metric = sacrebleu.BLEU(tokenize=tokenize)
@@ -34,7 +51,10 @@ def statistics(metric: str, hypotheses: Sequence[str], references: References) -
     BLEU: matching and all n-grams (four each), the text's length and its closest reference's. Otherwise the
     text's own score and 1: ROUGE F-measure by rouge-score without stemming (rougeLsum: sentences on lines),
     or whether it is one of its references (exact_match). Of several references the best one counts.
+
+    Raises ValueError where the references are not one list of texts for each text.
     """
+    check_references(metric, references, len(hypotheses))
     if metric in TOKENIZERS:
         scorer = sacrebleu.BLEU(tokenize=TOKENIZERS[metric], effective_order=True)
         scores = [scorer.sentence_score(h, list(r)) for h, r in zip(hypotheses, references, strict=True)]
@@ -49,13 +69,18 @@ def statistics(metric: str, hypotheses: Sequence[str], references: References) -
     return np.stack([np.array(own, np.float64), np.ones(len(own))], axis=1)
 
 
-def score(metric: str, sums: Float[np.ndarray, " K"]) -> float:
+def sums(metric: str) -> int:
+    """K: how many numbers `statistics` gives for each text."""
+    return 10 if metric in TOKENIZERS else 2
+
+
+def score(metric: str, total: Float[np.ndarray, " K"]) -> float:
     """The metric (0 to 100) of a set of texts, from the sum of their statistics."""
     if metric in TOKENIZERS:
-        counts = sums.astype(int).tolist()
+        counts = total.astype(int).tolist()
         return sacrebleu.BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9],
                                            smooth_method="exp").score
-    return 100.0 * float(sums[0] / sums[1])
+    return 100.0 * float(total[0] / total[1])
 
 
 def _measure(metric: str, hypotheses: Sequence[str], references: References) -> float:

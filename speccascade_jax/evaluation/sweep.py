@@ -1,87 +1,98 @@
-"""Quality against cost: sweeps over methods and their lenience, and what a person picks from them.
+"""What a sweep measures: the quality and the latency of every way in which a pair may decode.
 
-A sweep's folder holds quality.jsonl, a line for each operating point, and latency.jsonl, a line for
-each timed example; both go on where a killed run left them.
+A sweep's folder holds quality.jsonl, a line for each point, and latency.jsonl, a line for each timed
+example; both go on where a killed run left them. A point is a Settings.
 """
 
 import dataclasses
 import itertools
-import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speccascade_jax.config import DecodeConfig, load
-from speccascade_jax.core.baselines import BASELINES
-from speccascade_jax.core.metrics import check_counts, position_acceptance, relative_cost
-from speccascade_jax.core.rules import METHODS
-from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score, statistics
-from speccascade_jax.inference.outputs import resume_lines
+from speccascade_jax.core.baselines import BASELINES, Baseline
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
+from speccascade_jax.core.metrics import check_counts, position_acceptance
+from speccascade_jax.evaluation.quality import statistics, sums
+from speccascade_jax.inference.outputs import resume
+from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 
-MODELS = ("verifier", "drafter")
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
             "sequence")  # what a sweep compares unless told otherwise
 THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
 UNTIMED = ("oracle",)  # its time means nothing
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
 References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """How a pair may decode: one point of a trade-off curve. gamma 0: the method has none."""
-
-    method: str
-    alpha: float
-    gamma: int
-    temperature: float
-    top_p: float | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Cascade.generate's arguments."""
-        return {"method": self.method, "alpha": self.alpha, "block_size": max(self.gamma, 1),
-                "temperature": self.temperature, "top_p": self.top_p}
-
-    def alone(self, model: str) -> "Point":
-        """One model decoding as this point does."""
-        return Point(model, 0.0, 0, self.temperature, self.top_p)
-
-    def __str__(self) -> str:
-        return f"{self.method} alpha {self.alpha:g}" + (f" gamma {self.gamma}" if self.gamma else "")
+def gamma(point: Settings) -> int:
+    """The block size of a point; 0 where its method has none."""
+    return point.block_size if point.method in METHODS else 0
 
 
-def grid(methods: Sequence[str], alphas: Sequence[float], gammas: Sequence[int],
-         temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,)) -> list[Point]:
-    """Every operating point once, the two models alone first at each temperature and top-p.
+def alone(point: Settings, model: str) -> Settings:
+    """One model (`verifier` or `drafter`) decoding as the point does."""
+    return dataclasses.replace(point, method=model, alpha=0.0, block_size=1)
 
-    alphas in [0, 1] are stretched to a method's thresholds (THRESHOLDS) and kept within its range.
-    Greedy methods appear at temperature 0 alone.
+
+def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas: Sequence[int],
+         temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,)) -> list[Settings]:
+    """Every point once, the two models alone first at each temperature and top-p; the other fields are
+    those of `base`.
+
+    alphas are multiplied by THRESHOLDS, and those in [0, 1] are kept within the method's range. Greedy
+    methods appear at temperature 0 only, methods without a block size once for all gammas.
+
+    Raises ValueError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
-    points: dict[Point, None] = {}
+    if any(block_size < 1 for block_size in gammas):
+        raise ValueError(f"--gammas holds {min(gammas)}; a block size is at least 1.")
+    for name, values in (("methods", methods), ("alphas", alphas), ("gammas", gammas),
+                         ("temperatures", temperatures), ("top-ps", top_ps)):
+        if not values:
+            raise ValueError(f"--{name} is empty: give at least one.")
+    points: dict[Settings, None] = {}
+    rules = {method: _rule(method) for method in methods}
+    if len(rules) < len(methods):
+        twice = next(method for method in methods if methods.count(method) > 1)
+        raise ValueError(f"--methods names {twice!r} twice: name it once.")
     for temperature, top_p in itertools.product(temperatures, top_ps):
-        for model in MODELS:
-            points[Point(model, 0.0, 0, temperature, top_p)] = None
-        for method in methods:
-            if method in BASELINES and BASELINES[method].greedy and temperature != 0:
+        chosen = dataclasses.replace(base, temperature=temperature, top_p=top_p)
+        points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
+        for method, rule in rules.items():
+            if rule is None or (isinstance(rule, Baseline) and rule.greedy and temperature != 0):
                 continue
-            known = METHODS.get(method) or BASELINES.get(method)
-            if known is None:
-                if method not in MODELS:
-                    raise ValueError(f"unknown method {method!r}; known: "
-                                     f"{', '.join([*METHODS, *BASELINES])}.")
-                continue
-            for gamma in gammas if method in METHODS else (0,):
+            for block_size in gammas if method in METHODS else (1,):
                 for alpha in (0.0,) if method == "speculative" else alphas:
-                    value = min(max(alpha * THRESHOLDS.get(method, 1.0), known.low), known.high)
-                    points[Point(method, round(value, 6), gamma, temperature, top_p)] = None
+                    points[dataclasses.replace(chosen, method=method, block_size=block_size,
+                                               alpha=_lenience(method, rule, alpha))] = None
+    for point in points:
+        point.check(10**9)  # how many tokens there are is known once the models are loaded
     return list(points)
 
 
+def _rule(method: str) -> Method | Baseline | None:
+    """None: one model alone."""
+    known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
+    if method not in known and method not in SINGLE_MODEL:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(known)}.")
+    return known.get(method)
+
+
+def _lenience(method: str, rule: Method | Baseline, alpha: float) -> float:
+    value = alpha * THRESHOLDS.get(method, 1.0)
+    if not 0 <= alpha < math.inf or (alpha > 1 and value > rule.high):
+        raise ValueError(f"--alphas holds {alpha}; for {method} it lies in [0, 1].")
+    return round(min(max(value, rule.low), rule.high), 6)
+
+
 class OneShape(Cascade):
-    """A Cascade that pads all inputs to one length: one program a method and gamma."""
+    """A Cascade that pads all inputs to one length: one program for each method and block size."""
 
     def bucket(self, length: int) -> int:
         return self.max_source_length
@@ -91,7 +102,7 @@ class OneShape(Cascade):
 class Quality:
     """A point decoded over a split."""
 
-    statistics: np.ndarray        # [N, K], see evaluation.statistics
+    statistics: np.ndarray        # [N, K], see quality.statistics
     counts: dict[str, int]        # summed over the examples
     acceptance: float             # accepted / tested drafted positions
     tokens: int
@@ -100,34 +111,51 @@ class Quality:
         return self.counts[above] / self.counts[below] if self.counts.get(below) else None
 
 
-def measure_quality(cascade: Cascade, points: Sequence[Point], sources: Sequence[str], references: References,
-                    metric: str, path: Path, settings: dict[str, Any], *, shared: dict[str, Any],
-                    batch_size: int, track: Track) -> dict[Point, Quality]:
+def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Sequence[str],
+                    references: References, metric: str, path: Path, settings: dict[str, Any], *,
+                    batch_size: int, track: Track) -> dict[Settings, Quality]:
     """Every point's quality over `sources`, from `path` where it stands there already.
 
-    shared: what all points have in common of Cascade.generate's arguments (seed, top_k).
-    The counters' identities are asserted for every decoding.
+    settings: what besides the point decides the results; kept next to `path`.
+    Raises ValueError where `path` holds results of other settings or a damaged line.
     """
-    lines, file = resume_lines(path, settings)
-    known = {Point(**line.pop("point")): line for line in lines}
+    known: dict[Settings, Quality] = {}
+
+    def read(_: int, line: Any) -> None:
+        try:
+            fields = line["point"]
+            point = Settings(**{**fields, "stop": tuple(fields["stop"])})
+            known[point] = Quality(
+                _finite(line["statistics"], len(sources), sums(metric)),
+                {name: int(count) for name, count in line["counts"].items()},
+                float(line["acceptance"]), int(line["tokens"]))
+        except DAMAGE:
+            raise ValueError("no measurement of this sweep") from None
+
+    _, file = resume(path, settings, read)
     with file:
         for point in track([p for p in points if p not in known], "quality"):
-            outputs = list(cascade.generate(sources, batch_size=batch_size, truncate=True, **shared,
-                                            **point.options()))
-            known[point] = _line(outputs, references, metric)
-            file.write(json.dumps({"point": dataclasses.asdict(point), **known[point]}) + "\n")
-            file.flush()
-    return {p: Quality(**{**known[p], "statistics": np.array(known[p]["statistics"])}) for p in points}
+            outputs = list(cascade.generate(sources, point, batch_size=batch_size, truncate=True))
+            found = known[point] = _quality(outputs, references, metric)
+            line = {"point": dataclasses.asdict(point), **dataclasses.asdict(found)}
+            file.add({**line, "statistics": found.statistics.tolist()})
+    return {point: known[point] for point in points}
 
 
-def _line(outputs: Sequence[Output], references: References, metric: str) -> dict[str, Any]:
+def _finite(values: Any, *shape: int) -> np.ndarray:
+    found = np.array(values, np.float64).reshape(shape)
+    if not np.isfinite(found).all():
+        raise ValueError("no numbers")
+    return found
+
+
+def _quality(outputs: Sequence[Output], references: References, metric: str) -> Quality:
     rows = [output.counts for output in outputs]
     check_counts(rows, [len(output.tokens) for output in outputs])
     names = {name for row in rows for name in row if name != "histogram"}
-    return {"statistics": np.round(statistics(metric, [o.text for o in outputs], references), 6).tolist(),
-            "counts": {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},
-            "acceptance": position_acceptance([o.origin for o in outputs]),
-            "tokens": sum(len(o.tokens) for o in outputs)}
+    return Quality(np.round(statistics(metric, [o.text for o in outputs], references), 6),
+                   {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},
+                   position_acceptance([o.origin for o in outputs]), sum(len(o.tokens) for o in outputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,27 +166,37 @@ class Latency:
     tokens: np.ndarray   # [N]
 
 
-def measure_latency(cascade: Cascade, points: Sequence[Point], sources: Sequence[str], path: Path,
-                    settings: dict[str, Any], *, shared: dict[str, Any], trials: int, track: Track
-                    ) -> dict[Point, Latency]:
-    """The paper's protocol (SPEC section 7): batch 1, every point on each example in random order, so that
-    drift hits all alike, `trials` times. Programs are compiled before, and timed apart (cascade.clock)."""
+def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Sequence[str], path: Path,
+                    settings: dict[str, Any], *, trials: int, track: Track) -> dict[Settings, Latency]:
+    """The time that every point takes for each example alone (batch 1), `trials` times.
+
+    The points follow each other on every example, in a random order, so that a machine that slows down slows
+    all of them. Compilation comes before and is not counted. Methods in UNTIMED are left out.
+
+    Raises ValueError where `path` holds results of other settings or a damaged line.
+    """
     points = [point for point in points if point.method not in UNTIMED]
     settings = {**settings, "points": [dataclasses.asdict(point) for point in points]}
-    lines, file = resume_lines(path, settings)
-    done = {(line["trial"], line["example"]) for line in lines}
-    rows, _ = cascade.encode(sources, truncate=True)
+    totals = np.zeros((2, len(points), len(sources)))
+    work = [(trial, n) for trial in range(trials) for n in range(len(sources))]
 
-    def decode(point: Point, n: int) -> tuple[float, Output]:
+    def read(_: int, line: Any) -> None:
+        try:
+            work.remove((line["trial"], line["example"]))
+            totals[:, :, line["example"]] += _finite([line["seconds"], line["tokens"]], 2, len(points))
+        except DAMAGE:
+            raise ValueError("no measurement of this sweep") from None
+
+    def decode(point: Settings, n: int) -> tuple[float, Output]:
         before = cascade.clock.decode_seconds
-        output = next(iter(cascade.generate([sources[n]], first_index=n, truncate=True, **shared,
-                                            **point.options())))
+        output = next(iter(cascade.generate([sources[n]], point, first_index=n, truncate=True)))
         return cascade.clock.decode_seconds - before, output
 
+    _, file = resume(path, settings, read)
     with file:
-        work = [(t, n) for t in range(trials) for n in range(len(sources)) if (t, n) not in done]
         if work:
-            programs = {(p.method, p.gamma, p.top_p is None): p for p in points}
+            rows, _ = cascade.encode(sources, truncate=True)
+            programs = {(p.method, p.block_size, p.top_p is None): p for p in points}
             shapes = {cascade.bucket(len(row)): n for n, row in enumerate(rows)}
             for point, n in track(list(itertools.product(programs.values(), shapes.values())), "compiling"):
                 decode(point, n)
@@ -168,103 +206,6 @@ def measure_latency(cascade: Cascade, points: Sequence[Point], sources: Sequence
             for k in np.random.default_rng([trial, n]).permutation(len(points)):
                 seconds[k], output = decode(points[k], n)
                 tokens[k] = len(output.tokens)
-            lines.append({"trial": trial, "example": n, "seconds": seconds, "tokens": tokens})
-            file.write(json.dumps(lines[-1]) + "\n")
-            file.flush()
-    totals = np.zeros((2, len(points), len(sources)))
-    for line in lines:
-        totals[:, :, line["example"]] += [line["seconds"], line["tokens"]]
+            totals[:, :, n] += np.array([seconds, tokens])
+            file.add({"trial": trial, "example": n, "seconds": seconds, "tokens": tokens})
     return {point: Latency(*totals[:, k]) for k, point in enumerate(points)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """An operating point beside the verifier alone. Intervals are 95%, paired over examples."""
-
-    point: Point
-    quality: float
-    gain: tuple[float, float]                    # of quality over the verifier
-    deferral_rate: float | None
-    rejection_rate: float | None
-    calls_per_token: float
-    latency: float | None = None                 # relative to the verifier
-    latency_interval: tuple[float, float] | None = None
-    predicted: float | None = None               # the latency by SPEC section 6
-
-
-def results(metric: str, qualities: dict[Point, Quality], latencies: dict[Point, Latency]) -> list[Result]:
-    """Every point of a sweep with its quality, its measured latency and the predicted one."""
-    found = []
-    for point, q in qualities.items():
-        verifier = qualities[point.alone("verifier")]
-        calls = {"verifier": q.tokens, "drafter": 0}.get(point.method, q.counts.get("rounds", 0))
-        timed: dict[str, Any] = {}
-        if point in latencies:
-            own, alone, small = (latencies[p] for p in (point, *map(point.alone, MODELS)))
-            drawn = resamples(len(own.seconds))
-            ratios = own.seconds[drawn].sum(axis=1) / alone.seconds[drawn].sum(axis=1)
-            step_ratio = _seconds_a_token(small) / _seconds_a_token(alone)
-            timed = {"latency": float(own.seconds.sum() / alone.seconds.sum()),
-                     "latency_interval": interval(ratios),
-                     "predicted": cost_a_token(point, q, step_ratio)
-                     * float(own.tokens.sum() / alone.tokens.sum())}
-        accepted = q.rate("accepted", "drafted")
-        defers = point.method not in METHODS or METHODS[point.method].defers
-        found.append(Result(
-            point, score(metric, q.statistics.sum(axis=0)),
-            bootstrap(metric, q.statistics, verifier.statistics),
-            q.rate("deferred", "drafted") if defers else None,
-            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), **timed))
-    return found
-
-
-def _seconds_a_token(latency: Latency) -> float:
-    return float(latency.seconds.sum() / latency.tokens.sum())
-
-
-def cost_a_token(point: Point, quality: Quality, step_ratio: float) -> float:
-    """Predicted time per token in verifier steps (SPEC section 6). Methods without a fixed gamma: what
-    their counted passes cost; reading several tokens counts as one step."""
-    if point.method in METHODS:
-        return relative_cost(quality.acceptance, point.gamma, step_ratio)
-    if point.method in MODELS:
-        return {"verifier": 1.0, "drafter": step_ratio}[point.method]
-    counts = quality.counts
-    return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / counts["emitted"]
-
-
-def fastest(found: Sequence[Result], at_least: float) -> Result | None:
-    """The fastest timed point whose quality is at least `at_least`."""
-    return min((r for r in found if r.latency is not None and r.quality >= at_least),
-               key=lambda r: (r.latency, -r.quality), default=None)
-
-
-def best(found: Sequence[Result], at_most: float) -> Result | None:
-    """The best point whose relative latency is at most `at_most`."""
-    return max((r for r in found if r.latency is not None and r.latency <= at_most),
-               key=lambda r: (r.quality, -(r.latency or 0.0)), default=None)
-
-
-def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[str, tuple[Any, Any]]]:
-    """The paper's Table 2 for each (temperature, top_p): method -> (the fastest point at no less than the
-    verifier's quality, the best one within its latency), None where there is no such point."""
-    tables: dict[tuple[float, float | None], dict[str, tuple[Any, Any]]] = {}
-    for r in found:
-        if r.point.method not in MODELS and r.latency is not None:
-            key = r.point.temperature, r.point.top_p
-            if r.point.method not in tables.setdefault(key, {}):
-                group = [other for other in found if other.point.method == r.point.method
-                         and (other.point.temperature, other.point.top_p) == key]
-                verifier = next(v for v in found if v.point == r.point.alone("verifier"))
-                tables[key][r.point.method] = fastest(group, verifier.quality), best(group, 1.0)
-    return tables
-
-
-def config_text(config: str, run: DecodeConfig, promise: str) -> str:
-    """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
-    loaded, point = load(config), ("method", "alpha", "block_size", "temperature", "top_p")
-    changed = [f"{field.name}={getattr(run, field.name)!r}" for field in dataclasses.fields(run)
-               if field.name in point or getattr(run, field.name) != getattr(loaded, field.name)]
-    return (f'"""Picked by scripts/tradeoff.py from {config}: {promise}."""\n\n'
-            "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
-            f"config = dataclasses.replace(\n    load({config!r}),\n    " + ",\n    ".join(changed) + ")\n")

@@ -1,0 +1,111 @@
+"""What is made of a sweep's measurements: quality and latency relative to the verifier alone, with intervals,
+and what a person picks from them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.core.metrics import relative_cost
+from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
+from speccascade_jax.evaluation.sweep import Latency, Quality, alone, gamma
+from speccascade_jax.inference.settings import Settings
+
+
+class Time(NamedTuple):
+    """A point's latency relative to the verifier alone."""
+
+    share: float
+    interval: tuple[float, float]
+    predicted: float  # by cost_a_token
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A point compared to the verifier alone. Intervals are 95%, paired over examples."""
+
+    point: Settings
+    quality: float
+    gain: tuple[float, float]                    # of quality over the verifier
+    deferral_rate: float | None
+    rejection_rate: float | None
+    calls_per_token: float
+    time: Time | None = None                     # None: not timed
+
+
+def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
+            ) -> list[Result]:
+    """Every point of a sweep with its quality, its measured latency and the predicted one."""
+    found = []
+    for point, q in qualities.items():
+        verifier = qualities[alone(point, "verifier")]
+        calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
+        time = None
+        if point in latencies:
+            own, large, small = (latencies[p] for p in (point, *(alone(point, m) for m in SINGLE_MODEL)))
+            drawn = resamples(len(own.seconds))
+            ratios = own.seconds[drawn].sum(axis=1) / large.seconds[drawn].sum(axis=1)
+            step_ratio = _seconds_a_token(small) / _seconds_a_token(large)
+            time = Time(float(own.seconds.sum() / large.seconds.sum()), interval(ratios),
+                        cost_a_token(point, q, step_ratio) * float(own.tokens.sum() / large.tokens.sum()))
+        accepted = q.rate("accepted", "drafted")
+        defers = point.name not in METHODS or METHODS[point.name].defers
+        found.append(Result(
+            point, score(metric, q.statistics.sum(axis=0)),
+            bootstrap(metric, q.statistics, verifier.statistics),
+            q.rate("deferred", "drafted") if defers else None,
+            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time))
+    return found
+
+
+def _seconds_a_token(latency: Latency) -> float:
+    return float(latency.seconds.sum() / latency.tokens.sum())
+
+
+def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
+    """Predicted time per token, in steps of the verifier; step_ratio: a drafter step / a verifier step.
+
+    With a block size: metrics.relative_cost. Otherwise what the counted passes cost; reading several tokens
+    counts as one step.
+    """
+    if gamma(point):
+        return relative_cost(quality.acceptance, gamma(point), step_ratio)
+    if point.name in SINGLE_MODEL:
+        return {"verifier": 1.0, "drafter": step_ratio}[point.name]
+    counts = quality.counts
+    return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
+
+
+def fastest(found: Sequence[Result], at_least: float) -> Result | None:
+    """The fastest timed point whose quality is at least `at_least`."""
+    return min((r for r in found if r.time is not None and r.quality >= at_least),
+               key=lambda r: (_share(r), -r.quality), default=None)
+
+
+def best(found: Sequence[Result], at_most: float) -> Result | None:
+    """The best point whose relative latency is at most `at_most`."""
+    return max((r for r in found if _share(r) <= at_most),
+               key=lambda r: (r.quality, -_share(r)), default=None)
+
+
+def _share(r: Result) -> float:
+    return math.inf if r.time is None else r.time.share
+
+
+Choices = tuple[Result | None, Result | None]
+
+
+def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[str, Choices]]:
+    """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (the fastest point at no
+    less than the verifier's quality, the best one within its latency), None where there is no such point."""
+    tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
+    for r in found:
+        if r.point.method not in SINGLE_MODEL and r.time is not None:
+            key = r.point.temperature, r.point.top_p
+            if r.point.name not in tables.setdefault(key, {}):
+                group = [other for other in found if other.point.method == r.point.method
+                         and (other.point.temperature, other.point.top_p) == key]
+                verifier = next(v for v in found if v.point == alone(r.point, "verifier"))
+                tables[key][r.point.name] = fastest(group, verifier.quality), best(group, 1.0)
+    return tables
