@@ -86,15 +86,15 @@ def test_squad_gives_the_official_numbers_on_real_questions():
         "HasAns_f1": 54.492368130385934, "NoAns_exact": 59.81691919191919, "NoAns_f1": 59.81691919191919})
 
 
-def test_programs():
+def test_programs(sandbox):
     assert program_of("def f(): pass\n") == "def f(): pass"
     assert program_of("Sure:\n```python\ndef f(): pass\n```\nDone") == "def f(): pass"
     task, example = TASKS["mbpp"], ASK["mbpp"]
     answers = ["def f(x): return x + 1", "def f(x): return x", "def f(x):\n  while True: pass", "print('",
                "import os\nfor _ in range(200): os.fork()"]
     found = task.score(answers, [example] * 5)
-    assert [verdict.outcome for verdict in found.each] == ["passed", "failed", "time", "failed", "process"]
-    assert found.figures == {"passed": 20.0, "failed": 40.0, "process": 20.0, "time": 20.0}
+    assert [verdict.outcome for verdict in found.each] == ["passed", "failed", "time", "failed", "failed"]
+    assert found.figures == {"passed": 20.0, "failed": 60.0, "time": 20.0}
 
 
 def with_files(name, folder):
@@ -105,7 +105,9 @@ def with_files(name, folder):
 
 
 @pytest.mark.parametrize("name", ASK)
-def test_prompts_show_and_ask(name, tmp_path):
+def test_prompts_show_and_ask(name, tmp_path, request):
+    if name == "mbpp":
+        request.getfixturevalue("sandbox")
     task, example = with_files(name, tmp_path), ASK[name]
     prompts = build_prompts(task, seed=0)
     assert len(prompts.texts) == len(prompts.examples) == 2  # what is shown is not asked
