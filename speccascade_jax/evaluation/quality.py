@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import sacrebleu
@@ -40,7 +41,7 @@ def bleu_and_signature(hypotheses: Sequence[str], references: References, tokeni
     """BLEU, and sacrebleu's signature of how it was computed."""
     check_references("bleu", references, len(hypotheses))
     streams = max(map(len, references))
-    columns = [[r[n] if n < len(r) else "" for r in references] for n in range(streams)]  # "": none
+    columns: list[Any] = [[r[n] if n < len(r) else None for r in references] for n in range(streams)]
     metric = sacrebleu.BLEU(tokenize=tokenize)
     return metric.corpus_score(list(hypotheses), columns).score, metric.get_signature().format()
 
