@@ -1,6 +1,9 @@
 """Several devices, several processes: one mesh, batches split over it, parameters whole or split."""
 
+import contextlib
 import math
+import socket
+import time
 from typing import Any
 
 import jax
@@ -16,21 +19,95 @@ CUT_AXIS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "dow
 """The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
 
 
+PATIENCE = 60.0
+"""Seconds that the processes of a run wait for each other."""
+
+
 def connect(cluster: str) -> None:
     """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
     Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and where the processes do not find each other.
     """
     if cluster == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise ValueError("cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the "
+                             f"other processes are ({str(error).rstrip('.')}): start it with one, or "
+                             "write HOST:PORT,PROCESSES,NUMBER.") from None
         return
+    wrong = ValueError(f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER: the first "
+                       "process's address, how many there are, and which this is, from 0.")
     try:
-        address, processes, number = cluster.split(",")
-        counts = int(processes), int(number)
+        address, *counts = cluster.split(",")
+        host, _, port = address.rpartition(":")
+        place, processes, number = (int(n) for n in (port, *counts))
     except ValueError:
-        raise ValueError(f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER.") from None
-    jax.distributed.initialize(address, *counts)
+        raise wrong from None
+    if not (host and 0 < place < 2**16 and 0 <= number < processes):
+        raise wrong
+    try:
+        socket.getaddrinfo(host.strip("[]"), place)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cluster is {cluster!r}, but no host {host!r} is known here ({error}).") from None
+    if number:
+        _join(host.strip("[]"), place, processes, number)
+    else:
+        _gather(place, processes)
+    jax.distributed.initialize(address, processes, number)
+
+
+# JAX kills the process, with a stack trace, where another one does not come or the port is taken. So the
+# processes meet at that port before.
+
+def _gather(port: int, processes: int) -> None:
+    """Waits for all other processes, and tells them. Raises ValueError where one does not come."""
+    deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
+    both = socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
+                                      dualstack_ipv6=both)
+    except OSError as error:
+        raise ValueError(f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
+                         ) from None
+    try:
+        while len(came) < processes - 1:
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            caller, _ = server.accept()
+            caller.settimeout(5)
+            with contextlib.suppress(ValueError, OSError):
+                said, number = map(int, caller.makefile().readline().split())
+                if said == processes and 0 < number < processes and number not in came:
+                    came[number] = caller
+                    continue
+            caller.close()
+        for caller in came.values():
+            caller.sendall(b"go\n")
+    except TimeoutError:
+        raise ValueError(f"{len(came)} of the {processes - 1} other processes came to port {port} within "
+                         f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
+                         "for their numbers.") from None
+    finally:
+        for one in (server, *came.values()):
+            one.close()
+
+
+def _join(host: str, port: int, processes: int, number: int) -> None:
+    """Waits until the first process has met all. Raises ValueError where it does not answer so."""
+    deadline, answer = time.monotonic() + PATIENCE, ""
+    while not answer and time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=5) as first:
+                first.sendall(f"{processes} {number}\n".encode())
+                first.settimeout(max(deadline - time.monotonic(), 0.001))
+                answer = first.makefile(errors="replace").readline() or "nothing"
+        except OSError:
+            time.sleep(0.1)
+    if answer != "go\n":
+        raise ValueError(f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
+                         f"or wants no process {number} of {processes}: start all at the same time, with the "
+                         "same cluster but for their numbers, which differ.")
 
 
 def make_mesh() -> Mesh:

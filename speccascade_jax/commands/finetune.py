@@ -11,8 +11,10 @@ import tyro
 
 from speccascade_jax.commands.commandline import config_of, exit_code
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.parallel import connect
-from speccascade_jax.training import loop as training
+from speccascade_jax.training.checks import check
+from speccascade_jax.training.loop import train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,13 @@ def finetune(argv: list[str]) -> None:
     name, run = config_of(argv, TrainConfig)
     arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
                          description=__doc__)
+    metric = arguments.run.task.metric
+    if metric not in METRICS:
+        raise ValueError(f"unknown metric {metric!r}: {', '.join(METRICS)}.")
+    check(arguments.run)
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    training.train(arguments.run)
+    train(arguments.run, METRICS[metric])
 
 
 def main(argv: list[str]) -> int:

@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
-import json
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccascade_jax.config import Task
-from speccascade_jax.inference.inputs import read_lines
+from speccascade_jax.checkpoints.arrays import reason
+from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
 from speccascade_jax.inference.tokenizer import Tokenizer, pad
 
 
@@ -43,10 +44,12 @@ def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
                                  "target, with one tab between them.")
             yield dict(zip(("source", "target"), columns, strict=True))
             continue
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}).") from None
+        where = f"{path}, line {number}"
+        example = parse_json(line, where)
+        if not isinstance(example, dict):
+            raise ValueError(f"{where} is {reprlib.repr(example)}; a line of a .jsonl is an object, such as "
+                             '{"source": "a text", "target": "its translation"}.')
+        yield example
 
 
 def _name_and_split(name: str) -> tuple[str, str]:
@@ -67,7 +70,12 @@ def _from_hugging_face(name: str) -> Iterator[dict[str, Any]]:
     if len(parts) not in (2, 3):
         raise ValueError(f"hf://{name} is no dataset's name: write ORGANISATION/NAME or "
                          "ORGANISATION/NAME/CONFIG.")
-    yield from datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+    try:
+        found = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+    except Exception as error:  # the library raises many kinds, from DNS to an unknown split
+        raise ValueError(f"cannot read hf://{name}:{split} ({reason(error)}); give a .jsonl file instead."
+                         ) from None
+    yield from found
 
 
 def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
@@ -77,31 +85,57 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"to read tfds://{name}: pip install tensorflow-datasets; or give a .jsonl "
                          "file.") from None
     name, split = _name_and_split(name)
-    for example in tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split)):
+    try:
+        found = tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split))
+    except Exception as error:  # as above
+        raise ValueError(f"cannot read tfds://{name}:{split} ({reason(error)}); give a .jsonl file instead."
+                         ) from None
+    for example in found:
         yield {key: value.decode() if isinstance(value, bytes) else value for key, value in example.items()}
 
 
-def field(example: dict[str, Any], name: str, where: str) -> str:
-    """The text in `name`, a field or a dotted path (translation.en). Raises ValueError without one."""
+def lookup(example: dict[str, Any], name: str) -> Any:
+    """What is in `name`, a field or a dotted path (translation.en); None where there is no such field."""
     value: Any = example
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    if not isinstance(value, str):
-        known = ", ".join(example) if isinstance(example, dict) else "none"
-        raise ValueError(f"{where}: no text in field {name!r} (fields: {known}); name the task's fields in "
-                         "its config.")
     return value
+
+
+def field(example: dict[str, Any], name: str, where: str) -> str:
+    """The text in `name`. Raises ValueError without one."""
+    value = lookup(example, name)
+    if value is None:
+        raise ValueError(f"{where}: no text in field {name!r} (fields: {', '.join(map(str, example))}); name "
+                         "the task's fields in its config.")
+    return check_text(value, f"{where}: {name!r}")
+
+
+def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
+    """The texts listed in `name`; [] where there is no such field. Raises ValueError for what is no list."""
+    if name not in example:
+        return []
+    found = example[name]
+    if not isinstance(found, list):
+        raise ValueError(f"{where}: {name!r} is {reprlib.repr(found)}; it must be a list of texts.")
+    return [check_text(text, f"{where}: {name!r}") for text in found]
 
 
 def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
     """(source, target, references) of every example of a split. Without a target the first
-    reference is the target, without references the target is the only one."""
+    reference is the target, without references the target is the only one.
+
+    Raises ValueError with the line's number where a field is missing or no text, and for an empty split.
+    """
+    number = 0
     for number, example in enumerate(read_examples(path), 1):
         where = f"{path}, line {number}"
-        references = example.get(task.references_field) if isinstance(example, dict) else None
+        references = references_of(example, task.references_field, where)
         target = references[0] if references and task.target_field not in example else field(
             example, task.target_field, where)
         yield field(example, task.source_field, where), target, references or [target]
+    if not number:
+        raise ValueError(f"{path} holds no examples: give another split.")
 
 
 def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, list[str]]]:
@@ -109,6 +143,8 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
 
     The r-th reference joins the r-th reference of each part (its last one where it has fewer).
     """
+    if task.join < 1:
+        raise ValueError(f"join is {task.join}; it must be at least 1.")
     examples = list(texts(task, path))
     order, starts = _groups(len(examples), task.join, np.random.default_rng([seed, 1]))
     joined = []
@@ -214,3 +250,23 @@ class TrainingBatches:
         targets = [[*join(self.targets, g), self.tokenizer.eos_id] for g in groups]
         return Batch(*pad(sources, int(size[0]), self.tokenizer.pad_id),
                      *pad(targets, int(size[1]), self.tokenizer.pad_id))
+
+
+def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> list[Batch]:
+    """The validation split, joined as in training, padded to the task's limits, `rows` a batch."""
+    task = config.task
+    examples = joined_examples(task, task.validation)
+    sources = tokenizer.encode_batch([task.prefix + source + task.suffix for source, _ in examples])
+    targets = tokenizer.encode_batch([references[0] for _, references in examples])
+    pairs = [(tokenizer.framed(s), [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
+             if len(s) < task.max_source_length and len(t) < task.max_target_length]
+    if not pairs:
+        raise ValueError(f"{task.validation} has no example within {task.max_source_length}/"
+                         f"{task.max_target_length} tokens: raise the limits or give another split.")
+    pairs += [([], [])] * (-len(pairs) % rows)  # empty rows count nothing
+    batches = []
+    for begin in range(0, len(pairs), rows):
+        source, target = zip(*pairs[begin:begin + rows], strict=True)
+        batches.append(Batch(*pad(source, task.max_source_length, tokenizer.pad_id),
+                             *pad(target, task.max_target_length, tokenizer.pad_id)))
+    return batches

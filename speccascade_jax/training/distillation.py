@@ -3,14 +3,15 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich.progress import track
 
 from speccascade_jax.config import Task
-from speccascade_jax.inference.inputs import read_lines
-from speccascade_jax.inference.outputs import whole_lines
+from speccascade_jax.inference.inputs import check_text
+from speccascade_jax.inference.outputs import resume, write_whole
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import joined_examples
 
@@ -54,21 +55,35 @@ def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = 
     if path.is_file():
         return
     examples = [source for source, _ in joined_examples(task, task.train)][:count]
-    part = path.with_name(path.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    done = whole_lines(part)
-    outputs = teacher.generate(examples[done:], method="verifier", batch_size=batch_size, truncate=True,
-                               first_index=done)
-    with part.open("a", encoding="utf-8") as file:
-        for output in track(outputs, "teacher's outputs", total=len(examples), completed=done):
+
+    def read(number: int, line: Any) -> dict[str, str] | None:
+        """An unfinished output's line is null."""
+        if line is None:
+            return None
+        if not isinstance(line, dict) or line.keys() != {"source", "target"}:
+            raise ValueError("it is no output of a teacher")
+        if number > len(examples) or line["source"] != examples[number - 1]:
+            raise ValueError("it has another source than the training split")
+        return {name: check_text(text, name) for name, text in line.items()}
+
+    settings = {"task": dataclasses.asdict(task), "count": count}
+    try:
+        lines, part = resume(path.with_name(path.name + ".part"), settings, read)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--output", "--teacher-outputs")) from None
+    with part:
+        outputs = teacher.generate(examples[len(lines):], method="verifier", batch_size=batch_size,
+                                   truncate=True, first_index=len(lines))
+        for output in track(outputs, "teacher's outputs", total=len(examples), completed=len(lines)):
             finished = not output.truncated and output.tokens[-1:] == [teacher.tokenizer.eos_id]
-            line = {"source": output.source, "target": output.text} if finished else None
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    kept = [line for line in read_lines(part) if line != "null"]
-    whole = path.with_name(path.name + ".whole")
-    whole.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    whole.rename(path)
-    part.unlink()
+            lines.append({"source": output.source, "target": output.text} if finished else None)
+            part.add(lines[-1])
+        kept = [line for line in lines if line is not None]
+        if not kept:
+            raise ValueError(f"the teacher finished none of {len(examples)} outputs within "
+                             f"{task.max_target_length} tokens: raise --max-target-length.")
+        write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        part.remove()
 
 
 def distilled(task: Task, path: Path) -> Task:

@@ -22,6 +22,15 @@ def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]
     return events
 
 
+def portable(value: Any) -> Any:
+    """`value` with absolute paths cut to their last two parts: logs are published with weights."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, str) and Path(value).is_absolute():
+        return "/".join(Path(value).parts[-2:])
+    return value
+
+
 class Reporter:
     """Writes <run>/metrics.jsonl, one event a line. A resumed run drops what lies past its step:
     it will be said again.

@@ -157,19 +157,21 @@ import sys
 import jax, jax.numpy as jnp
 import dataclasses
 from speccascade_jax import config as configs
-from speccascade_jax.training import loop as training
 from speccascade_jax.training.data import TrainingBatches
+from speccascade_jax.training.optimizer import make_optimizer
+from speccascade_jax.training.preparation import first_parameters, prepare_tokenizer
+from speccascade_jax.training.steps import make_steps
 from speccascade_jax.models.t5 import T5Model
 from speccascade_jax.parallel import make_mesh, split_rows, tree_sharding
 
 config = configs.load(sys.argv[1])
 config = dataclasses.replace(config, split_parameters=True)
-mesh, model, optimizer = make_mesh(), T5Model(config.model), training.make_optimizer(config)
-params = training.first_parameters(config, model, mesh)
+mesh, model, optimizer = make_mesh(), T5Model(config.model), make_optimizer(config)
+params = first_parameters(config, model, mesh)
 state = jax.jit(optimizer.init, out_shardings=tree_sharding(
     mesh, jax.eval_shape(optimizer.init, params), True))(params)
-steps = training.make_steps(model, config, optimizer, mesh)
-batch = next(TrainingBatches(config.task, training.prepare_tokenizer(config), 128, 0).from_step(0))
+steps = make_steps(model, config, optimizer, mesh)
+batch = next(TrainingBatches(config.task, prepare_tokenizer(config), 128, 0).from_step(0))
 grads, _, count = steps.gradients(params, split_rows(mesh, batch), jnp.uint32(0), None)
 
 def report(trees):

@@ -1,0 +1,90 @@
+"""What a run begins with: its tokenizer, its parameters, its teacher."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import native, t5x, tokenizer_files
+from speccascade_jax.checkpoints.arrays import Sharding
+from speccascade_jax.checkpoints.families import FAMILIES
+from speccascade_jax.config import TrainConfig
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.models import Config, Model
+from speccascade_jax.parallel import parameter_sharding, tree_sharding
+from speccascade_jax.training.data import texts
+
+
+def find_tokenizer(config: TrainConfig) -> Path:
+    """The file of the config's tokenizer: that of config.init where none is named, fetched where it lies
+    at gs://, trained on the task's training split where it is missing."""
+    run = Path(config.output_dir)
+    if config.tokenizer is None:
+        return checkpoints.tokenizer_file(str(config.init))
+    remote = config.tokenizer.startswith("gs://")
+    path = run / tokenizer_files.name_for(config.tokenizer) if remote else Path(config.tokenizer)
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a kill leaves no half of a file
+    try:
+        if remote:
+            beside.write_bytes(t5x.read_file(config.tokenizer))
+        else:
+            train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
+                             for text in (source, target)), beside, config.tokenizer_size,
+                            bos=FAMILIES[config.model.family].bos)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The config's tokenizer, written with the model's shape where load() looks for them."""
+    run = Path(config.output_dir)
+    if any((run / "latest").glob("[0-9]*")):  # it goes on with the model it began with
+        checkpoints.check_shape(str(run), native.read_config(run), config.model)
+    path = find_tokenizer(config)
+    tokenizer = Tokenizer(path)
+    if tokenizer.size > config.model.vocab_size:
+        raise ValueError(f"the tokenizer {path} has {tokenizer.size} pieces, the model "
+                         f"{config.model.vocab_size}: set model.vocab_size to at least that.")
+    native.describe(run, config.model, path)
+    return tokenizer
+
+
+def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
+    """Those of config.init, or fresh ones, where the mesh wants them."""
+    if config.init is None:
+        at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
+        return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
+    return load_placed(config.init, config, mesh, config.model).params
+
+
+def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
+    """Where the mesh wants each parameter."""
+    return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
+
+
+def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None
+                ) -> checkpoints.Checkpoint:
+    """A checkpoint in float32, each array where the mesh wants it."""
+    return checkpoints.load(path, sharding=placement(config, mesh), config=shape)
+
+
+def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
+                 ) -> tuple[Model, nnx.State]:
+    """The teacher in the training's dtype. Raises ValueError if its vocabulary is another."""
+    checkpoint = load_placed(path, config, mesh)
+    if Tokenizer(checkpoint.tokenizer_file()).pieces() != tokenizer.pieces():
+        raise ValueError(f"the teacher {path} has another vocabulary than {config.name}: train both with one "
+                         "tokenizer.")
+    if config.distillation and checkpoint.model.vocab_size != config.model.vocab_size:
+        raise ValueError(f"the teacher {path} has {checkpoint.model.vocab_size} logits, the model of "
+                         f"{config.name} {config.model.vocab_size}: set model.vocab_size to the teacher's.")
+    return dataclasses.replace(checkpoint.model, dtype=config.dtype), checkpoint.params

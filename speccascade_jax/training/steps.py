@@ -1,0 +1,101 @@
+"""A training step: the loss, its gradient, the update."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from speccascade_jax.config import TrainConfig
+from speccascade_jax.models import Model
+from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
+from speccascade_jax.training.data import Batch
+from speccascade_jax.training.distillation import distillation_loss
+
+Array = jax.Array
+
+
+def token_loss(logits: Array, target: Array, target_length: Array, *, label_smoothing: float = 0.0,
+               z_loss: float = 0.0) -> tuple[Array, Array]:
+    """Sum over real tokens of the cross-entropy (+ z_loss * log Z^2), and their number.
+
+    logits [B, T, V], target [B, T]; natural logarithms.
+    """
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+    expected = (1.0 - label_smoothing) * chosen + label_smoothing * jnp.mean(logits, axis=-1)
+    mask = jnp.arange(target.shape[1]) < target_length[:, None]
+    losses = log_z - expected + z_loss * jnp.square(log_z)
+    return jnp.sum(losses * mask), jnp.sum(mask)
+
+
+class Steps(NamedTuple):
+    """The jitted pieces of a training step."""
+
+    gradients: Callable[..., Any]  # (params, batch, number, teacher_params) -> summed gradients, loss, tokens
+    update: Callable[..., Any]     # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
+    losses: Callable[..., Any]     # (params, batch) -> summed loss, tokens
+    finite: Callable[..., Any]     # any pytree -> whether all its numbers are finite
+
+
+def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
+               teacher: Model | None = None) -> Steps:
+    """Gradients are summed over tokens, so that batches of several sizes add up to one step.
+
+    Dropout is a function of (seed, the batch's number).
+    """
+
+    def forward(model, params, batch, key=None):
+        return model.forced(params, batch.source, batch.source_length, batch.target, key)
+
+    def gradients(params, batch: Batch, number, teacher_params):
+        def loss_sum(params):
+            key = jax.random.fold_in(jax.random.key(config.seed, impl="rbg"), number)
+            logits = forward(model, params, batch, key)
+            total, count = token_loss(logits, batch.target, batch.target_length,
+                                      label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+            if teacher is not None and config.distillation:
+                distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
+                                              batch.target_length, config.divergence)
+                total = (1.0 - config.distillation) * total + config.distillation * distilled
+            return total, count
+
+        (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
+        return grads, loss, count
+
+    def update(params, opt_state, grads, count):
+        grads = jax.tree.map(lambda g: g / count, grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads)
+
+    def losses(params, batch):
+        return token_loss(forward(model, params, batch), batch.target, batch.target_length)
+
+    def finite(tree):
+        return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+    shapes = model.abstract_params()
+    at = tree_sharding(mesh, shapes, config.split_parameters)
+    opt_at = tree_sharding(mesh, jax.eval_shape(optimizer.init, shapes), config.split_parameters)
+    whole = parameter_sharding(mesh, (), split=False)
+    return Steps(jax.jit(gradients, out_shardings=(at, whole, whole)),
+                 jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
+                 jax.jit(losses, out_shardings=whole), jax.jit(finite, out_shardings=whole))
+
+
+def one_step(steps: Steps, params: nnx.State, opt_state: Any, batches: Iterator[Batch], step: int,
+             accumulate: int, mesh: Mesh, teacher_params: Any) -> tuple[nnx.State, Any, Array, Array, int]:
+    """One update from the next `accumulate` batches: params, opt_state, loss, gradient norm, tokens."""
+    sums: Any = None
+    tokens = 0
+    for number in range(step * accumulate, (step + 1) * accumulate):
+        batch = next(batches)
+        tokens += int(batch.target_length.sum())
+        found = steps.gradients(params, split_rows(mesh, batch), jnp.uint32(number), teacher_params)
+        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+    grads, loss, count = sums
+    params, opt_state, norm = steps.update(params, opt_state, grads, count)
+    return params, opt_state, loss / count, norm, tokens
