@@ -35,8 +35,9 @@ def full(request) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def compile_once(tmp_path_factory):
-    """Programs that several tests compile again come from a cache on disk."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    """Programs that tests compile again come from a cache on disk, $JAX_COMPILATION_CACHE_DIR if set."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
