@@ -1,14 +1,14 @@
 """What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth.
 
-Parts are timed in turn, in one process, so that a busy machine slows them alike. Each is repeated inside
-a compiled loop, once and many times, and the difference counts: what a call costs beside its rounds (entering
+Parts are timed in turn, in one process, so that a busy machine slows all of them. Each is repeated inside a
+compiled loop, once and many times, and the difference counts: what a call costs besides its rounds (entering
 from Python, copying caches in, converting weights) is no part of one.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,15 +16,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from flax import nnx
+from jax import Array, lax
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import Float, Int
 
-from speccascade_jax.core import decoding
-from speccascade_jax.core.decoding import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.core.rules import Method
-from speccascade_jax.core.typing import LanguageModel, Prefix, SamplingOptions
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.checkpoints.arrays import Placement, to_params
+from speccascade_jax.core import loop
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
+from speccascade_jax.core.typing import LanguageModel, Params, Prefix, SamplingOptions, roll_back
+from speccascade_jax.inference.text import Output
+from speccascade_jax.models import Config, model_of
+from speccascade_jax.models.quantization import wants_packing
 
-Array = jax.Array
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 OVERHEAD = "rules, verification, sampling"
 LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more
@@ -39,22 +46,27 @@ class Timing(NamedTuple):
 
 
 class GivenCache(NamedTuple):
-    length: Array  # [B]
+    length: Int[Array, " B"]
 
 
 class Given(NamedTuple):
     """A LanguageModel that computes nothing: its parameters are logits [N, V], read from the row of
-    each position on. A round of such models is what a round costs beside its models."""
+    each position on. A round of such models is what a round costs besides its models."""
 
     vocab_size: int
 
-    def prefill(self, params, inputs, input_length, max_length):
+    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
+                max_length: int) -> tuple[Prefix, GivenCache]:
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
         return Prefix(start, jnp.ones_like(input_length)), GivenCache(jnp.zeros_like(input_length))
 
-    def extend(self, params, tokens, cache):
+    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: GivenCache
+               ) -> tuple[Float[Array, "B T V"], GivenCache]:
         rows = cache.length[:, None] + tokens[:, :1] % 2 + jnp.arange(tokens.shape[1])
         return jnp.take(params, rows, axis=0, mode="clip"), GivenCache(cache.length + tokens.shape[1])
+
+    def roll_back(self, cache: GivenCache, length: Int[Array, " B"]) -> GivenCache:
+        return GivenCache(length)
 
 
 def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:
@@ -68,29 +80,28 @@ def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
         def body(carry):
             tokens, cache = carry
             logits, longer = model.extend(params, tokens, cache)
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), longer._replace(length=cache.length)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), model.roll_back(longer, cache.length)
         return repeated(body, times)((tokens, cache))
 
     return part, (params, jnp.ones((cache.length.shape[0], rows), jnp.int32), cache)
 
 
-def round_part(sampler: Speculative, params: Any, state: decoding.State, options: SamplingOptions,
-               alpha: float) -> Part:
+def round_part(sampler: Speculative, params: Any, state: loop.State) -> Part:
     """A whole round, again and again at one position."""
-    def part(times, params, state, options, alphas):
+    def part(times, params, state):
         def body(now):
-            later = decoding.advance(sampler, params, now, options, alphas, eos_id=NO_TOKEN)
+            later = loop.advance(sampler, params, now, eos_id=NO_TOKEN)
             rows = now.rows._replace(last=later.rows.last)
             return later._replace(emitted=now.emitted, rows=rows,
-                                  caches=sampler.roll_back(later.caches, now.rows.start - 1))
+                                  caches=roll_back(sampler.models, later.caches, now.rows.start - 1))
         return repeated(body, times)(state)
 
-    return part, (params, state, options, jnp.full((sampler.level,), alpha, jnp.float32))
+    return part, (params, state)
 
 
 def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, Any], method: Method, *,
             block_size: int, batch_size: int, source_length: int, max_new_tokens: int, alpha: float,
-            options: SamplingOptions, repetitions: int = 15) -> dict[str, Timing]:
+            temperature: float, repetitions: int = 15) -> dict[str, Timing]:
     """Part -> Timing, for `batch_size` rows whose sources fill `source_length` tokens.
 
     OVERHEAD is a round of models that compute nothing.
@@ -98,15 +109,15 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     shape = (batch_size, source_length)
     inputs, lengths = jnp.full(shape, 2, jnp.int32), jnp.full(shape[:1], source_length, jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(batch_size))
-    options = SamplingOptions(jnp.float32(options.temperature), options.top_p, options.top_k)
-    start = partial(decoding.begin, keys=keys, inputs=inputs, input_length=lengths,
-                    max_new_tokens=max_new_tokens)
     given: LanguageModel = Given(verifier.vocab_size)
     logits = jax.random.normal(jax.random.key(0), (max_new_tokens, verifier.vocab_size))
     sampler, idle = (Speculative(Autoregressive(small), large, method, block_size)
                      for small, large in ((drafter, verifier), (given, given)))
-    # A list of arguments, not a closure: captured parameters would become constants of the program.
-    state = jax.jit(partial(start, sampler))(params)
+    asked = loop.requests(sampler, keys, inputs, lengths, SamplingOptions(temperature), [alpha], None, None,
+                          max_new_tokens)
+    # Arguments, not a closure: captured parameters would become constants of the program.
+    state, nothing = (jax.jit(partial(loop.begin, own, max_new_tokens=max_new_tokens))(weights, asked)
+                      for own, weights in ((sampler, params), (idle, (logits, logits + 1e-3))))
     caches = state.caches
     programs: dict[str, Part] = {}
     for name, model, own in (("drafter", drafter, params[0]), ("verifier", verifier, params[1])):
@@ -115,9 +126,8 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     programs["drafter step"] = step_part(drafter, params[0], caches[0], 1)
     programs["verifier step"] = step_part(verifier, params[1], caches[1], 1)
     programs[scoring(block_size)] = step_part(verifier, params[1], caches[1], block_size + 1)
-    idle_params = logits, logits + 1e-3
-    programs[OVERHEAD] = round_part(idle, idle_params, start(idle, idle_params), options, alpha)
-    programs["round"] = round_part(sampler, params, state, options, alpha)
+    programs[OVERHEAD] = round_part(idle, (logits, logits + 1e-3), nothing)
+    programs["round"] = round_part(sampler, params, state)
 
     compiled = {name: jax.jit(part).lower(np.int32(0), *arguments).compile()
                 for name, (part, arguments) in programs.items()}
@@ -188,3 +198,39 @@ def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tupl
         memory = lowered[0].compile().memory_analysis()
     return anew, fetched, sum(getattr(memory, f"{kind}_size_in_bytes") for kind in
                               ("argument", "output", "temp"))
+
+
+def random_model(name: str, config: Config) -> Checkpoint:
+    """A model of that shape with random weights, float32."""
+    model = model_of(config)
+    return Checkpoint(model, jax.jit(lambda: model.init(0))(), None, name)
+
+
+def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """A float32 checkpoint as it would be loaded to decode in `dtype`."""
+    arrays = ((path, checkpoint.path, np.asarray(x)) for path, x in nnx.to_flat_state(checkpoint.params))
+    model = checkpoints.model_for(checkpoint.model.config, dtype)
+    params = to_params(model, arrays, Placement(dtype, packed=wants_packing(dtype)))
+    return checkpoint._replace(model=model, params=params)
+
+
+Contestant = Callable[[int, str], tuple[float, Output]]
+"""(an input's number, the input) -> seconds, and the output."""
+
+
+def in_turn(contestants: Mapping[str, Contestant], texts: Iterable[str]
+            ) -> dict[str, list[tuple[float, Output]]]:
+    """What every contestant gives for every text; another one begins each time."""
+    names = list(contestants)
+    found: dict[str, list[tuple[float, Output]]] = {name: [] for name in names}
+    for index, text in enumerate(texts):
+        for name in names[index % len(names):] + names[:index % len(names)]:
+            found[name].append(contestants[name](index, text))
+    return found
+
+
+def slope(counts: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off, which takes
+    longer the wider the padded input."""
+    design = np.stack([counts, widths, np.ones(len(counts))], axis=1)
+    return float(np.linalg.lstsq(design, np.array(seconds), rcond=None)[0][0])
