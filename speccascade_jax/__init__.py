@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speccascade_jax.core.baselines import BASELINES
-    from speccascade_jax.core.decoding import Autoregressive, Speculative, generate, hierarchy
-    from speccascade_jax.core.rules import METHODS, Method
+    from speccascade_jax.core.loop import generate
+    from speccascade_jax.core.methods import METHODS, Method
+    from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
     from speccascade_jax.core.typing import LanguageModel, SamplingOptions
     from speccascade_jax.inference.text import Cascade, Output
 
@@ -15,8 +16,8 @@ __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel",
            "SamplingOptions", "Speculative", "generate", "hierarchy", "load"]
 _HOMES = {
     "core.baselines": ("BASELINES",),
-    "core.decoding": ("Autoregressive", "Speculative", "generate", "hierarchy"),
-    "core.rules": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
+    "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
+    "core.methods": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
     "inference.text": ("Cascade", "Output")}
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from toys import TableLM, chi_square, sequence_law, table
 
-from speccascade_jax.core import decoding, verification
-from speccascade_jax.core.decoding import Autoregressive, Speculative, generate, hierarchy
+from speccascade_jax.core import loop, samplers, verification
+from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.metrics import check_identities
+from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.typing import SamplingOptions
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
@@ -136,16 +137,16 @@ def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
 
 def with_p(monkeypatch, wrong):
     """Every verification becomes wrong(verify, p~, its arguments ...)."""
-    step, verify = Speculative.step, decoding.verify
+    step, verify = Speculative.step, samplers.verify
 
-    def patched(self, params, caches, rows, options, alphas, eos_id):
+    def patched(self, params, caches, rows, eos_id):
         def knowing_p(accept_u, draw_u, draft, pi):
             tokens = jnp.concatenate([rows.last[:, None], draft.tokens], axis=1)
             logits, _ = self.verifier.extend(params[1], tokens, caches[1])
-            return wrong(verify, decoding.token_probs(logits, options), accept_u, draw_u, draft, pi)
+            return wrong(verify, samplers.token_probs(logits, rows.options), accept_u, draw_u, draft, pi)
 
-        monkeypatch.setattr(decoding, "verify", knowing_p)
-        return step(self, params, caches, rows, options, alphas, eos_id)
+        monkeypatch.setattr(samplers, "verify", knowing_p)
+        return step(self, params, caches, rows, eos_id)
 
     monkeypatch.setattr(Speculative, "step", patched)
 
@@ -163,7 +164,7 @@ def residual_of_p(monkeypatch):
         at = right.num_accepted[:, None]
         weights = verification.residual(*(jnp.take_along_axis(x, at[..., None], 1)[:, 0]
                                           for x in (p, draft.probs)))
-        token = decoding.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
+        token = samplers.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
         bonus = right.num_accepted == draft.tokens.shape[1]
         return right._replace(next_token=jnp.where(bonus, right.next_token, token))
 
@@ -172,21 +173,27 @@ def residual_of_p(monkeypatch):
 
 def no_roll_back(monkeypatch):
     """The verifier's cache keeps the first rejected token."""
-    monkeypatch.setattr(Speculative, "roll_back", lambda self, caches, length: (
-        self.drafter.roll_back(caches[0], length),
-        caches[1]._replace(length=jnp.minimum(caches[1].length, length + 1))))
+    roll_back = samplers.roll_back
+
+    def late(models, caches, length):
+        rolled = roll_back(models, caches, length)
+        if type(models) is not tuple:
+            return rolled
+        return rolled[0], caches[1]._replace(length=jnp.minimum(caches[1].length, length + 1))
+
+    monkeypatch.setattr(samplers, "roll_back", late)
 
 
 def one_uniform(monkeypatch):
     """Every drafted position of a block accepts with the same uniform."""
-    monkeypatch.setattr(decoding, "verify", lambda accept_u, *others: verification.verify(
+    monkeypatch.setattr(samplers, "verify", lambda accept_u, *others: verification.verify(
         jnp.broadcast_to(accept_u[:, :1], accept_u.shape), *others))
 
 
 def shared_key(monkeypatch):
     """Drafting and accepting share a random number."""
-    noise = decoding.noise
-    monkeypatch.setattr(decoding, "noise", lambda *args: jnp.broadcast_to(
+    noise = loop.noise
+    monkeypatch.setattr(loop, "noise", lambda *args: jnp.broadcast_to(
         (table := noise(*args))[:, :1, :1], table.shape))
 
 

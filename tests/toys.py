@@ -46,6 +46,9 @@ class TableLM:
         before = jnp.where(position > 0, before, 0)
         return params[before, last], TableCache(written, cache.length + tokens.shape[1])
 
+    def roll_back(self, cache, length):
+        return cache._replace(length=length)
+
 
 def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
     return scale * np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)

@@ -1,8 +1,8 @@
-"""The baselines that run differently (SPEC section 5): token, oracle and sequence cascades, and BiLD.
+"""The baselines that run differently: token, oracle and sequence cascades, and BiLD.
 
-The first two and BiLD are samplers for decoding.generate, one compiled loop each; they write texts and
-draft for nobody, for the verifier does not read the last tokens of a text. The sequence cascade is two
-decodings, and only the rows that its confidence defers reach the second: text.Cascade runs both.
+They write texts and draft for nobody, for the verifier does not read the last tokens of a text. A sequence
+cascade is two decodings, and only the rows that its confidence defers reach the second: inference.text runs
+both.
 """
 
 import dataclasses
@@ -15,22 +15,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.decoding import (
+from speccascade_jax.core.metrics import Tally
+from speccascade_jax.core.rules import Scores, diff, target_probs
+from speccascade_jax.core.samplers import (
     NO_TOKEN,
     Autoregressive,
     Block,
+    Counts,
     Origin,
     Rows,
     Sampler,
     append,
     cut_after,
+    is_greedy,
     last_token,
     uniforms,
 )
-from speccascade_jax.core.metrics import Tally
-from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.sampling import Role, draw, first, token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
 
 Array = jax.Array
 CAP = 10       # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window
@@ -39,7 +41,7 @@ QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile
 
 
 def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache, rows: Rows,
-                          options: SamplingOptions, threshold: Float[Array, " B"], cap: int, eos_id: int
+                          threshold: Float[Array, " B"], cap: int, eos_id: int
                           ) -> tuple[Block, Cache, Int[Array, " B"]]:
     """The drafter's next tokens, its cache, and how often it was asked.
 
@@ -47,10 +49,10 @@ def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache,
     rows.room tokens. It is asked once more where it stopped short of the text's end, so that its
     cache covers its last token. The block has cap + 1 columns: room for the verifier's token.
     """
-    def ask(carry):
+    def ask(carry: tuple) -> tuple:
         drafted, cache, last, passes, writing = carry
         at = rows._replace(last=last, start=rows.start + passes, room=writing.astype(jnp.int32))
-        block, cache, _ = drafter.step(params, cache, at, options, jnp.zeros(0), NO_TOKEN)
+        block, cache, _ = drafter.step(params, cache, at, NO_TOKEN)
         trusted = writing & (jnp.max(block.own[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
         block = block._replace(origin=jnp.full_like(block.origin, Origin.DRAFT),
                                size=trusted.astype(jnp.int32))
@@ -73,19 +75,19 @@ def read(verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], cou
     those that were left out are 0."""
     width = tokens.shape[1]
 
-    def reading(size):
-        def extend(cache):
+    def reading(size: int) -> Callable[[Cache], tuple[Array, Cache]]:
+        def extend(cache: Cache) -> tuple[Array, Cache]:
             logits, longer = verifier.extend(params, tokens[:, :size], cache)
             return jnp.pad(logits, ((0, 0), (0, width - size), (0, 0))), longer
 
         return extend
 
-    def rest(cache):
+    def nothing(cache: Cache) -> tuple[Array, Cache]:
         return jnp.zeros((*tokens.shape, verifier.vocab_size)), cache
 
     narrow = min(NARROW, width)
     branch = jnp.where(count == 0, 0, jnp.where(count <= narrow, 1, 2))
-    return lax.switch(branch, [rest, reading(narrow), reading(width)], cache)
+    return lax.switch(branch, [nothing, reading(narrow), reading(width)], cache)
 
 
 def at(x: Float[Array, "B N ..."], column: Int[Array, " B"]) -> Float[Array, "B ..."]:
@@ -114,13 +116,13 @@ class TokenCascade:
     def overhang(self) -> int:
         return self.cap + 2
 
-    def init(self, params, inputs, input_length, max_length):
-        return _init_pair(self, params, inputs, input_length, max_length)
+    @property
+    def models(self) -> tuple[Any, LanguageModel]:
+        return self.drafter.models, self.verifier
 
-    def step(self, params, caches, rows, options, alphas, eos_id):
-        threshold = jnp.broadcast_to(1.0 - alphas[-1], rows.room.shape)
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         drafted, drafter_cache, passes = draft_while_confident(
-            self.drafter, params[0], caches[0], rows, options, threshold, self.cap, eos_id)
+            self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id)
         size = drafted.size
         asked = (size < rows.room) & (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) != eos_id)
 
@@ -128,19 +130,16 @@ class TokenCascade:
             self.verifier, params[1], jnp.concatenate([rows.last[:, None], drafted.tokens[:, :-1]], axis=1),
             jnp.max(jnp.where(asked, size + 1, 0)), caches[1])
         logits = at(logits, size)
-        probs = token_probs(logits, options)
+        probs = token_probs(logits, rows.options)
         token = draw(at(uniforms(rows, self.level, Role.DRAW, self.width), size), probs)
 
         origin = jnp.where(size == self.cap, Origin.BONUS, Origin.CORRECTION).astype(jnp.int32)
         own = Block(token[:, None], probs[:, None], jax.nn.softmax(logits, axis=-1)[:, None],
                     origin[:, None], asked.astype(jnp.int32))
         block = append(drafted, own)
-        caches = self.roll_back((drafter_cache, verifier_cache), rows.start - 1 + block.size)
+        caches = roll_back(self.models, (drafter_cache, verifier_cache), rows.start - 1 + block.size)
         deferred = (asked & (size < self.cap)).astype(jnp.int32)
         return block, caches, Tally(passes, own.size, size + deferred, size, deferred, block.size)
-
-    def roll_back(self, caches, length):
-        return self.drafter.roll_back(caches[0], length), caches[1]._replace(length=length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,28 +152,25 @@ class Oracle:
     level: int = dataclasses.field(default=1, init=False)
     overhang: int = dataclasses.field(default=0, init=False)
 
-    def init(self, params, inputs, input_length, max_length):
-        prefix, drafter_cache = self.drafter.prefill(params[0], inputs, input_length, max_length)
-        return prefix, (drafter_cache, self.verifier.prefill(params[1], inputs, input_length, max_length)[1])
+    @property
+    def models(self) -> tuple[LanguageModel, LanguageModel]:
+        return self.drafter, self.verifier
 
-    def step(self, params, caches, rows, options, alphas, eos_id):
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         (q, p), caches = zip(*(model.extend(weights, rows.last[:, None], cache) for model, weights, cache in
-                               zip((self.drafter, self.verifier), params, caches, strict=True)), strict=True)
-        scores = Scores(jax.nn.softmax(q, axis=-1), jax.nn.softmax(p, axis=-1), token_probs(q, options),
-                        token_probs(p, options), jnp.asarray(options.temperature) <= 0)
-        target = METHODS["diff"].target
-        pi, delta = target(scores, alphas[-1])
-        own, _ = target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), alphas[-1])
+                               zip(self.models, params, caches, strict=True)), strict=True)
+        scores = Scores(jax.nn.softmax(q, axis=-1), jax.nn.softmax(p, axis=-1), token_probs(q, rows.options),
+                        token_probs(p, rows.options), is_greedy(rows))
+        delta = diff(scores, rows.alphas[:, -1, None, None])
+        pi = target_probs(scores.q_sampled, scores.p_sampled, delta)
+        own = target_probs(scores.q, scores.p, delta)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], pi[:, 0])
-        size = jnp.minimum(rows.room, 1)
-        deferred = delta[:, 0]
+        size, deferred = jnp.minimum(rows.room, 1), delta[:, 0]
         origin = jnp.where(deferred, Origin.CORRECTION, Origin.DRAFT).astype(jnp.int32)
         deferred = size * deferred[:, 0]
-        return (Block(token[:, None], pi, own, origin, size), self.roll_back(caches, rows.start - 1 + size),
+        return (Block(token[:, None], pi, own, origin, size),
+                roll_back(self.models, caches, rows.start - 1 + size),
                 Tally(size, size, size, size - deferred, deferred, size))
-
-    def roll_back(self, caches, length):
-        return tuple(cache._replace(length=length) for cache in caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,14 +202,16 @@ class Bild:
     def overhang(self) -> int:
         return self.window + 3
 
-    def init(self, params, inputs, input_length, max_length):
-        prefix, caches = _init_pair(self, params, inputs, input_length, max_length)
-        return prefix, (*caches, jnp.ones(input_length.shape, bool))  # True: nothing is written yet
+    @property
+    def models(self) -> tuple[Any, LanguageModel]:
+        return self.drafter.models, self.verifier
 
-    def step(self, params, caches, rows, options, alphas, eos_id):
-        threshold = jnp.where(caches[2], jnp.inf, self.fallback)
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        rows = rows._replace(options=dataclasses.replace(
+            rows.options, temperature=jnp.zeros_like(rows.options.temperature)))
+        threshold = jnp.where(rows.before == NO_TOKEN, jnp.inf, self.fallback)
         drafted, drafter_cache, passes = draft_while_confident(
-            self.drafter, params[0], caches[0], rows, SamplingOptions(0.0), threshold, self.window, eos_id)
+            self.drafter, params[0], caches[0], rows, threshold, self.window, eos_id)
         active, count = rows.room > 0, drafted.size
         ended = (count == rows.room) | (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) == eos_id)
         checked = active & ~ended if self.compat else active
@@ -224,7 +222,8 @@ class Bild:
             jnp.max(jnp.where(checked, count + 1, 0)), caches[1])
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         chances = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1], axis=-1), draft[..., None], axis=-1)
-        far = (-chances[..., 0] > alphas[-1]) & (jnp.arange(self.window) < count[:, None]) & checked[:, None]
+        far = -chances[..., 0] > rows.alphas[:, -1:]
+        far &= (jnp.arange(self.window) < count[:, None]) & checked[:, None]
         differs = best[:, :-1] != draft
         if self.compat:
             far &= jnp.cumsum(far, axis=1) == 1  # the first one alone
@@ -236,16 +235,15 @@ class Bild:
         own = jnp.where(replaced, Origin.CORRECTION, Origin.BONUS)[:, None]
         origin = jnp.where(column == stop[:, None], own, Origin.DRAFT).astype(jnp.int32)
         if self.compat:
-            verifier_cache = verifier_cache._replace(length=rows.start + stop)
+            verifier_cache = roll_back(self.verifier, verifier_cache, rows.start + stop)
             added = at(tokens, stop)
             logits, verifier_cache = read(self.verifier, params[1], added[:, None],
                                           jnp.max(replaced.astype(jnp.int32)), verifier_cache)
             again = replaced.astype(jnp.int32)  # the drafter has not read what was put in its token's place
-            drafter_cache = self.drafter.roll_back(drafter_cache, jnp.where(
-                replaced, rows.start + stop, rows.start + count))
-            _, drafter_cache, _ = self.drafter.step(
-                params[0], drafter_cache, rows._replace(last=added, start=rows.start + jnp.where(
-                    replaced, stop, count) + 1, room=again), options, jnp.zeros(0), NO_TOKEN)
+            start = rows.start + jnp.where(replaced, stop, count)
+            drafter_cache = roll_back(self.drafter.models, drafter_cache, start)
+            _, drafter_cache, _ = self.drafter.step(params[0], drafter_cache, rows._replace(
+                last=added, start=start + 1, room=again), NO_TOKEN)
             passes += again
             more = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             tokens, origin = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, origin))
@@ -258,18 +256,10 @@ class Bild:
         kept = jnp.minimum(jnp.where(checked, stop, count), size)
 
         law = jax.nn.one_hot(tokens, self.verifier.vocab_size)
-        caches = self.roll_back((drafter_cache, verifier_cache, caches[2]), rows.start - 1 + size)
+        caches = roll_back(self.models, (drafter_cache, verifier_cache), rows.start - 1 + size)
         calls = checked.astype(jnp.int32) + (replaced if self.compat else 0)
         counts = Tally(passes, calls, count, kept, replaced.astype(jnp.int32), size)
-        return Block(tokens, law, law, origin, size), (*caches[:2], caches[2] & ~active), counts
-
-    def roll_back(self, caches, length):
-        return (self.drafter.roll_back(caches[0], length), caches[1]._replace(length=length), caches[2])
-
-
-def _init_pair(sampler: TokenCascade | Bild, params, inputs, input_length, max_length):
-    prefix, drafter_cache = sampler.drafter.init(params[0], inputs, input_length, max_length)
-    return prefix, (drafter_cache, sampler.verifier.prefill(params[1], inputs, input_length, max_length)[1])
+        return Block(tokens, law, law, origin, size), caches, counts
 
 
 class Trace(NamedTuple):
@@ -289,17 +279,15 @@ class Scored:
     level: int = dataclasses.field(default=0, init=False)
     overhang: int = dataclasses.field(default=0, init=False)
 
-    def init(self, params, inputs, input_length, max_length):
-        return self.drafter.init(params, inputs, input_length, max_length)
+    @property
+    def models(self) -> Any:
+        return self.drafter.models
 
-    def step(self, params, caches, rows, options, alphas, eos_id):
-        block, caches, size = self.drafter.step(params, caches, rows, options, alphas, eos_id)
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        block, caches, size = self.drafter.step(params, caches, rows, eos_id)
         here = (jnp.arange(rows.noise.shape[-1]) == rows.start[:, None]) & (size > 0)[:, None]
         log_q = jnp.log(jnp.take_along_axis(block.own[:, 0], block.tokens, axis=1))
         return block, caches, Trace(size, jnp.where(here, log_q, 0.0), here.astype(jnp.int32))
-
-    def roll_back(self, caches, length):
-        return self.drafter.roll_back(caches, length)
 
 
 CONFIDENCES: dict[str, Callable[[np.ndarray], float]] = {

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 Array = jax.Array
-Alpha = float | Float[Array, ""]
+Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
 
 
 class Scores(NamedTuple):
@@ -24,7 +24,7 @@ class Scores(NamedTuple):
     p: Float[Array, "*B V"]          # verifier's own
     q_sampled: Float[Array, "*B V"]  # q~: after temperature, top-k and top-p
     p_sampled: Float[Array, "*B V"]  # p~
-    greedy: Bool[Array, ""]          # temperature 0: q~ and p~ are one-hot
+    greedy: Bool[Array, "..."]       # temperature 0: q~ and p~ are one-hot; [] or [B, 1, 1]
 
 
 def target_probs(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Bool[Array, "*B W"]

@@ -1,6 +1,7 @@
 """Logits -> probabilities -> tokens. Everything here is float32."""
 
 from enum import IntEnum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,30 +58,49 @@ def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"
 
 
 def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions) -> Float[Array, "*B V"]:
-    """softmax(logits / temperature), then top-k, then top-p, renormalised (SPEC section 3).
+    """softmax(logits / temperature), then top-k, top-p and min-p, renormalised.
 
-    temperature 0 is the one-hot argmax (the first index on ties). top-k keeps exactly k tokens and
-    top-p the smallest set whose mass reaches top_p, the token that crosses it included; among
-    equals the lower id comes first.
+    Temperature 0 is the one-hot argmax (the first index on ties). top-k keeps exactly k tokens, top-p the
+    smallest set whose mass reaches top_p, the token that crosses it included (Holtzman et al. 2020), min-p
+    the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); among equals the lower
+    id comes first. An option [B] holds for all distributions of its row.
 
     >>> token_probs(jnp.log(jnp.array([.5, .25, .15, .1])), SamplingOptions(1.0, top_p=0.7))
     [0.667, 0.333, 0, 0]
     """
+    def of_row(value: Any) -> Array:
+        """[] or [B] -> an array that broadcasts against the logits."""
+        value = jnp.asarray(value)
+        return value.reshape(value.shape + (1,) * (logits.ndim - 1)) if value.ndim else value
+
+    def kept(order: Int[Array, "*B N"], inside: Bool[Array, "*B N"]) -> Bool[Array, "*B V"]:
+        return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, inside, axis=-1, inplace=False)
+
     logits = logits.astype(jnp.float32)
-    greedy = jnp.asarray(options.temperature) <= 0
+    temperature = of_row(options.temperature)
+    greedy = temperature <= 0
     best = jax.nn.one_hot(first(logits == jnp.max(logits, axis=-1, keepdims=True)), logits.shape[-1])
-    logits = logits / jnp.where(greedy, 1.0, options.temperature)
-    if options.top_k is not None and options.top_k < logits.shape[-1]:
-        kept = lax.top_k(logits, options.top_k)[1]
-        mask = jnp.put_along_axis(jnp.zeros(logits.shape, bool), kept, True, axis=-1, inplace=False)
-        logits = jnp.where(mask, logits, -jnp.inf)
+    logits = logits / jnp.where(greedy, 1.0, temperature)
+    if options.top_k is not None:
+        most, k = min(options.max_top_k or logits.shape[-1], logits.shape[-1]), of_row(options.top_k)
+        order = lax.top_k(logits, most)[1]
+        inside = jnp.broadcast_to(jnp.arange(most) < k, order.shape)
+        logits = jnp.where(kept(order, inside) | (k < 1), logits, -jnp.inf)
     probs = jax.nn.softmax(logits, axis=-1)
     if options.top_p is not None:
+        top_p = of_row(options.top_p)
         order = jnp.argsort(-probs, axis=-1, stable=True)
         descending = jnp.take_along_axis(probs, order, axis=-1)
         before = jnp.cumsum(descending, axis=-1) - descending
-        inside = (before < options.top_p) | (jnp.asarray(options.top_p) >= 1)
-        mask = jnp.put_along_axis(jnp.zeros(probs.shape, bool), order, inside, axis=-1, inplace=False)
-        probs = jnp.where(mask, probs, 0.0)
-        probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+        probs = jnp.where(top_p < 1, renormalized(probs, kept(order, before < top_p)), probs)
+    if options.min_p is not None:
+        min_p = of_row(options.min_p)
+        likely = probs >= min_p * jnp.max(probs, axis=-1, keepdims=True)
+        probs = jnp.where(min_p > 0, renormalized(probs, likely), probs)
     return jnp.where(greedy, best, probs)
+
+
+def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """`probs` where `mask`, 0 elsewhere, summing to one."""
+    probs = jnp.where(mask, probs, 0.0)
+    return probs / jnp.sum(probs, axis=-1, keepdims=True)

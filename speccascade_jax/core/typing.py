@@ -1,14 +1,17 @@
 """Shared types: the LanguageModel protocol, Prefix, SamplingOptions.
 
 Shape letters: B rows, T tokens in this call, S source, L buffer, G block size (gamma),
-V vocabulary, H heads, D width.
+V vocabulary, H heads, D width, K verifiers of a hierarchy.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 Array = jax.Array
@@ -23,30 +26,56 @@ class Prefix(NamedTuple):
     length: Int[Array, " B"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_p"], meta_fields=["top_k"])
+@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_p", "top_k", "min_p"],
+         meta_fields=["max_top_k"])
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """How a distribution is transformed before sampling, in this order (SPEC section 3).
+    """How a distribution is transformed before sampling: temperature, then top-k, top-p and min-p.
 
-    temperature and top_p are traced: sweeping them compiles once. top_k is static (None: off);
-    top_p=None leaves the nucleus, and the sort it needs, out of the program.
+    Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
+    leaves a truncation, and the sort it needs, out of the program; a row without it has top_k 0, top_p 1
+    or min_p 0. No row's top_k exceeds `max_top_k`, which is static (None: the vocabulary's size).
     """
 
-    temperature: float | Float[Array, ""] = 1.0
-    top_p: float | Float[Array, ""] | None = None
-    top_k: int | None = None
+    temperature: Any = 1.0
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    max_top_k: int | None = None
+
+    def of_rows(self, rows: int) -> "SamplingOptions":
+        """The same with every value [B], and max_top_k the next power of two where it was not given.
+
+        Raises ValueError where a value has another shape than [] or [B].
+        """
+        most = self.max_top_k
+        if self.top_k is not None and most is None and not isinstance(self.top_k, jax.core.Tracer):
+            most = 1 << (int(np.max(self.top_k)) - 1).bit_length()
+        types = {"temperature": jnp.float32, "top_p": jnp.float32, "top_k": jnp.int32, "min_p": jnp.float32}
+        values = {}
+        for name, dtype in types.items():
+            value = getattr(self, name)
+            if value is not None and jnp.shape(value) not in ((), (rows,)):
+                raise ValueError(f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
+                                 f"the {rows} rows.")
+            values[name] = None if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+        return SamplingOptions(**values, max_top_k=most)
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
     """A next-token model whose cache is an explicit pytree with a per-row `length`.
 
-    Static and hashable; parameters are passed in. Four laws, tested for every model:
-      append    extend() writes at cache.length and raises it by T; logits[:, t] predict what
-                follows tokens[:, t]
-      chunk     extending by a+b equals extending by a, then by b
-      rollback  lowering cache.length, then extending, equals never having written
-      rows      no row's logits depend on another row
+    Static and hashable; parameters are passed in. Five laws, tested for every model:
+      append      extend() writes at cache.length and raises it by T; logits[:, t] predict what
+                  follows tokens[:, t]
+      chunk       extending by a+b equals extending by a, then by b
+      rollback    roll_back(cache, n), then extending, equals never having written past n
+      rows        no row's logits depend on another row
+      vocabulary  tokens in and logits out are over the target vocabulary, whatever lies inside
+
+    Every array of a cache begins with the axis of rows. A model whose cache is laid out in another way also
+    has insert(cache, fresh, slots, like_fresh): see `insert` below.
     """
 
     @property
@@ -64,3 +93,51 @@ class LanguageModel(Protocol):
                ) -> tuple[Float[Array, "B T V"], Cache]:
         """Float32 logits after each token, and the longer cache."""
         ...
+
+    def roll_back(self, cache: Cache, length: Int[Array, " B"]) -> Cache:
+        """The cache as it was when it covered `length` positions, no more than it covers now."""
+        ...
+
+
+# What a sampler's models have in common is done to all of them: `models` nests as parameters and caches do.
+
+def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
+    """function(model, its part of each tree) for every model of a nest, as a nest."""
+    if type(models) is tuple:  # a model may be a named one
+        return tuple(each(function, *parts) for parts in zip(models, *trees, strict=True))
+    return function(models, *trees)
+
+
+def roll_back(models: Any, caches: Cache, length: Int[Array, " B"]) -> Cache:
+    """Caches that cover `length` positions, or what they cover now if that is less."""
+    def one(model: LanguageModel, cache: Cache) -> Cache:
+        return model.roll_back(cache, jnp.minimum(cache.length, length))
+
+    return each(one, models, caches)
+
+
+def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[Array, " R"], like_fresh: bool) -> Cache:
+    """`caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; a slot of B or more is
+    left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
+    must then hold all of every row that is still read.
+    """
+    def one(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
+        own = getattr(model, "insert", None)
+        return own(cache, new, slots, like_fresh) if own else insert_rows(cache, new, slots, like_fresh)
+
+    return each(one, models, caches, fresh)
+
+
+def insert_rows(old: Any, new: Any, slots: Int[Array, " R"], like_fresh: bool) -> Any:
+    """insert() of a tree of arrays that all begin with the axis of rows."""
+    def one(old: Array, new: Array) -> Array:
+        sizes = (new if like_fresh else old).shape[1:]
+        return fitted(old, sizes).at[slots].set(fitted(new, sizes), mode="drop")
+
+    return jax.tree.map(one, old, new)
+
+
+def fitted(x: Array, sizes: tuple[int, ...]) -> Array:
+    """x [B, ...] cut or padded with zeros at the end of each axis but the first: [B, *sizes]."""
+    x = x[:, *(slice(size) for size in sizes)]
+    return jnp.pad(x, [(0, 0), *((0, size - own) for size, own in zip(sizes, x.shape[1:], strict=True))])

@@ -43,8 +43,8 @@ class Settings:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy).")
         if isinstance(method, Baseline) and method.greedy and self.temperature != 0:
-            raise ValueError(f"temperature is {self.temperature}; {self.name} decodes greedily: make it 0, or "
-                             "take bild_star.")
+            raise ValueError(f"temperature is {self.temperature}; {self.name} decodes greedily: make it 0, "
+                             "or take bild_star.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it lies in (0, 1].")
         if self.min_p is not None and not 0 <= self.min_p <= 1:

@@ -6,10 +6,11 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,18 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Baseline, Trace
-from speccascade_jax.core.decoding import Autoregressive, Origin, Sampler, Speculative
-from speccascade_jax.core.methods import check_sampling
-from speccascade_jax.core.metrics import Counters, Tally
-from speccascade_jax.core.rules import METHODS, Method
-from speccascade_jax.core.typing import LanguageModel, SamplingOptions
-from speccascade_jax.inference.engine import Clock, Engine, Job
+from speccascade_jax.core.baselines import BASELINES, CONFIDENCES
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
+from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
+from speccascade_jax.core.typing import LanguageModel
+from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
+from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
-Array = jax.Array
+SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -43,7 +44,7 @@ class Output:
     text: str
     tokens: list[int]             # what ends them (the end-of-sequence token, a stop sequence) included
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
-    counts: dict[str, Any]        # SPEC section 7; empty for an empty input
+    counts: dict[str, Any]        # core.metrics.Counters and the drafter's passes; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
 
 
@@ -64,12 +65,11 @@ class Cascade:
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
 
     def __post_init__(self) -> None:
-        if "" in self.stop:
-            raise ValueError("stop holds an empty text, which ends every output: leave it out.")
+        Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
         if self.mesh is not None:
             self.drafter_params, self.verifier_params = jax.device_put(
                 (self.drafter_params, self.verifier_params), NamedSharding(self.mesh, P()))
-        self.engine = Engine(self.max_new_tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, self.mesh)
+        self.clock, self.programs = Clock(), dict[Plan, Programs]()
 
     @classmethod
     def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32,
@@ -114,27 +114,31 @@ class Cascade:
                         stop=config.stop)
 
     @property
-    def clock(self) -> Clock:
-        return self.engine.clock
+    def devices(self) -> int:
+        """How many share a batch's rows."""
+        return 1 if self.mesh is None else self.mesh.size
 
-    def sampler(self, method: str, block_size: int) -> tuple[Sampler, Any]:
-        """The sampler of a method, and its parameters."""
+    def sampler(self, method: str | Method | tuple[Method, ...], block_size: int) -> tuple[Sampler, Any]:
+        """The sampler of a method, or of several that rows choose from, and its parameters."""
+        both = self.drafter_params, self.verifier_params
         if method == "verifier":
             return Autoregressive(self.verifier), self.verifier_params
         if method == "drafter":
             return Autoregressive(self.drafter), self.drafter_params
-        if method in BASELINES:
+        if isinstance(method, str) and method in BASELINES:
             sampler = BASELINES[method].sampler(self.drafter, self.verifier)
-            return sampler, (self.drafter_params if method in CONFIDENCES else
-                             (self.drafter_params, self.verifier_params))
-        return (Speculative(Autoregressive(self.drafter), self.verifier, METHODS[method], block_size),
-                (self.drafter_params, self.verifier_params))
+            return sampler, self.drafter_params if method in CONFIDENCES else both
+        rule = METHODS[method] if isinstance(method, str) else method
+        return Speculative(Autoregressive(self.drafter), self.verifier, rule, block_size), both
 
     def encode(self, texts: Sequence[str], truncate: bool = False) -> tuple[list[list[int]], list[bool]]:
         """Token ids, [] for blank texts, and which texts were cut.
 
         Raises ValueError for a text longer than max_source_length unless `truncate`.
         """
+        for n, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"input {n} is {text!r}, not a text.")
         rows = self.tokenizer.encode_batch([self.prefix + text + self.suffix for text in texts])
         limit, cut = self.max_source_length, []
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
@@ -145,126 +149,193 @@ class Cascade:
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
-    def generate(self, texts: Iterable[str], *, method: str = "speculative", alpha: float = 0.0,
-                 block_size: int = 5, temperature: float = 0.0, top_k: int | None = None,
-                 top_p: float | None = None, seed: int = 0, batch_size: int = 1, truncate: bool = False,
-                 first_index: int = 0) -> Iterator[Output]:
+    def generate(self, texts: Iterable[str], settings: Settings | Sequence[Settings] | None = None, *,
+                 batch_size: int = 1, truncate: bool = False, first_index: int = 0, **changes: Any
+                 ) -> Iterator[Output]:
         """Decodes `texts` and yields their outputs in order, as soon as they are known.
 
-        An output depends on its text, on `seed` and on its index (counted from `first_index`),
-        never on its batch. Blank texts give empty outputs. Each device decodes `batch_size` rows.
+        settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
+        generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
+        and its index (counted from `first_index`), never on its batch. Blank texts give empty outputs. Each
+        device decodes `batch_size` rows, fewer where there are not so many texts.
+        Raises ValueError before anything is decoded for settings out of their range.
         """
-        options = SamplingOptions(temperature, top_p, top_k)
-        check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
-        window: list[tuple[int, str]] = []
-        # Rows are sorted by length within a window, so that a batch pads little.
-        rows = batch_size * self.engine.devices
-        capacity = 1 if rows == 1 else 8 * rows
-        shared = options, alpha, seed, batch_size, truncate
-        decode = self._rewrite if method in CONFIDENCES else self._decode
-        for item in enumerate(texts, first_index):
-            window.append(item)
-            if len(window) == capacity:
-                yield from decode(window, method, block_size, *shared)
-                window = []
-        yield from decode(window, method, block_size, *shared)
+        if isinstance(texts, str):
+            raise ValueError(f"texts is one text, {texts[:40]!r}; give a list of texts: [text].")
+        for name, value, least in (("batch_size", batch_size, 1), ("first_index", first_index, 0)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+        one = settings is None or isinstance(settings, Settings)
+        given: Any = [settings or Settings()] if one else settings
+        each = [self._checked(own, changes) for own in given]
+        if not one:
+            texts = list(texts)
+            if len(texts) != len(each):
+                raise ValueError(f"{len(texts)} texts and {len(each)} settings: give one for all, or one for "
+                                 "each text.")
+        return self._generate(iter(texts), each, one, batch_size, truncate, first_index)
 
-    def stream(self, text: str, *, method: str = "speculative", alpha: float = 0.0, block_size: int = 5,
-               temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
-               seed: int = 0, index: int = 0) -> Iterator[str]:
+    def _checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
+        """The settings with `changes`, and with this cascade's limits where they have none of their own."""
+        unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
+        if unknown:
+            raise TypeError(f"generate() has no argument {min(unknown)!r}.")
+        settings = dataclasses.replace(settings, **changes)
+        settings.check(self.verifier.vocab_size)
+        if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
+            raise ValueError(f"max_new_tokens is {settings.max_new_tokens}; this cascade was made for at "
+                             f"most {self.max_new_tokens}: load it with more.")
+        return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
+
+    def _generate(self, texts: Iterator[str], each: list[Settings], one: bool, batch_size: int,
+                  truncate: bool, first_index: int) -> Iterator[Output]:
+        lanes = self._lanes(each)
+        # Rows are sorted by length within a window, so that a batch pads little.
+        rows = batch_size * self.devices
+        capacity = 1 if rows == 1 else 8 * rows
+        begun, window = first_index, list(islice(texts, capacity))
+        if len(window) < rows and batch_size > SMALL_BATCH:
+            needed = -(-len(window) // self.devices)
+            batch_size = min(batch_size, max(SMALL_BATCH, 1 << max(needed - 1, 0).bit_length()))
+        while window:
+            own = each * len(window) if one else each[begun - first_index:][:len(window)]
+            yield from self._window(lanes, window, own, begun, batch_size, truncate)
+            begun += len(window)
+            window = list(islice(texts, capacity))
+
+    def _window(self, lanes: dict[Any, "Lane"], texts: list[str], each: list[Settings], begun: int,
+                batch_size: int, truncate: bool) -> list[Output]:
+        rows, cut = self.encode(texts, truncate)
+        outputs = [Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
+        by_lane: dict[Any, list[int]] = {}
+        for n, (row, settings) in enumerate(zip(rows, each, strict=True)):
+            if row:
+                by_lane.setdefault(lane_of(settings), []).append(n)
+        for key, chosen in by_lane.items():
+            decode = partial(self._decode, batch_size=batch_size)
+            asked = [Request(rows[n], each[n], begun + n, lanes[key].number(each[n]), each[n].stop)
+                     for n in chosen]
+            found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].method in CONFIDENCES else
+                     decode(lanes[key], asked))
+            for n, own in zip(chosen, found, strict=True):
+                stopped = up_to_stop(self.tokenizer, own.tokens, each[n].stop)
+                text = stopped[1] if stopped else self.tokenizer.decode(own.tokens)
+                outputs[n] = dataclasses.replace(outputs[n], text=text, tokens=own.tokens, origin=own.origin,
+                                                 counts=own.counts)
+        return outputs
+
+    def _decode(self, lane: "Lane", asked: list[Request], batch_size: int) -> list[Result]:
+        """The requests' results, in their order."""
+        scheduler = self.scheduler(lane.plan, lane.params, batch_size)
+        ids, found = scheduler.admit(asked), dict[int, Result]()
+        while scheduler.busy:
+            scheduler.run()
+            found |= dict(scheduler.finished())
+        return [found[number] for number in ids]
+
+    def _rewritten(self, lanes: dict[Any, "Lane"], asked: list[Request],
+                   decode: Callable[["Lane", list[Request]], list[Result]]) -> list[Result]:
+        """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
+        drafts = decode(lanes[lane_of(asked[0].settings)], asked)
+        deferred = []
+        for n, (draft, request) in enumerate(zip(drafts, asked, strict=True)):
+            log_q, settings = np.array(draft.counts["log_q"]), request.settings
+            if log_q.size and CONFIDENCES[settings.name](log_q) < 1 - settings.alpha:
+                deferred.append(n)
+        again = [asked[n]._replace(number=asked[n].number + REWRITTEN) for n in deferred]
+        rewritten = dict(zip(deferred, decode(lanes["verifier"], again), strict=True))
+        found = []
+        for n, draft in enumerate(drafts):
+            size = len(draft.tokens)
+            counts = {"drafter_passes": size, "rounds": 0, "drafted": size, "accepted": size, "deferred": 0,
+                      "emitted": size}
+            if n in rewritten:
+                own = len(rewritten[n].tokens)
+                counts |= {"rounds": own, "accepted": 0, "deferred": size, "emitted": own}
+            kept = rewritten.get(n, draft)
+            origin = ["correction" if n in rewritten else "draft"] * len(kept.tokens)
+            found.append(kept._replace(origin=origin, counts=counts))
+        return found
+
+    def stream(self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
+               ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
-        options = SamplingOptions(temperature, top_p, top_k)
-        check_sampling(method, alpha, block_size, options, self.verifier.vocab_size)
-        if method in CONFIDENCES:  # nothing of its text is certain before the end
-            yield from (output.text for output in self.generate(
-                [text], method=method, alpha=alpha, temperature=temperature, top_k=top_k, top_p=top_p,
-                seed=seed, first_index=index))
+        settings = self._checked(settings or Settings(), changes)
+        if settings.method in CONFIDENCES:  # nothing of its text is certain before the end
+            yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
         [row], _ = self.encode([text])
         if not row:
             return
-        job = Job(*self.sampler(method, block_size), options, alpha, seed)
-        for state in self.engine.stream(job, row, index, self.bucket(len(row))):
-            tokens = state.tokens[0, :int(state.length[0])].tolist()
-            stopped = up_to_stop(self.tokenizer, tokens, self.stop)
-            yield stopped[1] if stopped else self.tokenizer.decode(tokens)
-            if stopped:
-                return
+        lane = self._lanes([settings])[lane_of(settings)]
+        scheduler = self.scheduler(lane.plan, lane.params, 1)
+        [number] = scheduler.admit([Request(row, settings, index, 0, settings.stop)])
+        while scheduler.busy:
+            scheduler.run(rounds=1)
+            result = scheduler.partial(number) or dict(scheduler.finished())[number]
+            stopped = up_to_stop(self.tokenizer, result.tokens, settings.stop)
+            yield stopped[1] if stopped else self.tokenizer.decode(result.tokens)
 
-    def precompile(self, *, method: str = "speculative", block_size: int = 5, temperature: float = 0.0,
-                   top_k: int | None = None, top_p: float | None = None, batch_size: int = 1) -> None:
+    def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
         """Compiles what generate() with these arguments will run, for every source length. alpha, seed
-        and the values of temperature and top_p do not matter."""
-        options = SamplingOptions(temperature, top_p, top_k)
-        rules: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
-        check_sampling(method, rules[method].low if method in rules else 0.0, block_size, options,
-                       self.verifier.vocab_size)
-        for own in (method, "verifier") if method in CONFIDENCES else (method,):
-            job = Job(*self.sampler(own, block_size), options, 0.0, 0)
-            widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
-            self.engine.precompile(job, batch_size, widths, by_round=bool(self.stop))
+        and the values of temperature, top_p and min_p do not matter."""
+        settings = self._checked(settings or Settings(), changes)
+        widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
+        for lane in self._lanes([settings]).values():
+            self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
+
+    def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
+        """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
+        if plan not in self.programs:
+            self.programs[plan] = Programs(plan, params, self.mesh, self.clock)
+        return Scheduler(self.programs[plan], batch_size, self.tokenizer, self.bucket)
+
+    def _lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
+        """What decodes these settings: those that can share a program have one lane."""
+        groups: dict[Any, list[Settings]] = {}
+        for settings in each:
+            groups.setdefault(lane_of(settings), []).append(settings)
+            if settings.method in CONFIDENCES:
+                groups.setdefault("verifier", []).append(settings)
+        lanes = {}
+        for key, group in groups.items():
+            methods: tuple[Method, ...] = ()
+            if key not in BASELINES and key not in SINGLE_MODEL:
+                methods = tuple(dict.fromkeys(map(rule_of, group)))
+            sampler, params = self.sampler(methods[0] if len(methods) == 1 else methods or key,
+                                           group[0].block_size)
+            most = max((s.top_k or 0 for s in group), default=0)
+            plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
+                        max_top_k=1 << (most - 1).bit_length() if most else None,
+                        top_p=any(s.top_p is not None for s in group),
+                        min_p=any(s.min_p is not None for s in group),
+                        history=LOOK_EVERY if any(s.stop for s in group) else 0)
+            lanes[key] = Lane(plan, params, methods)
+        return lanes
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
 
-    def _rewrite(self, window, method, block_size, options, alpha, *shared) -> list[Output]:
-        """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
-        drafts = self._decode(window, method, block_size, options, alpha, *shared)
-        traces = [np.array(draft.counts.pop("log_q", [])) for draft in drafts]
-        deferred = [n for n, log_q in enumerate(traces)
-                    if log_q.size and CONFIDENCES[method](log_q) < 1 - alpha]
-        rewritten = self._decode([(window[n][0] + REWRITTEN, window[n][1]) for n in deferred], "verifier",
-                                 block_size, options, alpha, *shared)
-        counts = {}
-        for n, draft in enumerate(drafts):
-            size = len(draft.tokens)
-            counts[n] = {"drafter_passes": size, "rounds": 0, "drafted": size, "accepted": size,
-                         "deferred": 0, "emitted": size} if size else {}
-        for n, output in zip(deferred, rewritten, strict=True):
-            size = len(output.tokens)
-            counts[n] |= {"rounds": size, "accepted": 0, "deferred": counts[n]["drafted"], "emitted": size}
-            drafts[n] = dataclasses.replace(output, index=window[n][0])
-        return [dataclasses.replace(draft, counts=counts[n], origin=[
-            "correction" if counts[n].get("rounds") else "draft"] * len(draft.tokens))
-                for n, draft in enumerate(drafts)]
 
-    def _decode(self, window, method, block_size, options, alpha, seed, batch_size, truncate) -> list[Output]:
-        rows, cut = self.encode([text for _, text in window], truncate)
-        outputs: dict[int, Output] = {}
-        order = [n for n, row in enumerate(rows) if row]
-        job = Job(*self.sampler(method, block_size), options, alpha, seed)
-        for slots, result in self.engine.decode(job, [rows[n] for n in order], [window[n][0] for n in order],
-                                                batch_size, self.bucket,
-                                                self._ends if self.stop else None):
-            if (result.tokens >= self.verifier.vocab_size).any():
-                raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or "
-                                 "dtype bfloat16 is too narrow for it.")
-            for slot, place in slots.items():
-                n = order[place]
-                tokens = result.tokens[slot, :int(result.length[slot])].tolist()
-                stopped = up_to_stop(self.tokenizer, tokens, self.stop)
-                tokens, text = stopped or (tokens, self.tokenizer.decode(tokens))
-                origin = [Origin(o).name.lower() for o in result.origin[slot, :len(tokens)]]
-                index, source = window[n]
-                outputs[n] = Output(index, source, text, tokens, origin, row_counts(result.counts, slot),
-                                    cut[n])
-        return [outputs.get(n) or Output(index, source, "", [], [], {})
-                for n, (index, source) in enumerate(window)]
+class Lane(NamedTuple):
+    """Requests that share a program: its plan, its parameters, and the methods that rows choose from."""
 
-    def _ends(self, tokens: list[int]) -> bool:
-        return up_to_stop(self.tokenizer, tokens, self.stop) is not None
+    plan: Plan
+    params: Any
+    methods: tuple[Method, ...]
+
+    def number(self, settings: Settings) -> int:
+        """Which of them these settings name."""
+        return self.methods.index(rule_of(settings)) if self.methods else 0
 
 
-def row_counts(counts: Any, row: int) -> dict[str, Any]:
-    """One row of a generation's counts as plain numbers."""
-    if isinstance(counts, Tally):
-        return {name: int(value[row]) for name, value in counts._asdict().items()}
-    if isinstance(counts, Trace):
-        return {"log_q": counts.log_q[row][counts.drawn[row] > 0].tolist()}
-    if isinstance(counts, tuple) and not isinstance(counts, Counters):
-        drafter, own = counts
-        values = {name: np.asarray(value)[row].tolist() for name, value in own._asdict().items()}
-        return {"drafter_passes": int(jax.tree.leaves(drafter)[0][row]), **values}
-    return {"model_passes": int(np.asarray(counts)[row])}
+def rule_of(settings: Settings) -> Method:
+    return METHODS[settings.method] if isinstance(settings.method, str) else settings.method
+
+
+def lane_of(settings: Settings) -> Any:
+    """Equal for settings whose requests can share a program."""
+    name = settings.method
+    return name if name in BASELINES or name in SINGLE_MODEL else ("speculative", settings.block_size)

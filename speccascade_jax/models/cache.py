@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from speccascade_jax.core.typing import insert_rows
+
 Array = jax.Array
 
 
@@ -36,6 +38,14 @@ class GemmaCache(NamedTuple):
 def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     """A buffer to write() into."""
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
+
+
+def insert_buffer(old: Array, new: Array, slots: Array, like_fresh: bool) -> Array:
+    """core.typing.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of
+    rows where it holds one."""
+    rows, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (old, new))
+    placed = insert_rows(rows, fresh, slots, like_fresh)
+    return placed.reshape(old.shape[:-3] + placed.shape[-3:])
 
 
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:

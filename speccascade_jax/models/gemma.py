@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from speccascade_jax.core.typing import Prefix
-from speccascade_jax.models.cache import GemmaCache, empty, write
+from speccascade_jax.core.typing import Prefix, insert_rows
+from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, write
 from speccascade_jax.models.layers import Linear, project, shift_right, skeleton, with_kept
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 
@@ -229,6 +229,14 @@ class GemmaModel:
             chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
             cache, _ = lax.scan(lambda cache, part: (network.advance(part, cache)[1], None), cache, chunks)
         return Prefix(inputs, input_length), cache._replace(length=jnp.maximum(input_length - 1, 0))
+
+    def roll_back(self, cache: GemmaCache, length: Array) -> GemmaCache:
+        return cache._replace(length=length)
+
+    def insert(self, cache: GemmaCache, fresh: GemmaCache, slots: Array, like_fresh: bool) -> GemmaCache:
+        keys, values = (tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
+                        for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
+        return GemmaCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
 
     def extend(self, params: nnx.State, tokens: Array, cache: GemmaCache) -> tuple[Array, GemmaCache]:
         network = nnx.merge(self.graphdef(), params)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from speccascade_jax.core.typing import Prefix
-from speccascade_jax.models.cache import T5Cache, empty, write
+from speccascade_jax.core.typing import Prefix, insert_rows
+from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import (
     Dropout,
     Linear,
@@ -303,6 +303,20 @@ class T5Model:
         network = nnx.merge(self.graphdef(), params)
         return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
                 network.start(inputs, input_length, max_length, self.cache_dtype))
+
+    def roll_back(self, cache: T5Cache, length: Array) -> T5Cache:
+        return cache._replace(length=length)
+
+    def insert(self, cache: T5Cache, fresh: T5Cache, slots: Array, like_fresh: bool) -> T5Cache:
+        def placed(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+            return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
+
+        lengths = insert_rows((cache.source_length, cache.length), (fresh.source_length, fresh.length), slots,
+                              like_fresh)
+        return T5Cache(placed(cache.keys, fresh.keys), placed(cache.values, fresh.values),
+                       placed(cache.cross_keys, fresh.cross_keys),
+                       placed(cache.cross_values, fresh.cross_values), lengths[0],
+                       (fresh if like_fresh else cache).position_bias, lengths[1])
 
     def extend(self, params: nnx.State, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
         return nnx.merge(self.graphdef(), params).extend(tokens, cache)

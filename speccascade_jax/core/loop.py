@@ -1,0 +1,214 @@
+"""The one compiled loop that runs a sampler: rounds until every row is finished.
+
+    generate                      a batch from its prompts to its ends, in one call
+    begin, run, refill, finish    the same in pieces: a scheduler puts new requests into finished rows
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Float, Int, Key
+
+from speccascade_jax.core.samplers import (
+    NO_TOKEN,
+    Counts,
+    Rows,
+    Sampler,
+    add,
+    last_two,
+    placed_at,
+)
+from speccascade_jax.core.sampling import noise
+from speccascade_jax.core.typing import (
+    Cache,
+    Params,
+    Prefix,
+    SamplingOptions,
+    each,
+    fitted,
+    insert,
+    insert_rows,
+)
+
+Array = jax.Array
+AnyArray = jax.Array | np.ndarray
+
+
+class Requests(NamedTuple):
+    """What is asked of each row."""
+
+    keys: Key[Array, " B"]
+    inputs: Int[Array, "B S"]
+    input_length: Int[Array, " B"]  # 0: nothing is asked, the row stays empty
+    limit: Int[Array, " B"]         # the most tokens it may write
+    options: SamplingOptions        # every value [B]
+    alphas: Float[Array, "B K"]
+    methods: Int[Array, "B K"]      # which of each verifier's methods
+
+
+class History(NamedTuple):
+    """Where a row stood after each of its last H rounds; round n of a row is kept at n modulo H."""
+
+    rounds: Int[Array, " B"]
+    emitted: Int[Array, "B H"]
+    counts: Counts  # [B, H, ...]
+
+
+class State(NamedTuple):
+    """What the decoding loop carries. Every array but those of `caches` begins with the axis of rows."""
+
+    tokens: Int[Array, "B N"]  # emitted tokens; scratch from `emitted` on
+    origin: Int[Array, "B N"]
+    emitted: Int[Array, " B"]
+    rows: Rows
+    caches: Cache
+    counts: Counts
+    history: History | None  # None where nobody looks
+
+
+class Generation(NamedTuple):
+    """tokens and origin are -1 from `length` on; the end-of-sequence token is counted in."""
+
+    tokens: Int[Array, "B N"]
+    origin: Int[Array, "B N"]
+    length: Int[Array, " B"]
+    counts: Counts
+
+
+def requests(sampler: Sampler, keys: Key[Array, " B"], inputs: Int[AnyArray, "B S"],
+             input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, methods: Any,
+             limits: Any, max_new_tokens: int) -> Requests:
+    """generate()'s arguments with a value for every row. Raises ValueError for arrays of other shapes."""
+    rows, levels = inputs.shape[0], sampler.level
+    by_level = {"alphas": jnp.asarray(alphas, jnp.float32),
+                "methods": jnp.zeros(levels, jnp.int32) if methods is None else jnp.asarray(methods)}
+    for name, value in by_level.items():
+        if value.shape not in ((levels,), (rows, levels)):
+            raise ValueError(f"{name} has shape {value.shape}; this sampler has {levels} verifiers: give "
+                             f"[{levels}], or [{rows}, {levels}] for a value a row.")
+        by_level[name] = jnp.broadcast_to(value, (rows, levels))
+    limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
+    return Requests(keys, jnp.asarray(inputs, jnp.int32), jnp.asarray(input_length, jnp.int32), limit,
+                    options.of_rows(rows), **by_level)
+
+
+def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, history: int = 0
+          ) -> State:
+    """Prefills every model; rows with input_length 0 are finished from the start and stay empty.
+
+    history: how many rounds back somebody may want to look.
+    """
+    inputs, input_length = asked.inputs, asked.input_length
+    widest = inputs.shape[1] + 1  # no prefix is longer
+    prompt = jax.eval_shape(lambda: prefilled(sampler, params, asked, widest)[0]).tokens.shape[1]
+    length = prompt + max_new_tokens + sampler.overhang
+    prefix, caches = prefilled(sampler, params, asked, length)
+    last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
+    room = jnp.where(input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
+    blank = jnp.zeros((inputs.shape[0], max_new_tokens + sampler.width), jnp.int32)
+    rows = Rows(noise(asked.keys, sampler.level + 1, length), asked.options, asked.alphas, asked.methods,
+                jnp.full_like(last, NO_TOKEN), last, prefix.length, room)
+    shapes = jax.eval_shape(lambda: sampler.step(params, caches, rows, NO_TOKEN)[2])
+    nothing = jnp.zeros_like(room)
+
+    def zeros(*extra: int) -> Counts:
+        return jax.tree.map(lambda x: jnp.zeros((x.shape[0], *extra, *x.shape[1:]), x.dtype), shapes)
+
+    seen = History(nothing, jnp.zeros((len(room), history), jnp.int32), zeros(history)) if history else None
+    return State(blank, blank, nothing, rows, caches, zeros(), seen)
+
+
+def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) -> tuple[Prefix, Cache]:
+    """What is continued, as the smallest model reads it, and every model's cache."""
+    both = each(lambda model, own: model.prefill(own, asked.inputs, asked.input_length, length),
+                sampler.models, params)
+    caches = each(lambda model, found: found[1], sampler.models, both)
+    while not isinstance(both[0], Prefix):
+        both = both[0]
+    return both[0], caches
+
+
+def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
+    """One round: every unfinished row commits one block."""
+    block, caches, counted = sampler.step(params, state.caches, state.rows, eos_id)
+    before, last = last_two(block, state.rows.before, state.rows.last)
+    finished = (block.size > 0) & (last == eos_id)
+    rows = state.rows._replace(before=before, last=last, start=state.rows.start + block.size,
+                               room=jnp.where(finished, 0, state.rows.room - block.size))
+    emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
+    if history is not None:
+        size = history.emitted.shape[1]
+        at = history.rounds % size
+        kept = jax.tree.map(lambda old, new: placed_at(old, new[:, None], at),
+                            (history.emitted, history.counts), (emitted, counts))
+        history = History(history.rounds + (state.rows.room > 0), *kept)
+    tokens, origin = (placed_at(old, new, state.emitted) for old, new in
+                      ((state.tokens, block.tokens), (state.origin, block.origin)))
+    return State(tokens, origin, emitted, rows, caches, counts, history)
+
+
+def run(sampler: Sampler, params: Params, state: State, finished: Any, rounds: Any = None, *, eos_id: int
+        ) -> State:
+    """Rounds until at least so many rows are `finished`, `rounds` of them at most."""
+    busy = state.rows.room.shape[0] - finished
+
+    def goes_on(carry: tuple[State, Array]) -> Array:
+        state, done = carry
+        on = jnp.sum(state.rows.room > 0) > busy
+        return on if rounds is None else on & (done < rounds)
+
+    def one_more(carry: tuple[State, Array]) -> tuple[State, Array]:
+        return advance(sampler, params, carry[0], eos_id=eos_id), carry[1] + 1
+
+    return lax.while_loop(goes_on, one_more, (state, jnp.int32(0)))[0]
+
+
+def refill(sampler: Sampler, state: State, fresh: State, slots: Int[Array, " R"], like_fresh: bool = False
+           ) -> State:
+    """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
+
+    The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with
+    `like_fresh` as those of `fresh`, which must hold all unfinished rows.
+    """
+    caches = insert(sampler.models, state.caches, fresh.caches, slots, like_fresh)
+    rest = insert_rows(state._replace(caches=None), fresh._replace(caches=None), slots, like_fresh)
+    return rest._replace(caches=caches)
+
+
+def stop_rows(state: State, stopped: Array) -> State:
+    """`state` with the rows where `stopped` [B] finished."""
+    return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
+
+
+def finish(state: State, max_new_tokens: int) -> Generation:
+    past = jnp.arange(max_new_tokens) >= state.emitted[:, None]
+    tokens, origin = (fitted(x, (max_new_tokens,)) for x in (state.tokens, state.origin))
+    return Generation(jnp.where(past, -1, tokens), jnp.where(past, -1, origin), state.emitted, state.counts)
+
+
+def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Int[AnyArray, "B S"],
+             input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, *,
+             max_new_tokens: int, eos_id: int, methods: Any = None, limits: Any = None) -> Generation:
+    """Decodes every row until eos_id or its limit, in one lax.while_loop.
+
+    params nests as the sampler: a model's own for Autoregressive, (drafter's, verifier's) for
+    Speculative. alphas [K] or [B, K] holds the lenience of each verifier, from the smallest up (K = 0 for
+    Autoregressive); methods [K] or [B, K] which of its methods each row follows, where it has several;
+    limits [B] the most tokens of each row, no more than max_new_tokens. All of these, the keys and the
+    options are traced: unlike rows share one program, and sweeping compiles once.
+    Raises ValueError for arrays of other shapes.
+    """
+    asked = requests(sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens)
+    return _generate(sampler, params, asked, max_new_tokens=max_new_tokens, eos_id=eos_id)
+
+
+@partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
+def _generate(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, eos_id: int
+              ) -> Generation:
+    state = begin(sampler, params, asked, max_new_tokens=max_new_tokens)
+    state = run(sampler, params, state, asked.inputs.shape[0], eos_id=eos_id)
+    return finish(state, max_new_tokens)

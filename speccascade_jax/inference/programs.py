@@ -1,0 +1,213 @@
+"""What a scheduler runs on the devices, compiled once for each shape."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speccascade_jax.core import loop
+from speccascade_jax.core.samplers import Sampler
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.parallel import AXIS
+
+GIGABYTE = 2**30
+LAWS = 8  # arrays [B, gamma + 1, V] that a round holds at once, about
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds spent compiling and decoding, apart."""
+
+    compile_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compilations: int = 0
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.decode_seconds += time.perf_counter() - began
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed when a program is compiled; all else is a row's own."""
+
+    sampler: Sampler
+    max_new_tokens: int
+    eos_id: int
+    vocab_size: int
+    max_top_k: int | None = None  # None: no row samples with top-k; so the next two
+    top_p: bool = False
+    min_p: bool = False
+    history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
+
+    def requests(self, rows: int, width: int) -> loop.Requests:
+        """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
+        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+        levels, numbers = self.sampler.level, array(jnp.float32)
+        options = SamplingOptions(numbers, numbers if self.top_p else None,
+                                  array(jnp.int32) if self.max_top_k else None,
+                                  numbers if self.min_p else None, self.max_top_k)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        whole = array(jnp.int32)
+        return loop.Requests._make((keys, array(jnp.int32, width), whole, whole, options,
+                                    array(jnp.float32, levels), array(jnp.int32, levels)))
+
+
+class Programs:
+    """The compiled pieces of one Plan. With several devices each has its own rows and its own loop.
+
+    Rows are counted a device. A piece is compiled from shapes, when it is first asked for.
+    """
+
+    def __init__(self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock):
+        self.plan, self.params, self.mesh, self.clock = plan, params, mesh, clock
+        self.devices = 1 if mesh is None else mesh.size
+        self.compiled: dict[Any, Any] = {}
+
+    def begin(self, rows: int, width: int) -> Any:
+        """(params, Requests) -> State. Raises ValueError where the devices' memory cannot hold it."""
+        def compiled() -> Any:
+            asked = self._placed(self.plan.requests(rows * self.devices, width))
+            self._check_memory(rows, jax.eval_shape(self._begin, self.params, asked))
+            return jax.jit(self._begin).lower(self.params, asked)
+
+        return self._once(("begin", rows, width), compiled)
+
+    def run(self, rows: int, width: int) -> Any:
+        """(params, State, finished rows, rounds) -> State, in the first one's memory."""
+        def compiled() -> Any:
+            state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
+            function = partial(loop.run, self.plan.sampler, eos_id=self.plan.eos_id)
+            mapped = self._mapped(function, P(), P(AXIS), P(), P())
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+                self.params, state, number, number)
+
+        return self._once(("run", rows, width), compiled)
+
+    def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
+        """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
+        def compiled() -> Any:
+            state, fresh = self._state(rows, width), self._state(fresh_rows, fresh_width)
+            slots = self._placed(jax.ShapeDtypeStruct((fresh_rows * self.devices,), jnp.int32))
+            mapped = self._mapped(partial(loop.refill, self.plan.sampler, like_fresh=like_fresh),
+                                  P(AXIS), P(AXIS), P(AXIS))
+            where = shardings(self._state(rows, fresh_width if like_fresh else width))
+            return jax.jit(mapped, donate_argnums=() if like_fresh else 0, out_shardings=where).lower(
+                state, fresh, slots)
+
+        return self._once(("refill", rows, width, fresh_rows, fresh_width, like_fresh), compiled)
+
+    def stop(self, rows: int, width: int) -> Any:
+        """(State, which rows are to stop) -> State, in the first one's memory."""
+        def compiled() -> Any:
+            state = self._state(rows, width)
+            which = self._placed(jax.ShapeDtypeStruct((rows * self.devices,), jnp.bool))
+            return jax.jit(loop.stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(
+                state, which)
+
+        return self._once(("stop", rows, width), compiled)
+
+    def call(self, program: Any, *arguments: Any) -> Any:
+        with self.clock.decoding():
+            return program(*arguments)
+
+    def fetch(self, arrays: Any) -> Any:
+        with self.clock.decoding():
+            return jax.device_get(arrays)
+
+    def place(self, rows: Any) -> Any:
+        """Host arrays [B, ...] where each device has its own rows."""
+        return rows if self.mesh is None else jax.device_put(rows, NamedSharding(self.mesh, P(AXIS)))
+
+    @property
+    def _begin(self) -> Callable[..., Any]:
+        plan = self.plan
+        return self._mapped(partial(loop.begin, plan.sampler, max_new_tokens=plan.max_new_tokens,
+                                    history=plan.history), P(), P(AXIS))
+
+    def _mapped(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+
+    def _placed(self, shapes: Any) -> Any:
+        """place() of shapes."""
+        if self.mesh is None:
+            return shapes
+        where = NamedSharding(self.mesh, P(AXIS))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+
+    def _state(self, rows: int, width: int) -> Any:
+        """The shapes of a State, and where begin() has put its parts: there they stay."""
+        key = "state", rows, width
+        if key not in self.compiled:
+            where = self.begin(rows, width).output_shardings
+            asked = self._placed(self.plan.requests(rows * self.devices, width))
+            found = jax.eval_shape(self._begin, self.params, asked)
+            self.compiled[key] = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where)
+        return self.compiled[key]
+
+    def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
+        if key not in self.compiled:
+            began, before = time.perf_counter(), self.clock.compile_seconds
+            self.compiled[key] = lower().compile()
+            # lower() may have compiled what this program takes: that time is in both.
+            self.clock.compile_seconds = before + time.perf_counter() - began
+            self.clock.compilations += 1
+        return self.compiled[key]
+
+    def _check_memory(self, rows: int, state: Any) -> None:
+        plan, free = self.plan, free_memory()
+        laws = LAWS * 4 * rows * plan.sampler.width * plan.vocab_size
+        need = laws + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // self.devices
+        if free is not None and need > free:
+            raise ValueError(
+                f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
+                f"about {need / GIGABYTE:.1f} GB on each device, {free / GIGABYTE:.1f} GB are free: lower "
+                "batch_size, max_new_tokens or block_size.")
+
+
+def shardings(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def free_memory() -> int | None:
+    """Bytes that are free on the first device, or on the host of CPU devices; None where nobody says."""
+    found = jax.local_devices()[0].memory_stats()
+    if found and "bytes_limit" in found:
+        return found["bytes_limit"] - found["bytes_in_use"]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def row_keys(seeds: list[int], numbers: list[int]) -> jax.Array:
+    """A typed key [B] for each row: its request's number folded into the key of its seed."""
+    data = np.stack([key_data(seed) for seed in seeds])
+    return _folded(data, np.array(numbers, np.uint32))
+
+
+@lru_cache(maxsize=1024)
+def key_data(seed: int) -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+@jax.jit
+def _folded(data: jax.Array, numbers: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(data), numbers)

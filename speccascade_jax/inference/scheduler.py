@@ -1,0 +1,237 @@
+"""The one scheduler: requests wait for free rows, rounds run, finished rows come out.
+
+    scheduler = Scheduler(programs, batch_size, tokenizer, bucket)
+    ids = scheduler.admit(requests)
+    while scheduler.busy:
+        scheduler.run()
+        for number, result in scheduler.finished():
+            ...
+
+Files, evaluation and streaming are its clients; nothing else loops over batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from speccascade_jax.core.baselines import Trace
+from speccascade_jax.core.loop import Requests
+from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.core.samplers import Origin
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.programs import Programs, row_keys
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.tokenizer import Tokenizer, pad, up_to_stop
+
+LOOK_EVERY = 8  # rounds between two looks for stop sequences
+NO_LIMIT = np.int32(2**31 - 1)
+
+
+class Request(NamedTuple):
+    """A text to decode. `method` is the index of its method in the plan's sampler."""
+
+    tokens: Sequence[int]
+    settings: Settings
+    number: int = 0   # with the seed it fixes the random draws
+    method: int = 0
+    stop: tuple[str, ...] = ()
+
+
+class Result(NamedTuple):
+    """What became of a request: tokens up to its end or stop sequence, who wrote each, what it counted."""
+
+    tokens: list[int]
+    origin: list[str]
+    counts: dict[str, Any]
+
+
+class Scheduler:
+    """Rows of a batch, `batch_size` on each device, and the requests that wait for one.
+
+    Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
+    become narrower. A result depends on its request only, never on what else is decoded (in float32: other
+    dtypes round a product of another shape in another way).
+    """
+
+    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
+                 bucket: Callable[[int], int]):
+        self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
+        self.share = max(batch_size // 4, 1)  # of a device's rows that are idle before others take them
+        self.waiting: list[tuple[int, Request]] = []       # the longest last
+        self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
+        self.done: list[tuple[int, Result]] = []
+        self.state: Any = None
+        self.seen: Any = None  # what run() has fetched of it
+        self.width = self.admitted = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether run() has something to do."""
+        return bool(self.waiting or self.running)
+
+    def admit(self, requests: Iterable[Request]) -> list[int]:
+        """Queues the requests and returns their ids, in order."""
+        new = list(enumerate(requests, self.admitted))
+        self.admitted += len(new)
+        self.waiting = sorted([*self.waiting, *new], key=lambda one: (len(one[1].tokens), one[0]))
+        return [number for number, _ in new]
+
+    def cancel(self, number: int) -> None:
+        """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
+        self.waiting = [one for one in self.waiting if one[0] != number]
+        self._stop([row for row, (own, _) in self.running.items() if own == number])
+
+    def finished(self) -> list[tuple[int, Result]]:
+        """The requests that have finished since the last call, by id."""
+        done, self.done = self.done, []
+        return done
+
+    def partial(self, number: int) -> Result | None:
+        """What a running request has written by the end of the last run(); None where it runs no more."""
+        row = next((row for row, (own, _) in self.running.items() if own == number), None)
+        return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
+
+    def run(self, rounds: int | None = None) -> None:
+        """Places waiting requests, then runs until rows are free for others, or everything is done, or
+        `rounds` rounds are; stop sequences are looked for every few rounds.
+
+        Raises ValueError where a model's logits are not numbers.
+        """
+        self._place()
+        if not self.running:
+            return
+        stops = any(request.stop for _, request in self.running.values())
+        most = NO_LIMIT if rounds is None else np.int32(rounds)
+        most = min(most, np.int32(LOOK_EVERY)) if stops else most
+        enough = self.share if self.waiting else self.batch_size
+        programs = self.programs
+        self.state = programs.call(programs.run(self.batch_size, self.width), programs.params, self.state,
+                                   np.int32(enough), most)
+        state = self.state
+        self.seen = programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room, state.counts,
+                                    state.history))
+        self._take_finished()
+
+    def _take_finished(self) -> None:
+        room, stopped = self.seen[3], []
+        for row, (number, request) in [*self.running.items()]:
+            if room[row] > 0 and not request.stop:
+                continue
+            result, complete = self._result(row, request)
+            if room[row] == 0:
+                del self.running[row]
+            elif complete:
+                stopped.append(row)
+            else:
+                continue
+            self.done.append((number, result))
+        self._stop(stopped)
+
+    def _result(self, row: int, request: Request) -> tuple[Result, bool]:
+        """What a row has written, up to its stop sequence, and whether it has come to one."""
+        tokens, origin, emitted, _, counts, history = self.seen
+        written = tokens[row, :int(emitted[row])]
+        if (written >= self.programs.plan.vocab_size).any():
+            raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
+                             "bfloat16 is too narrow for it.")
+        stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop)
+        kept = written.tolist() if stopped is None else stopped[0]
+        counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else
+                  counts_at(history, row, len(kept)))
+        origins = [Origin(o).name.lower() for o in origin[row, :len(kept)]]
+        return Result(kept, origins, row_counts(counts)), stopped is not None
+
+    def _stop(self, rows: list[int]) -> None:
+        """Frees these rows before their ends."""
+        if not rows:
+            return
+        which = np.isin(np.arange(self.batch_size * self.programs.devices), rows)
+        programs = self.programs
+        self.state = programs.call(programs.stop(self.batch_size, self.width), self.state,
+                                   programs.place(which))
+        for row in rows:
+            del self.running[row]
+
+    def _place(self) -> None:
+        """Gives waiting requests the idle rows, where a share of every device's rows is idle."""
+        programs, devices, rows = self.programs, self.programs.devices, self.batch_size
+        while self.waiting:
+            idle = [[row for row in range(rows) if device * rows + row not in self.running]
+                    for device in range(devices)]
+            anew = not self.running
+            count = rows if anew else self.share
+            if min(map(len, idle)) < count:
+                return
+            chosen = [self.waiting.pop() for _ in range(min(count * devices, len(self.waiting)))]
+            width = self.bucket(len(chosen[0][1].tokens))
+            placed = {k % devices * count + k // devices: one for k, one in enumerate(chosen)}
+            asked = self._requests({row: request for row, (_, request) in placed.items()}, count, width)
+            fresh = programs.call(programs.begin(count, width), programs.params, asked)
+            if anew:
+                self.state, self.width, self.running = fresh, width, placed
+                continue
+            slots = [row for local in idle for row in local[:count]]
+            self.running |= {row // count * rows + slots[row]: one for row, one in placed.items()}
+            needed = max(self.bucket(len(request.tokens)) for _, request in self.running.values())
+            like_fresh = width > self.width or (width < self.width and needed <= width)
+            refill = programs.refill(rows, self.width, count, width, like_fresh)
+            self.state = programs.call(refill, self.state, fresh, programs.place(np.array(slots, np.int32)))
+            self.width = width if like_fresh else self.width
+
+    def precompile(self, widths: Sequence[int]) -> None:
+        """Compiles every program that requests of these (ascending) widths may need."""
+        programs, rows = self.programs, self.batch_size
+        stops = programs.plan.history > 0
+        for width in widths:
+            programs.run(rows, width)
+            if stops:
+                programs.stop(rows, width)
+            for other in [w for w in widths if w <= width] if rows > 1 else []:
+                programs.refill(rows, width, self.share, other, False)
+                if other < width:
+                    programs.refill(rows, width, self.share, other, True)
+
+    def _requests(self, placed: dict[int, Request], count: int, width: int) -> Requests:
+        """The arguments of begin() for `count` rows a device; a row that nobody has asked for is empty."""
+        programs, rows = self.programs, count * self.programs.devices
+        plan, empty = programs.plan, Request((), Settings())
+        asked = [placed.get(row, empty) for row in range(rows)]
+        own = [request.settings for request in asked]
+
+        def column(name: str, off: float, dtype: Any) -> np.ndarray:
+            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+
+        inputs, lengths = pad([request.tokens for request in asked], width, self.tokenizer.pad_id)
+        options = SamplingOptions(
+            column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
+            column("top_k", 0, np.int32) if plan.max_top_k else None,
+            column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+        levels = (rows, plan.sampler.level)
+        return programs.place(Requests._make((
+            row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
+            column("max_new_tokens", plan.max_new_tokens, np.int32), options,
+            np.broadcast_to(column("alpha", 0, np.float32)[:, None], levels),
+            np.broadcast_to(np.array([request.method for request in asked], np.int32)[:, None], levels))))
+
+
+def counts_at(history: Any, row: int, size: int) -> Any:
+    """A row's counts after the first round by which it had written `size` tokens."""
+    rounds, kept = int(history.rounds[row]), history.emitted.shape[1]
+    last = (n % kept for n in range(max(rounds - kept, 0), rounds))
+    at = next(n for n in last if history.emitted[row, n] >= size)
+    return jax.tree.map(lambda x: x[row, at], history.counts)
+
+
+def row_counts(counts: Any) -> dict[str, Any]:
+    """One row's counts as plain numbers."""
+    if isinstance(counts, Tally):
+        return {name: int(value) for name, value in counts._asdict().items()}
+    if isinstance(counts, Trace):
+        return {"log_q": counts.log_q[counts.drawn > 0].tolist()}
+    if isinstance(counts, tuple) and not isinstance(counts, Counters):
+        drafter, own = counts
+        values = {name: np.asarray(value).tolist() for name, value in own._asdict().items()}
+        return {"drafter_passes": int(jax.tree.leaves(drafter)[0]), **values}
+    return {"model_passes": int(counts)}
