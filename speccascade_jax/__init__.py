@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speccascade_jax.core.baselines import BASELINES
+    from speccascade_jax.baselines import BASELINES
     from speccascade_jax.core.loop import generate
     from speccascade_jax.core.methods import METHODS, Method
     from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
@@ -15,7 +15,7 @@ __version__ = "0.2.0"
 __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",
            "SamplingOptions", "Speculative", "generate", "hierarchy", "load"]
 _HOMES = {
-    "core.baselines": ("BASELINES",),
+    "baselines": ("BASELINES",),
     "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
     "core.methods": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
     "inference.text": ("Cascade", "Output")}

@@ -11,9 +11,9 @@ from toys import TableLM, chi_square, sequence_law, table
 from speccascade_jax.core import loop, samplers, verification
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.metrics import check_identities
 from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.evaluation.rates import check_identities
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
 FAIL_BELOW = 1e-4

@@ -32,16 +32,16 @@ from speccascade_jax.commands.commandline import at_least, console, exit_code, t
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.metrics import (
+from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.evaluation import other_libraries, profiling
+from speccascade_jax.evaluation.profiling import Contestant, slope
+from speccascade_jax.evaluation.rates import (
     expected_tokens_per_call,
     position_acceptance,
     relative_cost,
     summarize,
 )
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.evaluation import other_libraries, profiling
-from speccascade_jax.evaluation.profiling import Contestant, slope
 from speccascade_jax.inference.outputs import append_line, check_targets
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output

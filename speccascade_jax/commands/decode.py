@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.commands.commandline import (
     at_least,
     check_summary,
@@ -30,9 +31,8 @@ from speccascade_jax.commands.commandline import (
     table_of,
 )
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.baselines import BASELINES
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
-from speccascade_jax.core.metrics import summarize
+from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
 from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
 from speccascade_jax.inference.text import Cascade, Output

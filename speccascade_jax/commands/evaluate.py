@@ -29,8 +29,8 @@ from speccascade_jax.commands.commandline import (
     task_of,
 )
 from speccascade_jax.config import DecodeConfig, Task
-from speccascade_jax.core.metrics import check_counts, summarize
 from speccascade_jax.evaluation.quality import TOKENIZERS, bleu_and_signature, bootstrap, score, statistics
+from speccascade_jax.evaluation.rates import check_counts, summarize
 from speccascade_jax.inference.outputs import (
     OutputFile,
     append_line,

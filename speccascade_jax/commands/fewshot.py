@@ -15,8 +15,8 @@ from rich.progress import track
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, table_of
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.metrics import summarize
 from speccascade_jax.evaluation.fewshot import TASKS, Scored, Task, build_prompts
+from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.evaluation.sandbox import check_sandbox, parse_tests
 from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
 from speccascade_jax.inference.text import Cascade, Output

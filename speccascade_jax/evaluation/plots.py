@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from speccascade_jax.core.baselines import BASELINES
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.evaluation.reductions import Result
 from speccascade_jax.evaluation.sweep import COMPARED, gamma

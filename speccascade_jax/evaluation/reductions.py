@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
-from speccascade_jax.core.metrics import relative_cost
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
+from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.sweep import Latency, Quality, alone, gamma
 from speccascade_jax.inference.settings import Settings
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from speccascade_jax.core.baselines import BASELINES, Baseline
+from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
-from speccascade_jax.core.metrics import check_counts, position_acceptance
 from speccascade_jax.evaluation.quality import statistics, sums
+from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output

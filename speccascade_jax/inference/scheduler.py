@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from speccascade_jax.core.baselines import Trace
+from speccascade_jax.baselines.sequence import Trace
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.metrics import Counters, Tally
 from speccascade_jax.core.samplers import Origin

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from speccascade_jax.core.baselines import BASELINES, Baseline
+from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 
 

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.baselines import BASELINES, CONFIDENCES
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from toys import TableLM, chi_square, pair, sequence_law, table, transform
 
-from speccascade_jax.core import baselines, decoding
-from speccascade_jax.core.baselines import BASELINES, CONFIDENCES, Bild, Oracle, TokenCascade
-from speccascade_jax.core.decoding import Autoregressive, generate
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.bild import Bild
+from speccascade_jax.baselines.oracle import Oracle
+from speccascade_jax.baselines.sequence import CONFIDENCES, QUANTILE
+from speccascade_jax.baselines.token_cascade import TokenCascade
+from speccascade_jax.core import loop
+from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.metrics import Tally, check_counts, check_tally
+from speccascade_jax.core.metrics import Tally
+from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.evaluation.rates import check_counts, check_tally
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
@@ -81,9 +87,9 @@ def test_the_wrong_cap_is_seen():
 def test_bent_random_numbers_are_seen(monkeypatch):
     """Negative control: numbers that are not uniform."""
     jax.clear_caches()
-    noise = decoding.noise
+    noise = loop.noise
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "noise", lambda *args: noise(*args) ** 2)
+        patch.setattr(loop, "noise", lambda *args: noise(*args) ** 2)
         result = run(TokenCascade(Autoregressive(MODEL), MODEL, 2), 0.6)
     jax.clear_caches()
     assert chi_square(result.tokens, token_cascade_law(0.6, 2)) < FAIL_BELOW
@@ -211,7 +217,7 @@ def test_sequence_cascades_follow_their_law(method, alpha):
         log_q = np.array([np.log(softmax(TABLES[0][context[n], context[n + 1]])[token])
                           for n, token in enumerate(text)])
         return {"sequence": np.exp(log_q.sum()), "sequence_mean": np.exp(log_q.mean()),
-                "sequence_quantile": np.exp(np.quantile(log_q, baselines.QUANTILE))}[method]
+                "sequence_quantile": np.exp(np.quantile(log_q, QUANTILE))}[method]
 
     deferred = {text: mass for text, mass in small.items() if confidence(text) < 1 - alpha}
     mass = sum(deferred.values())

@@ -1,0 +1,52 @@
+"""Both models at every token: how good the rule diff can be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from speccascade_jax.core.metrics import Tally
+from speccascade_jax.core.rules import Scores, diff, target_probs
+from speccascade_jax.core.samplers import (
+    Block,
+    Counts,
+    Origin,
+    Rows,
+    is_greedy,
+    uniforms,
+)
+from speccascade_jax.core.sampling import Role, draw, token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """The rule diff with both models at every step: its quality counts, its time does not."""
+
+    drafter: LanguageModel
+    verifier: LanguageModel
+    width: int = dataclasses.field(default=1, init=False)
+    level: int = dataclasses.field(default=1, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def models(self) -> tuple[LanguageModel, LanguageModel]:
+        return self.drafter, self.verifier
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        (q, p), caches = zip(*(model.extend(weights, rows.last[:, None], cache) for model, weights, cache in
+                               zip(self.models, params, caches, strict=True)), strict=True)
+        scores = Scores(jax.nn.softmax(q, axis=-1), jax.nn.softmax(p, axis=-1), token_probs(q, rows.options),
+                        token_probs(p, rows.options), is_greedy(rows))
+        delta = diff(scores, rows.alphas[:, -1, None, None])
+        pi = target_probs(scores.q_sampled, scores.p_sampled, delta)
+        own = target_probs(scores.q, scores.p, delta)
+        token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], pi[:, 0])
+        size, deferred = jnp.minimum(rows.room, 1), delta[:, 0]
+        origin = jnp.where(deferred, Origin.CORRECTION, Origin.DRAFT).astype(jnp.int32)
+        deferred = size * deferred[:, 0]
+        return (Block(token[:, None], pi, own, origin, size),
+                roll_back(self.models, caches, rows.start - 1 + size),
+                Tally(size, size, size, size - deferred, deferred, size))

@@ -1,0 +1,61 @@
+"""The sequence cascade: the drafter writes a text, and where its confidence is low the verifier another.
+
+It is two decodings, and only the deferred rows reach the second: inference.text runs both.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.samplers import (
+    Autoregressive,
+    Block,
+    Counts,
+    Rows,
+)
+from speccascade_jax.core.typing import Cache, Params
+
+Array = jax.Array
+QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile
+
+
+class Trace(NamedTuple):
+    """What Scored counts; L is the length of the token buffer."""
+
+    passes: Int[Array, " B"]
+    log_q: Float[Array, "B L"]  # of the token drawn at each position, 0 where none was
+    drawn: Int[Array, "B L"]    # 1 at these positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A drafter that remembers how sure it was of each of its tokens: a sequence cascade's first half."""
+
+    drafter: Autoregressive
+    width: int = dataclasses.field(default=1, init=False)
+    level: int = dataclasses.field(default=0, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def models(self) -> Any:
+        return self.drafter.models
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        block, caches, size = self.drafter.step(params, caches, rows, eos_id)
+        here = (jnp.arange(rows.noise.shape[-1]) == rows.start[:, None]) & (size > 0)[:, None]
+        log_q = jnp.log(jnp.take_along_axis(block.own[:, 0], block.tokens, axis=1))
+        return block, caches, Trace(size, jnp.where(here, log_q, 0.0), here.astype(jnp.int32))
+
+
+CONFIDENCES: dict[str, Callable[[np.ndarray], float]] = {
+    "sequence": lambda log_q: float(np.exp(np.sum(log_q))),
+    "sequence_mean": lambda log_q: float(np.exp(np.mean(log_q))),
+    "sequence_quantile": lambda log_q: float(np.exp(np.quantile(log_q, QUANTILE))),
+}
+"""A draft's confidence in [0, 1] from the log-probabilities of its tokens: the text's probability (Chow),
+normalised by length, and a quantile (Gupta et al. 2024). Below 1 - alpha the verifier writes a new text."""

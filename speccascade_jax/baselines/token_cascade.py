@@ -1,0 +1,72 @@
+"""The token-level cascade of Narasimhan et al., decided token by token in sequence."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, read
+from speccascade_jax.core.metrics import Tally
+from speccascade_jax.core.samplers import (
+    NO_TOKEN,
+    Autoregressive,
+    Block,
+    Counts,
+    Origin,
+    Rows,
+    append,
+    last_token,
+    uniforms,
+)
+from speccascade_jax.core.sampling import Role, draw, token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCascade:
+    """Chow's rule in sequence: the drafter writes while max q >= 1 - alpha and at most `cap` tokens; the
+    verifier then reads them and writes one.
+
+    The law of a token is q~ or p~, decided by q and by how many tokens the drafter has just written.
+    """
+
+    drafter: Autoregressive
+    verifier: LanguageModel
+    cap: int = CAP
+    level: int = dataclasses.field(default=1, init=False)
+
+    @property
+    def width(self) -> int:
+        return self.cap + 1
+
+    @property
+    def overhang(self) -> int:
+        return self.cap + 2
+
+    @property
+    def models(self) -> tuple[Any, LanguageModel]:
+        return self.drafter.models, self.verifier
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        drafted, drafter_cache, passes = draft_while_confident(
+            self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id)
+        size = drafted.size
+        asked = (size < rows.room) & (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) != eos_id)
+
+        logits, verifier_cache = read(
+            self.verifier, params[1], jnp.concatenate([rows.last[:, None], drafted.tokens[:, :-1]], axis=1),
+            jnp.max(jnp.where(asked, size + 1, 0)), caches[1])
+        logits = at(logits, size)
+        probs = token_probs(logits, rows.options)
+        token = draw(at(uniforms(rows, self.level, Role.DRAW, self.width), size), probs)
+
+        origin = jnp.where(size == self.cap, Origin.BONUS, Origin.CORRECTION).astype(jnp.int32)
+        own = Block(token[:, None], probs[:, None], jax.nn.softmax(logits, axis=-1)[:, None],
+                    origin[:, None], asked.astype(jnp.int32))
+        block = append(drafted, own)
+        caches = roll_back(self.models, (drafter_cache, verifier_cache), rows.start - 1 + block.size)
+        deferred = (asked & (size < self.cap)).astype(jnp.int32)
+        return block, caches, Tally(passes, own.size, size + deferred, size, deferred, block.size)

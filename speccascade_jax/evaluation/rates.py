@@ -1,0 +1,89 @@
+"""Rates made of counts, and the identities that counts obey."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from speccascade_jax.core.metrics import Counters, Tally
+
+
+def check_identities(counters: Counters) -> None:
+    """Raises ValueError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and
+    emitted = accepted + rounds, less one where a row's last round was cut inside its draft."""
+    c: Any = Counters._make(map(np.asarray, counters))
+    weights = np.arange(c.histogram.shape[-1])
+    _must_hold(c.histogram.sum(-1) == c.rounds, "the histogram does not sum to the rounds")
+    _must_hold(c.histogram @ weights == c.accepted, "the histogram does not weigh to the accepted")
+    missing = c.accepted + c.rounds - c.emitted
+    _must_hold((missing == 0) | (missing == 1), "emitted is not accepted + rounds")
+
+
+def check_tally(tally: Tally) -> None:
+    """Raises ValueError unless every row has emitted = accepted + rounds, less one where the
+    verifier found nothing to add to a finished text; or both models gave every token (the oracle)."""
+    t: Any = Tally._make(map(np.asarray, tally))
+    missing = t.accepted + t.rounds - t.emitted
+    both = (t.rounds == t.emitted) & (t.drafter_passes == t.emitted) & (t.accepted + t.deferred == t.emitted)
+    _must_hold((missing == 0) | (missing == 1) | both, "emitted is not accepted + rounds")
+    _must_hold((t.accepted <= t.drafted) & (t.drafted <= t.drafter_passes), "more accepted than drafted")
+
+
+def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
+    """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
+    another number of tokens than was counted; with stop sequences (`stopped`) it may have fewer. Rows of
+    empty inputs have no counts."""
+    counted = [(row, size) for row, size in zip(rows, lengths, strict=True) if row]
+    for row, size in counted:
+        said = row.get("emitted", row.get("model_passes", 0))
+        _must_hold(np.array(size <= said if stopped else size == said), "the tokens are not those counted")
+    rounds = [row for row, _ in counted if "histogram" in row]
+    tallies = [row for row, _ in counted if "emitted" in row and "histogram" not in row]
+    if rounds:
+        check_identities(Counters(*_columns(rounds, Counters._fields)))
+    if tallies:
+        check_tally(Tally(*_columns(tallies, Tally._fields)))
+
+
+def _must_hold(identity: np.ndarray, otherwise: str) -> None:
+    if not identity.all():
+        raise ValueError(f"the counts do not fit each other: {otherwise}. This is a fault of the decoder; "
+                         "please report it with the command.")
+
+
+def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
+    return [np.array([row[name] for row in rows]) for name in names]
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted."""
+    def ratio(a: str, b: str) -> float | None:
+        below = sum(row.get(b, 0) for row in rows)
+        return sum(row.get(a, 0) for row in rows) / below if below else None
+
+    return {"acceptance_rate": ratio("accepted", "drafted"),
+            "tokens_per_verifier_call": ratio("emitted", "rounds"),
+            "deferral_rate": ratio("deferred", "drafted")}
+
+
+def position_acceptance(origins: list[list[str]]) -> float:
+    """accepted / tested drafted positions, from who wrote each row's tokens. (acceptance_rate also divides
+    by the drafts after a rejection or the end.)"""
+    accepted = sum(origin.count("draft") for origin in origins)
+    return accepted / max(accepted + sum(origin.count("correction") for origin in origins), 1)
+
+
+def expected_tokens_per_call(acceptance: Float[np.ndarray, "..."] | float, block_size: int) -> Any:
+    """(1 - a^(gamma+1)) / (1 - a): tokens per verifier call with independent acceptance a."""
+    a = np.asarray(acceptance, np.float64)
+    return np.sum([a**i for i in range(block_size + 1)], axis=0)
+
+
+def relative_cost(acceptance: float, block_size: int, step_ratio: float, overhead: float = 0.0) -> float:
+    """Predicted time per token relative to the verifier's.
+
+    step_ratio: drafter step / verifier step; overhead: everything else a round costs beyond one
+    verifier step, in verifier steps.
+    """
+    cost = (block_size + 1) * step_ratio + 1.0 + overhead
+    return float(cost / expected_tokens_per_call(acceptance, block_size))
