@@ -19,12 +19,16 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
 
 
+def is_quick(item) -> bool:
+    """False for tests marked `full`; `full(quick=[...])` names the parameters that run all the same."""
+    mark = item.get_closest_marker("full")
+    return mark is None or (hasattr(item, "callspec") and item.callspec.id in mark.kwargs.get("quick", ()))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Without --full, tests marked `full` are not run."""
     if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
+        items[:] = [item for item in items if is_quick(item)]
 
 
 @pytest.fixture(scope="session")

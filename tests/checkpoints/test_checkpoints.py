@@ -129,6 +129,7 @@ def renamed(name):
     return f"{name}.weight"
 
 
+@pytest.mark.full
 def test_a_t5_small_of_transformers_through_every_format(tmp_path):
     """transformers -> ours -> T5X -> ours -> transformers: the same bits and the same logits."""
     torch = pytest.importorskip("torch")
@@ -210,6 +211,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.full
 def test_gs_is_read_in_place(tmp_path):
     original = random_checkpoint(CONFIGS["table_a_layer"])
     checkpoints.save(tmp_path / "checkpoint_1", original, "t5x")
@@ -243,6 +245,7 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 """
 
 
+@pytest.mark.full(quick=["huggingface"])
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
@@ -254,6 +257,7 @@ def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
     assert 0.5 < ratio < 1.3  # less than a half: nothing was measured
 
 
+@pytest.mark.full
 def test_each_device_gets_the_part_it_is_asked_to_hold(tmp_path):
     for to in checkpoints.FORMATS:
         checkpoints.save(tmp_path / to, random_checkpoint(TINY_T5), to)
@@ -311,6 +315,7 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
         assert ours.decode([*row, 1, 0, 0, 400]) == theirs.decode([*row, 1, 0, 0, 400])
 
 
+@pytest.mark.full(quick=["spiece.model"])
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
 def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
     """Through convert.py, its tokenizer along; without one there is --tokenizer."""

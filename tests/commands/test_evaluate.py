@@ -76,13 +76,14 @@ def start(arguments, environment):
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_path, request):
-    """SIGKILL once the texts have grown by a random number of bytes, ten times with --full."""
+@pytest.mark.full
+def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_path):
+    """SIGKILL once the texts have grown by a random number of bytes, six times."""
     def size():
         return sum(p.stat().st_size for p in (tmp_path / "texts").glob("*.jsonl"))
 
     arguments, rng, kills = flags(tiny, tmp_path / "texts", "--batch-size=1"), random.Random(0), 0
-    total, wanted = sum(map(len, alone.values())), 10 if request.config.getoption("--full") else 3
+    total, wanted = sum(map(len, alone.values())), 6
     for n in range(wanted):
         process, goal = start(arguments, environment(tmp_path)), total * (n + rng.random()) / wanted
         while process.poll() is None and size() < goal:
@@ -96,12 +97,14 @@ def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_p
     assert texts(tmp_path / "texts") == alone
 
 
+@pytest.mark.full
 def test_eight_devices_write_the_same_texts(tiny, alone, tmp_path):
     process = start(flags(tiny, tmp_path / "texts", "--batch-size=2"), environment(tmp_path, 8))
     assert process.wait(timeout=300) == 0, process.stderr.read()
     assert texts(tmp_path / "texts") == alone
 
 
+@pytest.mark.full
 def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -157,6 +160,7 @@ def sources(tiny):
     return [json.loads(line)["source"] for line in (tiny[0] / "data.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_sweep_picks_a_config_that_decodes(tiny, tmp_path, capsys):
     folder, shared = tiny
     sweep = [*shared, f"--task={folder / 'bleu'}.py", f"--output={tmp_path / 'sweep'}", "--methods",

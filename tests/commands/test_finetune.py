@@ -111,11 +111,12 @@ def unfinished(run):
     return {path for path in run.glob("*/*") if "tmp" in path.name}
 
 
-def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone, request):
+@pytest.mark.full
+def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone):
     """SIGKILL at random moments, most of them inside a save: bit-identical parameters."""
     run, rng = toy / "killed", random.Random(1)
     run.mkdir()
-    points = 20 if request.config.getoption("--full") else 4
+    points = 10
     often = ["--save-every=1", "--eval-every=5", f"--steps={15 * points}"]
     reference = toy / "often"
     assert finetune(toy, reference, *often).returncode == 0
@@ -142,6 +143,7 @@ def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone, request):
     assert len(starts) > 1 and starts[-1] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [[], ["--split-parameters"]], ids=["data-parallel", "fsdp"])
 def test_eight_devices_train_as_one(toy, alone, flags):
     run = toy / f"eight{len(flags)}"
@@ -184,6 +186,7 @@ report(steps.update(params, state, grads, count)[:2])
 '''
 
 
+@pytest.mark.full
 def test_fsdp_splits_parameters_state_and_gradients(toy, alone):
     """Each of eight devices holds about an eighth, before and after an update."""
     done = subprocess.run([sys.executable, "-c", MEMORY, str(toy / "toy.py")], env=environment(toy, 8),
@@ -193,6 +196,7 @@ def test_fsdp_splits_parameters_state_and_gradients(toy, alone):
     assert len(shares) == 2 and all(0.12 < share < 0.16 for share in shares), shares
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(toy, alone):
     run = toy / "two"
     with socket.socket() as free:
@@ -213,6 +217,7 @@ def here(toy, run, *flags):
     return finetune_script.main(command(toy, run, *flags)[2:])
 
 
+@pytest.mark.full
 def test_accumulated_batches_are_one_step(toy, alone):
     """Two batches a step: the token-weighted mean of both, seen in the first step's loss."""
     run, single = toy / "accumulated", toy / "single"
@@ -222,6 +227,7 @@ def test_accumulated_batches_are_one_step(toy, alone):
     assert low < losses(run)[0] < high
 
 
+@pytest.mark.full
 def test_rematerialisation_changes_no_step(toy, alone):
     assert here(toy, toy / "remat", "--remat") == 0
     np.testing.assert_allclose(losses(toy / "remat"), losses(alone), rtol=1e-5)
@@ -252,6 +258,7 @@ def test_a_column_too_many_is_named(toy, tmp_path, capsys):
     assert "bad.tsv, line 2: 3 columns" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_divergence_keeps_the_last_good_checkpoint(toy, alone, tmp_path, capsys):
     run = tmp_path / "run"
     assert here(toy, run, "--steps=10") == 0
@@ -269,6 +276,7 @@ def test_another_model_than_the_run_began_with_is_refused(toy, alone, capsys):
     assert (alone / "model.json").read_text() == before
 
 
+@pytest.mark.full(quick=["params"])
 @pytest.mark.parametrize("item", ["params", "optimizer"])
 def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
     shutil.copytree(alone, tmp_path / "run")
@@ -279,6 +287,7 @@ def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
     assert "damaged" in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_full_disk_loses_nothing(toy, alone, tmp_path):
     """A limit on the size of files stands in for the disk's end."""
     run = tmp_path / "run"

@@ -59,6 +59,7 @@ def decoded(model, params, folder, dtype):
     return checkpoints.load(folder, dtype, packed=True)
 
 
+@pytest.mark.full(quick=["t5_1_0-int8-1"])
 @pytest.mark.parametrize("dtype,transposed_from", [("int8", 1), ("int8", 1024), ("bfloat16", 1)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transposed_from, tmp_path,
@@ -92,6 +93,7 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transp
         close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
 
 
+@pytest.mark.full(quick=["gemma-1"])
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("name", ["t5_1_1", "gemma"])

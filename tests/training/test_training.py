@@ -56,6 +56,7 @@ def test_run_and_export_decode_alike(trained, number_words):
     assert bleu([o.text for o in outputs], [r for _, r in examples]) > 50
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_as_an_uninterrupted_one(trained, number_words, tmp_path, monkeypatch):
     again = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), export_dir=None)
     from_step = TrainingBatches.from_step
@@ -84,6 +85,7 @@ def test_batches_are_a_function_of_the_step(trained, number_words):
                for a, b in itertools.pairwise(walked))
 
 
+@pytest.mark.full
 def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path):
     student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
                                   steps=100, distillation=1.0, export_dir=None, seed=1)
@@ -91,6 +93,7 @@ def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path
     assert events(run, "evaluation")[-1]["loss"] < events(trained, "evaluation")[0]["loss"] + 0.3
 
 
+@pytest.mark.full
 def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tmp_path, monkeypatch):
     """teacher_outputs holds the teacher's own greedy outputs, however often writing it was killed."""
     path = tmp_path / "outputs.jsonl"
@@ -158,6 +161,7 @@ def test_total_variation_is_the_rejected_mass():
     np.testing.assert_allclose(total_variation(jnp.log(p), jnp.log(q)), rejected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_adafactor_steps_as_transformers_does(tmp_path):
     """50 fine-tuning steps of one T5: the losses are those of torch and transformers' Adafactor."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -222,6 +226,7 @@ def test_mixed_precision_gradients_are_those_of_float32():
         np.testing.assert_allclose(half, full, atol=0.02 * float(np.abs(full).max()))
 
 
+@pytest.mark.full
 def test_a_decoder_only_model_learns_a_task_and_decodes_it(number_words, tmp_path):
     """The toy translation above as a prompt and its continuation, from config to text."""
     folder = tmp_path / "run"
