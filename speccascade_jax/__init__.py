@@ -34,4 +34,4 @@ def load(config: str) -> "Cascade":
     from speccascade_jax import config as configs
     from speccascade_jax.inference.text import Cascade
 
-    return Cascade.from_config(configs.load(config))
+    return Cascade.from_config(configs.load(config, configs.DecodeConfig))

@@ -196,7 +196,7 @@ def _run(path: Path) -> dict[str, Any]:
                  if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
-        said = traceback.format_exception_only(error)[-1].strip()
+        said = " ".join(traceback.format_exception_only(error)[-1][:300].split())
         raise ConfigError(f"{path}{f', line {lines[-1]}' if lines else ''}: {said.rstrip('.')}.") from None
 
 

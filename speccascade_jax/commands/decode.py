@@ -185,7 +185,7 @@ def decode(arguments: Arguments) -> None:
             cascade.encode(texts)
         outputs, resumed = [*done], len(done)
         fresh = cascade.generate(texts[resumed:], run.settings, truncate=run.truncate, first_index=resumed,
-                                 batch_size=min(run.batch_size, max(len(texts), 1)))
+                                 batch_size=run.batch_size)
         for output in with_progress(fresh, resumed, len(texts)):
             outputs.append(output)
             if file is None:

@@ -89,7 +89,7 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
         lines = [json.dumps(dataclasses.asdict(output)) + "\n" for output in done]
         outputs = cascade.generate(
             texts[len(done):], run.settings, method=method, truncate=run.truncate,
-            batch_size=min(run.batch_size, max(len(texts), 1)), first_index=begin + len(done))
+            batch_size=run.batch_size, first_index=begin + len(done))
         for output in track(outputs, method, len(texts) - len(done), transient=True,
                             disable=jax.process_index() > 0):
             lines.append(json.dumps(dataclasses.asdict(output)) + "\n")

@@ -120,7 +120,7 @@ def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | N
             file, outputs = open_output(part, {**settings, "method": run.method}, texts)
             stack.enter_context(file)
         fresh = cascade.generate(texts[len(outputs):], run.settings, truncate=run.truncate,
-                                 batch_size=min(run.batch_size, len(texts)), first_index=len(outputs))
+                                 batch_size=run.batch_size, first_index=len(outputs))
         for output in track(fresh, run.method, len(texts) - len(outputs), transient=True):
             outputs.append(output)
             if file is not None:

@@ -66,9 +66,6 @@ class OutputFile:
         except OSError as error:  # which does not know the file
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
     def remove(self) -> None:
         """Deletes the file and its settings, for what needs them no more."""
         for path in (settings_file(self.path), self.path):
@@ -272,18 +269,3 @@ def _check_writable(path: Path) -> None:
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
-
-
-resume_lines, writable = resume, _check_writable
-
-
-def whole_lines(path: Path) -> int:
-    if not path.is_file():
-        return 0
-    with path.open("r+b") as file:
-        count, end = 0, 0
-        for line in file:
-            if line.endswith(b"\n"):
-                count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
