@@ -13,6 +13,8 @@ from typing import Any
 
 MEGABYTE = 2**20
 JSON_BYTES = 64 * MEGABYTE  # the index of a model of 400 billion parameters takes one
+HEADERS = ".z", "_", "manifest"
+"""How the names of zarr's, Orbax's and TensorStore's files that hold no arrays begin."""
 
 
 def shown(value: Any) -> str:
@@ -21,13 +23,14 @@ def shown(value: Any) -> str:
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path. Raises ValueError where no file system and no library could take it."""
+    """The path. Raises ValueError where no file system or no library could take it."""
+    text = str(path)
     try:
-        if "\0" in str(path):
-            raise ValueError
-        str(path).encode()
-    except ValueError:
-        raise ValueError(f"the path {str(path)!a} is no valid UTF-8 text: rename it.") from None
+        longest = max(len(part.encode()) for part in text.split("/"))
+    except UnicodeEncodeError:
+        raise ValueError(f"the path {shown(text)} is no valid UTF-8: rename it.") from None
+    if "\0" in text or longest > 255 or len(text) > 4000:
+        raise ValueError(f"{shown(text)} can be no path: it is too long, or has a null character in it.")
     return Path(path)
 
 
@@ -82,11 +85,11 @@ def read_json(path: Any) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError where anything but folders and regular files lies below `folder`: the libraries that
-    read a folder's arrays open whatever they find."""
+    """Raises ValueError where anything but folders and regular files lies below `folder`, or a header is
+    large: the libraries that read a folder's arrays open whatever they find, and read headers whole."""
     def refuse(error: OSError) -> None:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}.") from None
 
     for where, _, names in os.walk(folder, onerror=refuse):
         for name in names:
-            check_regular(Path(where, name))
+            check_regular(Path(where, name), JSON_BYTES if name.startswith(HEADERS) else None)

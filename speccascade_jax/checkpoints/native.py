@@ -136,8 +136,6 @@ def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
     folder = f"{step}/params"
-    if isinstance(step, Path):  # else it is remote
-        check_folder(step)
     database = open_database(folder)
     try:
         stored = {key.decode(errors="replace").split("/")[0] for key in database.list().result()}
@@ -173,6 +171,8 @@ def load(run: Path, place: Placement) -> tuple[Model, nnx.State]:
     model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
+            if isinstance(run, Path):  # else it is remote
+                check_folder(run / kind)
             try:
                 step = manager(run / kind).latest_step()
             except Exception as error:  # Orbax has many kinds

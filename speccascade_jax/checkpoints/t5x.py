@@ -8,6 +8,7 @@ written next to `checkpoint` into a file of our own; a folder without it is T5 1
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,13 @@ def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
     if not path.startswith("gs://"):
         for folder in stored.values():
             check_folder(Path(path, folder))
-    return directory, leaves | open_arrays(path, directory, stored)
+    arrays = open_arrays(path, directory, stored)
+    if not path.startswith("gs://"):
+        for name, folder in stored.items():  # what is compressed is hardly ever longer
+            whole = math.prod(arrays[name].shape) * arrays[name].dtype.numpy_dtype.itemsize
+            for file in Path(path, folder).iterdir():
+                check_regular(file, whole + MEGABYTE)
+    return directory, leaves | arrays
 
 
 def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:

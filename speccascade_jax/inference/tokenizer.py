@@ -1,7 +1,6 @@
 """Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
 
 import io
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ class Tokenizer:
         try:
             self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
                                    sentencepiece.SentencePieceProcessor(model_proto=content))
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
         self.pad_id: int = self.processor.pad_id()
         self.eos_id: int = self.processor.eos_id()
@@ -129,15 +128,11 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: b
     except RuntimeError as error:
         raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
     path = checked_path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(model.getvalue())
-        unfinished.rename(path)
+        path.write_bytes(model.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]

@@ -1,0 +1,413 @@
+"""Files that others wrote may hold anything: each is refused in one sentence, ten seconds and two gigabytes.
+
+A process of its own reads them, so that a hang, a crash or a full memory is a result, too.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from processes import REPOSITORY
+from safetensors.numpy import load_file, save_file
+from shapes import TINY_GEMMA, TINY_T5
+from tiny_models import random_checkpoint
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import gemma, t5
+
+SECONDS, GIGABYTES = 10, 2
+DEEP = b"[" * 100_000
+READ = """
+import json, resource, sys
+from pathlib import Path
+from speccascade_jax import checkpoints
+from speccascade_jax.inference.tokenizer import Tokenizer
+import tokenizers
+for name in sys.argv[1:]:
+    checkpoints.load(name)  # imports every library
+print("ready", flush=True)
+for line in sys.stdin:
+    what, path = json.loads(line)
+    try:
+        {"load": checkpoints.load, "config_of": checkpoints.config_of, "tokenizer": Tokenizer}[what](path)
+        kind, said = "loaded", ""
+    except BaseException as error:
+        kind, said = type(error).__name__, str(error)
+    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps([kind, ascii(said), gigabytes]), flush=True)
+"""
+
+
+class Outcome(NamedTuple):
+    kind: str  # loaded, hangs, dies or an error's name
+    said: str
+    gigabytes: float
+
+
+class Reader:
+    """checkpoints.load and Tokenizer in a process that may be lost."""
+
+    def __init__(self, folders):
+        self.folders, self.process = folders, None
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", READ, *map(str, self.folders)], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"})
+        assert self.process.stdout.readline() == "ready\n"
+
+    def __call__(self, path, what="load") -> Outcome:
+        if self.process is None:
+            self.start()
+        self.process.stdin.write(json.dumps([what, str(path)]) + "\n")
+        self.process.stdin.flush()
+        if select.select([self.process.stdout], [], [], SECONDS)[0]:
+            line = self.process.stdout.readline()
+            if line:
+                return Outcome(*json.loads(line))
+        kind = "hangs" if self.process.poll() is None else "dies"
+        self.stop()
+        return Outcome(kind, "", 0.0)
+
+    def stop(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+def check_refused(outcome, words=""):
+    assert outcome.kind == "ValueError", outcome
+    assert words in outcome.said and "\\n" not in outcome.said and 10 < len(outcome.said) < 800, outcome
+    assert outcome.gigabytes < GIGABYTES, outcome
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """A folder of each format of each family."""
+    folder = tmp_path_factory.mktemp("intact")
+    for config in (TINY_T5, TINY_GEMMA):
+        for to in checkpoints.FAMILIES[config.family].formats:
+            checkpoints.save(folder / f"{config.family}-{to}", random_checkpoint(config), to)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def read(intact):
+    reader = Reader(sorted(intact.iterdir()))
+    yield reader
+    reader.stop()
+
+
+@pytest.fixture
+def copy(intact, tmp_path):
+    """copy(kind): a fresh copy of that folder."""
+    def fresh(kind, name="damaged"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        return Path(shutil.copytree(intact / kind, tmp_path / name))
+    return fresh
+
+
+def describe(folder, **values):
+    path = next(folder / name for name in ("model.json", "config.json") if (folder / name).exists())
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+# ---- the fields of a model's shape ----------------------------------------------------------------------
+
+WRONG = ["many", "", [1], [], {"a": 1}, True, -1, -10**9, 10**9, 10**30, float("nan"), float("inf"), 1.5,
+         [[[[[[[[1]]]]]]]], "\ud800"]
+SMALL = {"layer_norm_epsilon", "rms_norm_eps", "norm_epsilon", "rope_theta", "dropout_rate",
+         "attn_logit_softcapping", "final_logit_softcapping", "attention_softcap", "logit_softcap"}
+"""Fields that may be any positive number."""
+FREE = {"relative_attention_max_distance", "relative_max_distance", "sliding_window", "window",
+        "query_pre_attn_scalar", "query_scalar"}
+"""Fields that may be any positive whole number: no array tells them."""
+
+
+def names_of(kind, folder):
+    """The config's fields as the file that describes the folder spells them."""
+    if kind.endswith("native"):
+        return [name for name in json.loads((folder / "model.json").read_text())
+                if name not in ("family", "gated", "tied_embeddings", "shared_position_bias")]
+    return list((t5 if kind.startswith("t5") else gemma).CONFIG_KEYS.values())
+
+
+@pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
+def test_a_field_that_is_no_size_is_refused(kind, intact, read, copy):
+    """Of every field and every value: refused, by the field's name or by the array that has another shape."""
+    names = names_of(kind, intact / kind)
+    for name in names:
+        folder = copy(kind)
+        for value in (*WRONG, None, 0):
+            optional = name == "num_decoder_layers" or "softcap" in name
+            fits = ((value is None and optional) or (value == [1] and name == "eos_token_id")
+                    or (value == 0 and (name == "dropout_rate" or name.endswith("_id")))
+                    or (value in (1.5, 10**9) and name in SMALL - {"dropout_rate"})
+                    or (value == 10**9 and name in FREE))
+            if fits:  # 10**9 of a free field may be refused for reasons of its own, but not this one's
+                continue
+            describe(folder, **{name: value})
+            outcome = read(folder)
+            check_refused(outcome)
+            assert name in outcome.said or "array" in outcome.said or "shape" in outcome.said or (
+                "heads" in outcome.said or "relative" in outcome.said), (name, value, outcome)
+
+
+@pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
+def test_layers_that_are_not_there_cost_nothing(kind, read, copy):
+    """10**9 is refused at once; 1,000, which a model may have, after the first array that is missing."""
+    folder = copy(kind)
+    field = {"t5-huggingface": "num_layers", "gemma2-huggingface": "num_hidden_layers",
+             "t5-native": "num_encoder_layers", "gemma2-native": "num_layers"}[kind]
+    describe(folder, layer_types=None) if kind == "gemma2-huggingface" else None
+    describe(folder, **{field: 10**9})
+    check_refused(read(folder), field)
+    check_refused(read(folder, "config_of"), field)
+    describe(folder, **{field: 1000})
+    check_refused(read(folder), "missing")
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"feed_forward_proj": ["relu"]}, "feed_forward_proj"), ({"model_type": None}, "only t5"),
+    ({"model_type": ["t5"]}, "only t5"), ({"model_type": {"t5": 1}}, "only t5"),
+    ({"scale_decoder_outputs": "yes"}, "tie_word_embeddings"),
+    ({"relative_attention_num_buckets": 2}, "too few"),
+    ({"relative_attention_max_distance": 4}, "distance"), ({"dropout_rate": 1}, "dropout_rate"),
+    ({"vocab_size": 1}, "eos_token_id")])
+def test_a_t5_that_cannot_be_is_refused(change, words, read, copy):
+    folder = copy("t5-huggingface")
+    describe(folder, **change)
+    check_refused(read(folder), words)
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"rope_parameters": "x"}, "rope_parameters"), ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
+    ({"num_key_value_heads": 4}, "heads"), ({"head_dim": 15}, "even"), ({"layer_types": "x"}, "layer_types"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"layer_types": [[]] * 3}, "layer_types"),
+    ({"eos_token_id": []}, "eos_token_id"), ({"eos_token_id": [[1]]}, "eos_token_id"),
+    ({"eos_token_id": [97]}, "eos_token_id"), ({"tie_word_embeddings": False}, "tie_word_embeddings")])
+def test_a_gemma_that_cannot_be_is_refused(change, words, read, copy):
+    folder = copy("gemma2-huggingface")
+    describe(folder, **change)
+    check_refused(read(folder), words)
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"family": ["t5"]}, "only t5"), ({"family": "t6"}, "only t5"), ({"color": "red"}, "color"),
+    ({"gated": "no"}, "gated"), ({"shared_position_bias": 1}, "shared_position_bias")])
+def test_a_run_of_no_known_model_is_refused(change, words, read, copy):
+    folder = copy("t5-native")
+    describe(folder, **change)
+    check_refused(read(folder), words)
+
+
+# ---- files that are none --------------------------------------------------------------------------------
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def huge(path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+def content(value):
+    return lambda path: path.write_bytes(value)
+
+
+INSTEAD = {"a pipe": pipe, "a folder": Path.mkdir, "an endless device": endless, "a sparse terabyte": huge,
+           "nothing": content(b""), "no text": content(b"\xff\xfe\x00\x01" * 5), "deep": content(DEEP),
+           "a list": content(b"[]"), "a number": content(b"3"), "null": content(b"null"),
+           "a string": content(b'"x"'), "digits": content(b'{"vocab_size": ' + b"9" * 5000 + b"}"),
+           "itself": lambda path: path.symlink_to(path.name)}
+NEEDED = {
+    "t5-huggingface": ["config.json", "model.safetensors"],
+    "t5-t5x": ["checkpoint", "t5_config.json", "target.token_embedder.embedding/.zarray",
+               "target.token_embedder.embedding/0.0"],
+    "t5-native": ["model.json", "latest/0/_CHECKPOINT_METADATA", "latest/0/params/manifest.ocdbt"]}
+
+
+@pytest.mark.parametrize("instead", INSTEAD)
+@pytest.mark.parametrize("kind,name", [(kind, name) for kind, names in NEEDED.items() for name in names])
+def test_what_is_no_file_is_refused(kind, name, instead, read, copy):
+    folder = copy(kind)
+    path = folder / name
+    path.unlink()
+    INSTEAD[instead](path)
+    outcome = read(folder)
+    if instead == "itself" and name == "t5_config.json":  # a link to nowhere is no file, and none is needed
+        return
+    check_refused(outcome)
+
+
+@pytest.mark.parametrize("instead", ["a pipe", "a folder", "an endless device"])
+def test_any_other_file_of_a_run_may_be_replaced(instead, intact, read, copy):
+    """Orbax opens what it finds: of every file a run has, none hangs."""
+    files = [path.relative_to(intact / "t5-native") for path in (intact / "t5-native").rglob("*")
+             if path.is_file()]
+    assert len(files) > 5
+    for name in files:
+        folder = copy("t5-native")
+        (folder / name).unlink()
+        INSTEAD[instead](folder / name)
+        outcome = read(folder)
+        assert outcome.kind in ("ValueError", "loaded"), (name, outcome)
+        assert outcome.gigabytes < GIGABYTES
+
+
+@pytest.mark.parametrize("names", [
+    ["pipe"], ["../outside"], ["OUTSIDE"], [""], ["."], [".."], [None], [3], [["model.safetensors"]],
+    ["nowhere"], ["folder"], ["a\0b"], ["\ud800"], ["folder/../model.safetensors"], "model.safetensors", [],
+    None, ["x" * 5000]],
+    ids=lambda names: ascii(names)[:40])
+def test_an_index_names_files_of_its_folder_only(names, read, copy):
+    folder = copy("t5-huggingface")
+    shutil.copy(folder / "model.safetensors", folder.parent / "outside")
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    if isinstance(names, list):
+        arrays = load_file(folder / "model.safetensors")
+        found = [str(folder.parent / "outside") if name == "OUTSIDE" else name for name in names]
+        names = dict.fromkeys(arrays, found[0]) if found else {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    check_refused(read(folder))
+
+
+def test_an_index_of_links_inside_its_folder_is_read(read, copy):
+    """As the hub's cache has them: the file is elsewhere, its name is not."""
+    folder = copy("t5-huggingface")
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "a.safetensors").symlink_to(folder.parent / "blob")
+    arrays = load_file(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(arrays, "a.safetensors")}))
+    assert read(folder).kind == "loaded"
+
+
+def test_arrays_of_a_t5x_folder_lie_inside_it(read, copy):
+    from flax import serialization
+
+    folder = copy("t5-t5x")
+    contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+    for path in ("..", "../..", "/", ".", "", "elsewhere/.."):
+        contents["optimizer"]["target"]["token_embedder"]["embedding"]["kvstore"]["path"] = path
+        (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+        check_refused(read(folder))
+
+
+@pytest.mark.parametrize("rows", [10**8, 10**12, 2**40, 0])
+def test_a_t5x_array_that_says_it_is_large_takes_no_memory(rows, read, copy):
+    folder = copy("t5-t5x")
+    for name in ("token_embedder.embedding", "decoder.logits_dense.kernel"):
+        header = folder / f"target.{name}" / ".zarray"
+        found = json.loads(header.read_text())
+        axis = found["shape"].index(97)
+        found["shape"][axis] = rows
+        for chunks in (found["chunks"][axis], max(rows, 1)):
+            found["chunks"][axis] = chunks
+            header.write_text(json.dumps(found))
+            check_refused(read(folder))
+
+
+@pytest.mark.parametrize("value", [b"{}", b'{"relative_max_distance": 12}', b'{"x": 1}', DEEP])
+def test_what_a_t5x_export_keeps_is_whole_or_refused(value, read, copy):
+    folder = copy("t5-t5x")
+    (folder / "t5_config.json").write_bytes(value)
+    check_refused(read(folder), "t5_config.json")
+    for name in checkpoints.t5x.UNTOLD:
+        describe_untold = {**json.loads((copy("t5-t5x") / "t5_config.json").read_text()), name: "x"}
+        (folder / "t5_config.json").write_text(json.dumps(describe_untold))
+        check_refused(read(folder), name)
+
+
+def test_safetensors_of_unknown_kinds_of_numbers_are_refused(read, copy):
+    folder = copy("t5-huggingface")
+    raw = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + size])
+    for dtype in ("F8_E4M3", "I32", "BOOL", "U32"):
+        shape = header["shared.weight"]["shape"]
+        factor = 4 if dtype in ("F8_E4M3", "BOOL") else 1
+        changed = {**header, "shared.weight": {**header["shared.weight"], "dtype": dtype,
+                                               "shape": [shape[0], shape[1] * factor]}}
+        text = json.dumps(changed).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size:])
+        check_refused(read(folder))
+
+
+def test_a_checksum_that_is_no_number_differs(read, copy):
+    folder = copy("t5-huggingface")
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors",
+              metadata={"crc32 shared.weight": "many"})
+    check_refused(read(folder), "checksum")
+    folder = copy("t5-native")
+    for value in ("x", [], {"crc32": [1]}, {"crc32": {"embedding": "x"}}, {"crc32": "x"}, 3):
+        (folder / "latest" / "0" / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": value}))
+        check_refused(read(folder))
+
+
+# ---- paths ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("path", ["\ud800", "\udcff", "a\0b", "x" * 5000, "/dev/zero", "/nowhere/at/all", "",
+                                  "hf://\ud800", "hf://", "gs://", "gs://\ud800/x", "{folder}/config.json",
+                                  "{folder}/config.json/x", "{folder}/pipe"],
+                         ids=lambda path: ascii(path)[:30])
+@pytest.mark.parametrize("what", ["load", "config_of", "tokenizer"])
+def test_a_path_that_is_no_folder_is_refused(path, what, read, copy):
+    folder = copy("t5-huggingface")
+    os.mkfifo(folder / "pipe")
+    if what == "tokenizer" and path == "{folder}/config.json":
+        pytest.skip("a file")
+    check_refused(read(path.replace("{folder}", str(folder)), what))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", [".", "config.json", "model.safetensors"])
+def test_what_one_may_not_read_is_refused(name, read, copy):
+    folder = copy("t5-huggingface")
+    mode = (folder / name).stat().st_mode
+    (folder / name).chmod(0)
+    try:
+        check_refused(read(folder), "ermission")
+    finally:
+        (folder / name).chmod(mode)
+
+
+# ---- vocabularies ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("instead", INSTEAD)
+@pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
+def test_a_tokenizer_that_is_none_is_refused(name, instead, read, tmp_path):
+    INSTEAD[instead](tmp_path / name)
+    check_refused(read(tmp_path / name, "tokenizer"))
+
+
+@pytest.mark.parametrize("ids", [{}, {"<pad>": 0}, {"<pad>": 0, "</s>": 5}, {"<pad>": 0, "</s>": 0}],
+                         ids=str)
+def test_a_tokenizer_json_without_its_special_pieces_is_refused(ids, read, tmp_path):
+    model = {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    check_refused(read(tmp_path / "tokenizer.json", "tokenizer"))
+
+
+def test_a_damaged_vocabulary_is_refused_or_a_vocabulary(spiece, read, tmp_path):
+    """One byte changed, or the end lost: never a crash."""
+    whole = spiece.read_bytes()
+    for n in range(0, len(whole), max(len(whole) // 60, 1)):
+        for damaged in (whole[:n], whole[:n] + bytes([whole[n] ^ 0xff]) + whole[n + 1:]):
+            (tmp_path / "spiece.model").write_bytes(damaged)
+            outcome = read(tmp_path / "spiece.model", "tokenizer")
+            assert outcome.kind in ("loaded", "ValueError"), (n, outcome)
