@@ -1,4 +1,4 @@
-"""scripts/evaluate.py and scripts/tradeoff.py on a tiny pair: resumed, shared out, scored as others do."""
+"""scripts/evaluate.py on a tiny pair: resumed, shared out, scored as others do."""
 
 import json
 import os
@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from processes import SCRIPTS
 
-from speccascade_jax import config as configs
-from speccascade_jax.commands import decode, evaluate
-from speccascade_jax.commands import tradeoff as tradeoff_script
+from speccascade_jax.commands import evaluate
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
 CONFIG = '''
@@ -158,46 +156,3 @@ def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_pat
 
 def sources(tiny):
     return [json.loads(line)["source"] for line in (tiny[0] / "data.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.full
-def test_a_sweep_picks_a_config_that_decodes(tiny, tmp_path, capsys):
-    folder, shared = tiny
-    sweep = [*shared, f"--task={folder / 'bleu'}.py", f"--output={tmp_path / 'sweep'}", "--methods",
-             "token_v3", "token_cascade", "--alphas", "0.3", "0.8", "--temperatures", "1", "--gammas", "2",
-             "--limit", "12", "--timed", "2", "--trials", "1", "--batch-size", "6",
-             f"--pick={tmp_path / 'picked.py'}"]
-    assert tradeoff_script.main([*sweep, "--at-latency=1000"]) == 0
-    shown = capsys.readouterr().out
-    # The models alone are one program here: their shapes are the same.
-    for said in ("quality: 6 points of 4 methods and gammas; 15 programs compiled", "every point:",
-                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within",
-                 "picked for", "on test: bleu"):
-        assert said in shown
-    assert (tmp_path / "sweep" / "quality_latency.png").is_file()
-    picked = configs.load(str(tmp_path / "picked.py"))
-    assert picked.method in ("token_v3", "token_cascade") and picked.alpha in (0.3, 0.8)
-    assert picked.temperature == 1 and picked.max_new_tokens == 24 and picked.batch_size == 1
-    assert decode.main([f"--config={tmp_path / 'picked.py'}", "--text", "the cat"]) == 0
-    # Again: nothing is decoded twice.
-    assert tradeoff_script.main([*sweep, "--at-quality=-1", "--no-check"]) == 0
-    assert "0 programs compiled" in capsys.readouterr().out
-    assert tradeoff_script.main([*sweep, "--at-quality=101"]) == 2
-    assert "no measured point has bleu of at least 101" in capsys.readouterr().err
-
-
-BAD = [(["--at-quality=good"], "write a number or verifier"),
-       (["--at-quality=1", "--at-latency=1"], "exclude each other"),
-       (["--methods", "tokenv3"], "unknown method 'tokenv3'"),
-       (["--split=dev"], "unknown split 'dev'"),
-       (["--at-latency=1", "--timed=0"], "raise --timed")]
-
-
-@pytest.mark.parametrize("more,said", BAD, ids=lambda x: x[0] if isinstance(x, list) else "")
-def test_bad_flags_are_one_sentence(tiny, tmp_path, capsys, more, said):
-    folder, shared = tiny
-    assert tradeoff_script.main([*shared, f"--task={folder / 'bleu'}.py", f"--output={tmp_path / 'sweep'}",
-                                 "--methods", "verifier", "--temperatures", "1", "--limit", "2",
-                                 "--timed", "1", "--trials", "1", *more]) == 2
-    error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error

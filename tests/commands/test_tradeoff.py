@@ -1,0 +1,169 @@
+"""scripts/tradeoff.py on a tiny pair: a sweep and its pick, and what is refused before a model is loaded."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from speccascade_jax import config as configs
+from speccascade_jax.commands import decode, tradeoff
+from speccascade_jax.inference.text import Cascade
+
+WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
+TASK = '''
+from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.models.t5 import T5Config
+
+data = {data!r}
+task = Task(train=data, validation=data, test={test!r}, metric={metric!r}, max_source_length=32,
+            max_target_length=24)
+config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
+'''
+
+
+@pytest.fixture(scope="module")
+def tiny(t5_pair, tmp_path_factory):
+    """Flags of a tiny pair and a task of 12 examples, one or two references each."""
+    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
+
+    def text():
+        return " ".join(rng.choice(WORDS, rng.integers(1, 7)))
+
+    lines = [{"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
+             for n in range(12)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "bad.jsonl").write_text(json.dumps({"source": "a", "target": ""}) + "\n")
+    (folder / "empty.jsonl").write_text("")
+    for name, test, metric in (
+            ("task", "data", "bleu"), ("blue", "data", "blue"), ("no_test", "none", "bleu"),
+            ("bad_test", "bad", "bleu"), ("empty_test", "empty", "bleu")):
+        (folder / f"{name}.py").write_text(TASK.format(
+            data=str(data), test=str(folder / f"{test}.jsonl"), metric=metric))
+    return folder, [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
+                    "--max-source-length=32", "--max-new-tokens=24", "--temperatures", "1", "--gammas", "2"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tiny, tmp_path_factory):
+    """Flags of a finished sweep, with a pick, and where they lie."""
+    folder, shared = tiny
+    at = tmp_path_factory.mktemp("sweep")
+    flags = [*shared, f"--task={folder / 'task'}.py", f"--output={at / 'sweep'}", "--methods", "token_v3",
+             "token_cascade", "--alphas", "0.3", "0.8", "--timed", "2", "--trials", "1", "--batch-size", "6",
+             f"--pick={at / 'picked.py'}"]
+    assert tradeoff.main([*flags, "--at-latency=1000"]) == 0
+    return at, flags
+
+
+@pytest.mark.full
+def test_a_sweep_picks_a_config_that_decodes(sweep, capsys):
+    at, _ = sweep
+    for name in ("latency", "rejected", "deferred", "calls"):
+        assert (at / "sweep" / f"quality_{name}.png").is_file()
+    picked = configs.load(str(at / "picked.py"))
+    assert picked.method in ("token_v3", "token_cascade") and picked.alpha in (0.3, 0.8)
+    assert picked.temperature == 1 and picked.max_new_tokens == 24 and picked.batch_size == 1
+    assert list(at.glob("sweep/test-*/latency.jsonl"))  # the promise was checked on the test split
+    assert decode.main([f"--config={at / 'picked.py'}", "--text", "the cat"]) == 0
+
+
+@pytest.mark.full
+def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
+    at, flags = sweep
+    shutil.copytree(at, tmp_path / "again")
+    flags = [flag.replace(str(at), str(tmp_path / "again")) for flag in flags]
+    assert tradeoff.main([*flags, "--at-quality=-1", "--no-check"]) == 0
+    shown = capsys.readouterr().out
+    for said in ("quality: 6 points of 4 methods and gammas; 0 programs compiled", "every point:",
+                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for"):
+        assert said in shown
+    assert tradeoff.main([*flags, "--at-quality=101"]) == 2
+    assert "no measured point has bleu of at least 101" in capsys.readouterr().err
+    # Another pick may take the place of one that this command wrote, nothing else's.
+    (tmp_path / "again" / "picked.py").write_text("config = 3\n")
+    assert tradeoff.main([*flags, "--at-quality=-1"]) == 2
+    assert (tmp_path / "again" / "picked.py").read_text() == "config = 3\n"
+    line = (tmp_path / "again" / "sweep" / "latency.jsonl").open("a")
+    line.write("{}\n")
+    line.close()
+    assert tradeoff.main(flags) == 2
+    assert "latency.jsonl, line 3: no measurement of this sweep" in capsys.readouterr().err
+
+
+def before_work(monkeypatch):
+    def fail(*_, **__):
+        pytest.fail("models were loaded")
+
+    monkeypatch.setattr(Cascade, "load", fail)
+
+
+BAD = [(["--at-quality=good"], "write a number or verifier"), (["--at-quality=nan"], "write a number or"),
+       (["--at-quality=inf"], "write a number or"), (["--at-quality="], "write a number or"),
+       (["--at-quality=1", "--at-latency=1"], "exclude each other"),
+       (["--at-latency=nan"], "--at-latency is nan"), (["--at-latency=0"], "--at-latency is 0"),
+       (["--at-latency=1", "--timed=0"], "raise --timed"),
+       (["--methods", "tokenv3"], "unknown method 'tokenv3'"), (["--methods", "../../x"], "unknown method"),
+       (["--methods", "opt", "opt"], "'opt' twice"), (["--methods"], "--methods is empty"),
+       (["--alphas"], "--alphas is empty"), (["--alphas", "nan"], "--alphas holds nan"),
+       (["--alphas", "0.5", "2"], "--alphas holds 2"), (["--alphas=-1"], "--alphas holds -1"),
+       (["--gammas", "0"], "--gammas holds 0"), (["--gammas=-1"], "--gammas holds -1"),
+       (["--gammas"], "--gammas is empty"), (["--temperatures=-1"], "temperature is -1"),
+       (["--temperatures", "nan"], "temperature is nan"), (["--top-ps", "0"], "top_p is 0"),
+       (["--trials=0"], "--trials is 0; it must be at least 1"), (["--trials=-2"], "--trials is -2"),
+       (["--timed=-1"], "--timed is -1; it must be at least 0"), (["--limit=0"], "--limit is 0"),
+       (["--limit=-1"], "--limit is -1"), (["--join=0"], "at least 1"), (["--join=-3"], "at least 1"),
+       (["--batch-size=0"], "--batch-size is 0"), (["--split=dev"], "unknown split 'dev'"),
+       (["--top-k=0"], "top_k is 0")]
+
+
+@pytest.mark.parametrize("more,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_flags_are_one_sentence(tiny, tmp_path, capsys, monkeypatch, more, said):
+    folder, shared = tiny
+    before_work(monkeypatch)
+    assert tradeoff.main([*shared, f"--task={folder / 'task'}.py", f"--output={tmp_path / 'sweep'}",
+                          "--methods", "token_v3", *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("task,said", [
+    ("blue", "unknown metric 'blue'"), ("no_test", "none.jsonl"), ("bad_test", "text 0 has no reference"),
+    ("empty_test", "empty.jsonl")])
+def test_a_task_that_cannot_be_scored_is_told_first(tiny, tmp_path, capsys, monkeypatch, task, said):
+    """Of the test split, too, where a pick is to be checked on it."""
+    folder, shared = tiny
+    before_work(monkeypatch)
+    assert tradeoff.main([*shared, f"--task={folder / task}.py", f"--output={tmp_path / 'sweep'}",
+                          "--methods", "token_v3", "--at-latency=1", f"--pick={tmp_path / 'p.py'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_pick_that_would_lose_something_is_told_before_the_sweep(tiny, tmp_path, capsys, monkeypatch):
+    folder, shared = tiny
+    before_work(monkeypatch)
+    (tmp_path / "mine.py").write_text("config = 3\n")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "demo.py").write_text("from speccascade_jax.config import load\n\nconfig = load('demo')\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "demo.py")
+    for pick, said in (("mine.py", "holds something else"), ("folder.py", "folder"), ("demo.py", "--config"),
+                       ("link.py", "--config"), ("picked.txt", "ends in .py"), ("sweep.py", "--output"),
+                       ("nowhere/p.py", "no folder")):
+        assert tradeoff.main([f"--config={tmp_path / 'demo.py'}", *shared, f"--task={folder / 'task'}.py",
+                              f"--output={tmp_path / 'sweep.py'}", "--methods", "token_v3", "--at-latency=1",
+                              f"--pick={tmp_path / pick}"]) == 2
+        assert said in capsys.readouterr().err, pick
+    assert (tmp_path / "mine.py").read_text() == "config = 3\n"
+
+
+@pytest.mark.parametrize("output", ["file", "file/sweep", "/dev/null", "/proc/sweep"])
+def test_an_output_that_is_no_folder_is_told(tiny, tmp_path, capsys, monkeypatch, output):
+    folder, shared = tiny
+    before_work(monkeypatch)
+    (tmp_path / "file").write_text("mine")
+    assert tradeoff.main([*shared, f"--task={folder / 'task'}.py", f"--output={tmp_path / output}",
+                          "--methods", "token_v3"]) == 2
+    assert "is no folder to write in" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,49 @@
+"""What is made of measurements, from measurements made by hand."""
+
+import numpy as np
+import pytest
+from made_by_hand import FOUND
+
+from speccascade_jax.evaluation.rates import relative_cost
+from speccascade_jax.evaluation.reductions import best, fastest, results, table_two
+from speccascade_jax.evaluation.sweep import Latency, Quality, alone
+from speccascade_jax.inference.settings import Settings
+
+
+def test_results_say_what_was_measured(tmp_path):
+    """Rates, calls and predictions from counts made by hand; latency from seconds made by hand."""
+    def quality(hits, counts, tokens, acceptance=0.0):
+        rows = np.stack([np.array(hits, float), np.ones(len(hits))], axis=1)
+        return Quality(rows, counts, acceptance, tokens)
+
+    point = Settings(method="token_v3", alpha=0.2, block_size=5)
+    cascade = Settings(method="token_cascade", alpha=0.2, block_size=1)
+    verifier, drafter = alone(point, "verifier"), alone(point, "drafter")
+    qualities = {
+        verifier: quality([1, 1, 0, 0], {"model_passes": 100}, 100),
+        drafter: quality([1, 0, 0, 0], {"model_passes": 80}, 80),
+        point: quality([1, 1, 1, 0], {"drafted": 100, "accepted": 75, "deferred": 50, "rounds": 20,
+                                      "emitted": 95, "drafter_passes": 120}, 95, acceptance=0.8),
+        cascade: quality([1, 1, 0, 0], {"drafted": 60, "accepted": 60, "deferred": 30, "rounds": 40,
+                                        "emitted": 100, "drafter_passes": 100}, 100)}
+    seconds = {verifier: (10.0, 100), drafter: (1.0, 100), point: (5.0, 50), cascade: (8.0, 100)}
+    latencies = {p: Latency(np.full(4, s / 4), np.full(4, n / 4)) for p, (s, n) in seconds.items()}
+    found = {r.point: r for r in results("exact_match", qualities, latencies)}
+    r = found[point]
+    assert (r.quality, r.time.share, r.deferral_rate, r.rejection_rate) == (75.0, 0.5, 0.5, 0.25)
+    assert r.calls_per_token == 20 / 95 and r.time.interval == (0.5, 0.5)
+    assert r.time.predicted == pytest.approx(relative_cost(0.8, 5, 0.1) * 50 / 100)
+    assert found[cascade].time.predicted == pytest.approx((100 * 0.1 + 40) / 100)
+    assert found[verifier].gain == (0.0, 0.0) and found[verifier].time.share == 1.0
+    assert found[verifier].time.predicted == 1.0 and found[drafter].time.predicted == pytest.approx(0.1)
+
+
+def test_table_two():
+    (key, methods), = table_two(FOUND).items()
+    assert key == (1.0, None) and list(methods) == ["opt", "chow"]
+    fast, good = methods["opt"]
+    assert (fast.point.alpha, good.point.alpha) == (0.3, 0.3)
+    fast, good = methods["chow"]
+    assert fast is None and good.point.alpha == 0.5  # never at the verifier's quality
+    assert fastest(FOUND, 24.0).point.alpha == 0.9
+    assert best(FOUND, 0.35).quality == 24.0

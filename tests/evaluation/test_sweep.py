@@ -1,0 +1,165 @@
+"""Sweeps measured on the toys: what is timed, compiled, resumed and refused."""
+
+import dataclasses
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from toys import pair
+
+from speccascade_jax.evaluation import sweep
+from speccascade_jax.evaluation.sweep import OneShape, gamma, grid
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade
+
+SOURCES = ["1", "12", "2", "21", "0", "1", "20", "10"] * 3
+REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]
+BASE = Settings()
+
+
+def one_shape(kind=OneShape) -> OneShape:
+    return kind(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)})
+
+
+def measure(cascade, points, path, **settings):
+    return sweep.measure_quality(cascade, points, SOURCES, REFERENCES, "exact_match", path, settings,
+                                 batch_size=8, track=lambda items, name: iter(items))
+
+
+def time(cascade, points, path, trials=2, track=lambda items, name: iter(items)):
+    return sweep.measure_latency(cascade, points, SOURCES[:3], path, {}, trials=trials, track=track)
+
+
+def test_no_point_is_always_timed_after_the_same_one(tmp_path):
+    """A program is faster after itself than after another: neighbours must change."""
+    calls = []
+
+    class Spy(OneShape):
+        def generate(self, texts, settings, **options):
+            calls.append((settings.method, settings.alpha))
+            return super().generate(texts, settings, **options)
+
+    cascade = one_shape(Spy)
+    points = grid(BASE, ["token_v3"], [0.1, 0.3, 0.5], [2], [0.0])
+    time(cascade, points, tmp_path / "latency.jsonl")
+    size = len(points)
+    rounds = [calls[-size * n:][:size] for n in range(6, 0, -1)]
+    assert all(sorted(r) == sorted((p.method, p.alpha) for p in points) for r in rounds)
+    assert len({two for r in rounds for two in pairwise(r)}) > size  # a rotation has no more
+
+
+def test_a_sweep_compiles_once_a_method_and_gamma(tmp_path):
+    """However many leniences, temperatures and values of top-p it has."""
+    methods = ["token_v3", "lossy", "token_cascade", "sequence"]
+    cascade = one_shape()
+    few = grid(BASE, methods, [0.5], [2, 3], [1.0], [0.9])
+    measure(cascade, few, tmp_path / "few.jsonl")
+    programs = cascade.clock.compilations
+    points = grid(BASE, methods, [n / 10 for n in range(11)], [2, 3], [0.0, 0.3, 1.0], [0.9, 0.5])
+    found = measure(cascade, points, tmp_path / "quality.jsonl")
+    assert set(found) == set(points) and len(points) > 20 * len(few) / 2
+    assert cascade.clock.compilations == programs
+
+
+class Killed(Exception):
+    pass
+
+
+def stopping(after):
+    """A `track` that dies before item number `after`."""
+    def track(items, name):
+        for n, item in enumerate(items):
+            if n == after:
+                raise Killed
+            yield item
+
+    return track
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    points = grid(BASE, ["token_v3", "sequence"], [0.2, 0.7], [2], [1.0])
+    cascade = one_shape()
+    whole = measure(cascade, points, tmp_path / "whole.jsonl")
+    path = tmp_path / "quality.jsonl"
+    path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:-25])  # cut inside its last line
+    (tmp_path / "quality.jsonl.settings.json").write_text("{}")
+    again = measure(cascade, points, path)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    for point in points:
+        np.testing.assert_array_equal(again[point].statistics, whole[point].statistics)
+    with pytest.raises(ValueError, match="other settings"):
+        measure(cascade, points, path, seed=1)
+
+    with pytest.raises(Killed):
+        time(cascade, points, tmp_path / "latency.jsonl", track=stopping(4))
+    timed = time(cascade, points, tmp_path / "latency.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    done = [(line["trial"], line["example"]) for line in lines]
+    assert done == [(t, n) for t in range(2) for n in range(3)]
+    for k, point in enumerate(points):
+        np.testing.assert_allclose(timed[point].seconds, [
+            sum(line["seconds"][k] for line in lines if line["example"] == n) for n in range(3)])
+
+
+def test_a_grid_holds_each_point_once():
+    points = grid(BASE, ["token_v3", "chow", "speculative", "token_cascade", "bild", "verifier"], [0.2, 1.0],
+                  [2, 3, 2], [0.0, 1.0], [None, 0.9])
+    assert len(points) == len(set(points))
+    at = [p for p in points if (p.temperature, p.top_p) == (1.0, 0.9)]
+    # The models; two rules at two alphas and gammas; the lossless rule at two gammas; a baseline.
+    assert len(at) == 2 + 2 * 2 * 2 + 2 + 2 and not any(p.method == "bild" for p in at)
+    assert {p.alpha for p in points if p.method == "bild"} == {2.0, 10.0}
+    assert [p.method for p in points[:2]] == ["verifier", "drafter"]
+    assert {gamma(p) for p in points if p.method == "token_cascade"} == {0}
+
+
+@pytest.mark.parametrize("change,said", [
+    ({"methods": []}, "--methods is empty"), ({"alphas": []}, "--alphas is empty"),
+    ({"gammas": []}, "--gammas is empty"), ({"temperatures": []}, "--temperatures is empty"),
+    ({"gammas": [3, 0]}, "--gammas holds 0"), ({"gammas": [-1]}, "--gammas holds -1"),
+    ({"methods": ["sequence"], "gammas": [0]}, "--gammas holds 0"),
+    ({"alphas": [float("nan")]}, "--alphas holds nan"), ({"alphas": [-0.1]}, "--alphas holds -0.1"),
+    ({"alphas": [1.5]}, "--alphas holds 1.5; for token_v3 it lies in"),
+    ({"temperatures": [float("nan")]}, "temperature is nan"), ({"temperatures": [-1.0]}, "temperature is -1"),
+    ({"top_ps": [0.0]}, "top_p is 0.0"), ({"top_ps": [float("nan")]}, "top_p is nan"),
+    ({"methods": ["opt", "token_v3", "opt"]}, "--methods names 'opt' twice"),
+    ({"methods": ["../../x"]}, "unknown method '../../x'"), ({"methods": [""]}, "unknown method ''")])
+def test_a_grid_of_nonsense_is_refused(change, said):
+    wanted = {"methods": ["token_v3"], "alphas": [0.5], "gammas": [3], "temperatures": [0.0], **change}
+    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
+        grid(BASE, **wanted)
+
+
+def test_leniences_beyond_one_are_for_rules_without_a_bound():
+    assert {p.alpha for p in grid(BASE, ["chow_log", "opt"], [3.0], [2], [1.0])} == {0.0, 3.0}
+    assert {p.alpha for p in grid(BASE, ["lossy"], [1.0], [2], [1.0])} == {0.0, 0.999}
+
+
+@pytest.mark.parametrize("damage", [
+    {"statistics": [[1.0, 1.0]]}, {"statistics": [[float("nan"), 1.0]] * len(SOURCES)}, {"counts": [1]},
+    {"tokens": None}, {"point": {"method": "token_v3"}}, {"point": 3}])
+def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
+    points, path = grid(BASE, ["token_v3"], [0.2], [2], [1.0])[:1], tmp_path / "quality.jsonl"
+    cascade = one_shape()
+    measure(cascade, points, path)
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps({**line, **damage}) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"quality.jsonl, line 1: no measurement"):
+        measure(cascade, points, path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", [
+    {"example": 7}, {"example": -1}, {"trial": 5}, {"seconds": [1.0]}, {"seconds": [float("nan")] * 2},
+    {"tokens": "ab"}, {}])
+def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
+    """{}: the same example a second time, which would count twice."""
+    points, path = grid(BASE, ["verifier"], [0.2], [2], [1.0]), tmp_path / "latency.jsonl"
+    cascade = one_shape()
+    time(cascade, points, path, trials=1)
+    first = path.read_text().splitlines()[0]
+    path.write_text(first + "\n" + json.dumps({**json.loads(first), **damage}) + "\n")
+    with pytest.raises(ValueError, match=r"latency.jsonl, line 2: no measurement"):
+        time(cascade, points, path, trials=1)
