@@ -1,0 +1,111 @@
+"""The documentation keeps its word: its code runs, its links lead somewhere, and the README stays short."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
+PAGES = [README, ROOT / "speccascade_jax" / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ELSEWHERE = re.compile(r"\bSPEC\b|\bDESIGN\b|\bALGORITHMS\b|\bMODELS\.md\b|\bTPU\.md\b")
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(page: Path, modules: list[str]) -> dict[str, object]:
+    """Runs a page's blocks one after the other. One that begins with the path of a file becomes that module,
+    and its name is added to `modules`."""
+    shared: dict[str, object] = {"__name__": page.stem}
+    for number, code in enumerate(blocks(page), 1):
+        program = compile(code, f"{page.name}, block {number}", "exec")
+        path = re.match(r"# (speccascade_jax/\S+)\.py\n", code)
+        if path is None:
+            exec(program, shared)
+            continue
+        name = path[1].replace("/", ".")
+        package, _, leaf = name.rpartition(".")
+        module = sys.modules[name] = ModuleType(name)
+        modules.append(name)
+        exec(program, vars(module))
+        setattr(sys.modules[package], leaf, module)
+    return shared
+
+
+@pytest.fixture
+def modules():
+    """Names of modules that a test makes; they are gone after it."""
+    made: list[str] = []
+    yield made
+    for name in made:
+        package, _, leaf = name.rpartition(".")
+        del sys.modules[name]
+        if hasattr(sys.modules[package], leaf):
+            delattr(sys.modules[package], leaf)
+
+
+def test_the_readme_is_short():
+    assert len(README.read_bytes()) <= 9 * 1024
+
+
+def test_the_readmes_code_runs(modules, capsys):
+    assert len(blocks(README)) == 2
+    run(README, modules)
+    assert "Bahnhof" in capsys.readouterr().out
+
+
+def test_what_extending_shows_works(modules, tmp_path):
+    """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Llama."""
+    import speccascade_jax.checkpoints
+    import speccascade_jax.models
+
+    made = run(EXTENDING, modules)
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, initializer_range=0.3)).eval()
+    theirs.save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setitem(speccascade_jax.models.MODELS, "llama", made["LlamaModel"])
+        patched.setitem(speccascade_jax.checkpoints.families.FAMILIES, "llama", made["row"])
+        model, params, *_ = speccascade_jax.checkpoints.load(tmp_path)
+    assert found["model_type"] == "llama"
+    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    _, cache = model.prefill(params, jnp.array(tokens[:, :1]), jnp.array([1]), 9)
+    ours, _ = model.extend(params, jnp.array(tokens), cache)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        if "://" not in link and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_nothing_cites_a_document_that_is_not_here():
+    folders = "speccascade_jax", "scripts", "configs", "tests"
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    for path in [*PAGES, ROOT / "mkdocs.yml", *sources]:
+        found = ELSEWHERE.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.relative_to(ROOT)} cites {found[0]}"
+
+
+def test_every_page_is_in_the_navigation():
+    """mkdocs --strict does not mind a page that nobody finds."""
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
