@@ -41,7 +41,7 @@ class Arguments:
     limit: int | None = None
     """Ask only the first so many examples."""
     execute_code: bool = False
-    """Run what the models wrote, in a sandbox: mbpp is scored by nothing else."""
+    """Run what the models wrote, in a sandbox (bubblewrap): mbpp is scored by nothing else."""
     output: str | None = None
     """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
 
