@@ -1,4 +1,4 @@
-"""The shipped pair: greedy exactness, the identities of SPEC section 4, and its quality."""
+"""The shipped pair: greedy exactness, methods that are the same in a limit, and its quality."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 import speccascade_jax as sc
 from speccascade_jax import config as configs
 from speccascade_jax.core.metrics import Counters
-from speccascade_jax.evaluation.rates import check_identities
 from speccascade_jax.evaluation.quality import bleu
+from speccascade_jax.evaluation.rates import check_identities
 from speccascade_jax.training.data import joined_examples
 
 TASK = configs.load("demo_verifier").task
@@ -25,7 +25,7 @@ def sentences(full):
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:1000 if full else 96]
+    return examples[:300 if full else 96]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,10 @@ def tokens(demo, sentences):
     return decode
 
 
+@pytest.mark.full(quick=["3-1", "7-16"])
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("block_size", [1, 3, 5, 7])
-def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size, full):
-    if batch_size == 1 and block_size in (1, 7) and not full:
-        pytest.skip("with --full only")
+def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
         "verifier", batch_size=batch_size)
 
@@ -65,6 +64,8 @@ def test_batch_does_not_matter(tokens):
     assert tokens("verifier", batch_size=1) == tokens("verifier", batch_size=16)
 
 
+@pytest.mark.full(quick=["opt(0.4)-diff(0.4)", "token_v3(0.3)-lossy_greedy(0.3)", "lossy(0.0)-verifier(0.0)",
+                         "token_v3(1.0)-drafter(0.0)"])
 @pytest.mark.parametrize("one,other", [
     (("opt", 0.1), ("diff", 0.1)), (("opt", 0.4), ("diff", 0.4)),
     (("token_v3", 0.3), ("lossy_greedy", 0.3)), (("token_v3", 0.8), ("lossy_greedy", 0.8)),
@@ -82,6 +83,7 @@ def test_rules_change_something(tokens):
     assert tokens("diff", alpha=0.1) not in (tokens("verifier"), tokens("drafter"))
 
 
+@pytest.mark.full(quick=["e2e_gemma"])
 @pytest.mark.parametrize("name", ["e2e", "e2e_gemma"])
 def test_the_small_pairs_write_about_the_facts(name):
     run = configs.load(name)
