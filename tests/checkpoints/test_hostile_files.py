@@ -253,6 +253,15 @@ def test_what_is_no_file_is_refused(kind, name, instead, read, copy):
     check_refused(outcome)
 
 
+@pytest.mark.parametrize("instead", INSTEAD)
+@pytest.mark.parametrize("name", ["model.json", "config.json", "checkpoint", "_METADATA"])
+def test_a_folder_of_nothing_else_is_refused(name, instead, read, tmp_path):
+    (tmp_path / "folder").mkdir()
+    INSTEAD[instead](tmp_path / "folder" / name)
+    check_refused(read(tmp_path / "folder"))
+    check_refused(read(tmp_path / "folder", "config_of"))
+
+
 @pytest.mark.parametrize("instead", ["a pipe", "a folder", "an endless device"])
 def test_any_other_file_of_a_run_may_be_replaced(instead, intact, read, copy):
     """Orbax opens what it finds: of every file a run has, none hangs."""

@@ -1,0 +1,216 @@
+"""Every family comes back from every format it has, and what a format cannot hold is refused beforehand."""
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpora import SENTENCES, shuffled
+from flax import nnx
+from processes import run
+from shapes import TINY_GEMMA, TINY_T5, TINY_T5_1_0
+from tiny_models import random_checkpoint
+
+from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints.families import FAMILIES, PRESETS
+from speccascade_jax.commands.convert import main as convert
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.models import MODELS, model_of
+
+# Every field differs from its default: a field that a format forgets shows.
+UNLIKE = {
+    "t5": [dataclasses.replace(TINY_T5, relative_max_distance=50, dropout_rate=0.25, layer_norm_epsilon=1e-3,
+                               pad_id=3, eos_id=4, num_heads=4),
+           dataclasses.replace(TINY_T5_1_0, relative_max_distance=50, layer_norm_epsilon=1e-5),
+           dataclasses.replace(TINY_T5, relative_max_distance=51, dropout_rate=0.0,
+                               shared_position_bias=False)],
+    "gemma2": [dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6,
+                                   bos_id=7),
+               dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None)]}
+CASES = [(config, to) for family in FAMILIES for config in UNLIKE[family] for to in FAMILIES[family].formats]
+
+
+@pytest.mark.parametrize("config,to", CASES, ids=lambda x: x if isinstance(x, str) else x.family)
+def test_a_model_comes_back_whole(config, to, tmp_path):
+    """The same config in every field and the same bits, and so the same logits."""
+    original = random_checkpoint(config)
+    if to == "huggingface" and not getattr(config, "shared_position_bias", True):
+        with pytest.raises(ValueError, match="relative-position table of its own"):
+            checkpoints.check_savable(config, to)
+        return
+    checkpoints.save(tmp_path / "out", original, to)
+    again = checkpoints.load(tmp_path / "out", config=config)
+    assert again.model.config == config == checkpoints.config_of(str(tmp_path / "out"))
+    jax.tree.map(np.testing.assert_array_equal, original.params, again.params)
+
+
+def test_a_family_is_one_row():
+    assert FAMILIES.keys() == MODELS.keys() == UNLIKE.keys()
+    for name, family in FAMILIES.items():
+        assert family.config.family == name and set(family.formats) <= set(checkpoints.FORMATS)
+        for preset, config in family.presets.items():
+            family.check(preset, config)  # no preset is refused
+            assert PRESETS[preset] is config and model_of(config).config is config
+    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_of_a_family_are_those_of_its_parameters(family):
+    """Of every array once: a name that is missing, or there twice, would lose weights."""
+    for config in UNLIKE[family]:
+        params = {path for path, _ in nnx.to_flat_state(model_of(config).abstract_params())}
+        names = list(FAMILIES[family].parameter_names(config))
+        assert {path for path, _, _ in names} == params and len(names) == len(params)
+        assert len({name for _, name, _ in names}) == len(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_vocabulary_has_the_special_pieces_of_its_family(family, tmp_path):
+    train_tokenizer(shuffled(SENTENCES), tmp_path / "spiece.model", 320, bos=FAMILIES[family].bos)
+    found, config = Tokenizer(tmp_path / "spiece.model"), FAMILIES[family].config()
+    assert (found.pad_id, found.eos_id, found.bos_id) == (
+        config.pad_id, config.eos_id, getattr(config, "bos_id", -1))
+
+
+def test_t5x_folders_of_others_are_t5_1_1(tmp_path):
+    """Without our own file, what no array tells is T5 1.1's, as it was."""
+    config = UNLIKE["t5"][0]
+    checkpoints.save(tmp_path / "out", random_checkpoint(config), "t5x")
+    (tmp_path / "out" / checkpoints.t5x.UNTOLD_FILE).unlink()
+    found = checkpoints.load(tmp_path / "out").model.config
+    usual = type(config)()
+    assert found == dataclasses.replace(config, **{
+        name: getattr(usual, name) for name in checkpoints.t5x.UNTOLD})
+
+
+# ---- where and how a checkpoint is written --------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("original") / "in"
+    checkpoints.save(path, random_checkpoint(TINY_T5), "huggingface")
+    return path
+
+
+def refused(arguments, words, capsys):
+    assert convert(list(map(str, arguments))) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1, said
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def test_out_is_looked_at_before_in_is_read(folder, tmp_path, capsys, monkeypatch):
+    """Nothing is loaded, nothing is made, nothing is overwritten."""
+    monkeypatch.setattr(checkpoints, "load", None)
+    before = everything(folder)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    for out, words in ((folder, "exists already"), (folder / "." , "exists already"),
+                       (f"{folder}/../in", "exists already"), (tmp_path / "file", "exists already"),
+                       (tmp_path / "nowhere", "exists already"), (tmp_path / "file" / "out", "is no folder"),
+                       ("\ud800", "UTF-8"), ("x" * 300, "too long"),
+                       ("/dev/null/out", "is no folder"), ("", "exists already")):
+        refused([folder, out, "--to=native"], words, capsys)
+    assert everything(folder) == before and (tmp_path / "file").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "nowhere"]
+
+
+def test_a_format_that_cannot_hold_the_model_is_refused_before_it_is_read(tmp_path, capsys, monkeypatch):
+    checkpoints.save(tmp_path / "gemma", random_checkpoint(TINY_GEMMA), "native")
+    checkpoints.save(tmp_path / "t5", random_checkpoint(UNLIKE["t5"][2]), "t5x")
+    monkeypatch.setattr(checkpoints, "load", None)
+    refused([tmp_path / "gemma", tmp_path / "out", "--to=t5x"], "t5x holds no gemma2 models", capsys)
+    refused([tmp_path / "t5", tmp_path / "out", "--to=huggingface"], "table of its own", capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a user who may not write")
+def test_a_folder_one_may_not_write_in_is_said_beforehand(folder, tmp_path):
+    code = f"""
+import os
+from speccascade_jax import checkpoints
+os.setuid(65534)
+try: checkpoints.check_absent({str(tmp_path / 'out')!r})
+except ValueError as error: print(error)"""
+    tmp_path.chmod(0o755)
+    assert "you may not write in" in run(code)
+
+
+def test_out_in_folders_that_are_not_there_yet(folder, tmp_path):
+    assert convert([str(folder), str(tmp_path / "a" / "b" / "out"), "--to=t5x"]) == 0
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["out"]
+    checkpoints.load(tmp_path / "a" / "b" / "out", config=TINY_T5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "float64", "complex64", "float17", "", None, 3])
+def test_weights_are_written_as_floats_only(dtype, folder, tmp_path):
+    with pytest.raises(ValueError, match="weights cannot be"):
+        checkpoints.save(tmp_path / "out", random_checkpoint(TINY_T5), "native", dtype)
+    if dtype != "int8":
+        with pytest.raises(ValueError, match="weights cannot be"):
+            checkpoints.load(folder, dtype)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype,packed", [("int8", False), ("bfloat16", True)])
+def test_packed_weights_are_not_written(dtype, packed, folder, tmp_path):
+    loaded = checkpoints.load(folder, dtype, packed=packed)
+    for to in checkpoints.FORMATS:
+        with pytest.raises(ValueError, match="load it again in float32"):
+            checkpoints.save(tmp_path / "out", loaded, to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_format_there_is_none_of_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no format 'pickle'.*huggingface, t5x, native"):
+        checkpoints.save(tmp_path / "out", random_checkpoint(TINY_T5), "pickle")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_a_full_disk_names_what_it_could_not_write(to, folder, tmp_path):
+    """A limit on the size of files fails in the middle of writing, as a full disk does."""
+    code = f"""
+import resource
+from speccascade_jax import checkpoints
+found = checkpoints.load({str(folder)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+try: checkpoints.save({str(tmp_path / 'out')!r}, found, {to!r})
+except ValueError as error: print(ascii(str(error)))"""
+    said = run(code, JAX_ENABLE_COMPILATION_CACHE="false")
+    assert f"cannot write {tmp_path / 'out'}" in said and "too large" in said.lower() and len(said) < 900
+    assert not list(tmp_path.iterdir())
+
+
+def test_int8_loads_are_of_every_format(tmp_path):
+    """What decoding reads is the same whatever the format: dtype by dtype."""
+    original = random_checkpoint(TINY_T5)
+    for to in checkpoints.FORMATS:
+        checkpoints.save(tmp_path / to, original, to)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        first, *others = (checkpoints.load(tmp_path / to, dtype).params for to in checkpoints.FORMATS)
+        for other in others:
+            jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+def test_a_vocabulary_goes_along_or_is_refused(folder, tmp_path, capsys):
+    """A pipe in the tokenizer's place neither hangs nor leaves a folder without one."""
+    subprocess.run(["cp", "-r", str(folder), str(tmp_path / "in")], check=True)
+    os.mkfifo(tmp_path / "in" / "spiece.model")
+    refused([tmp_path / "in", tmp_path / "out", "--to=native"], "no regular file", capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_ours_tells_what_t5x_does_not(tmp_path):
+    checkpoints.save(tmp_path / "out", random_checkpoint(UNLIKE["t5"][0]), "t5x")
+    assert json.loads((tmp_path / "out" / "t5_config.json").read_text()) == {
+        "relative_max_distance": 50, "layer_norm_epsilon": 1e-3, "dropout_rate": 0.25, "pad_id": 3,
+        "eos_id": 4}
