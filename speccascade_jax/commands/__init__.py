@@ -1,16 +1,19 @@
 """What scripts/ and `speccascade` run: one module a command."""
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "memory")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command argv[0] with the rest as its flags, and returns its exit code.
-
-    Commands are imported here, so that an interrupt while JAX loads ends as quietly as a later one.
-    """
+    """Runs the command argv[0] with the rest as its flags, and returns its exit code."""
     name, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
     said = ""
     if name not in NAMES:
@@ -28,7 +31,29 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {said}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(f"speccascade_jax.commands.{name}").main(flags)
+        with ending_quietly():  # that is why commands are imported here and no earlier
+            command = importlib.import_module(f"speccascade_jax.commands.{name}")
+        return command.main(flags)
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def ending_quietly() -> Iterator[None]:
+    """Within, an interrupt ends the process at once, with one word. As an exception, libraries that are just
+    being loaded would turn it into an ImportError of their own."""
+    if (threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        os.write(2, b"interrupted.\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -121,7 +121,7 @@ def check(arguments: Arguments, task: Task) -> None:
     for method in arguments.methods:
         dataclasses.replace(arguments.run, method=method).check()
     at_least(1, limit=arguments.limit)
-    written: dict[str, str | Path | None] = {"--summary": arguments.summary}
+    written: dict[str, str | Path | None] = {}
     if arguments.output is not None:
         folder = Path(arguments.output)
         try:
@@ -133,7 +133,7 @@ def check(arguments: Arguments, task: Task) -> None:
             written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}
     read = {"--config": configs.path_of(arguments.config), "--tokenizer": arguments.run.tokenizer,
             f"the {arguments.split} split": getattr(task, arguments.split)}
-    check_targets(written, read)
+    check_targets({**written, "--summary": arguments.summary}, read)
     check_summary(arguments.summary, "method")
 
 
@@ -144,9 +144,6 @@ def evaluate(arguments: Arguments) -> None:
         connect(arguments.cluster)
     run, screen = arguments.run, console(quiet=jax.process_index() > 0)
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
-    if not examples:
-        raise ValueError(f"the {arguments.split} split, {getattr(task, arguments.split)}, has no examples: "
-                         "name another --split or --task.")
     sources, references = zip(*examples, strict=True)
     cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
     if not run.truncate:  # better now than after hours of decoding
