@@ -9,16 +9,17 @@ if TYPE_CHECKING:
     from speccascade_jax.core.methods import METHODS, Method
     from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
     from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+    from speccascade_jax.inference.settings import Settings
     from speccascade_jax.inference.text import Cascade, Output
 
 __version__ = "0.2.0"
 __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",
-           "SamplingOptions", "Speculative", "generate", "hierarchy", "load"]
+           "SamplingOptions", "Settings", "Speculative", "generate", "hierarchy", "load"]
 _HOMES = {
     "baselines": ("BASELINES",),
     "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
     "core.methods": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
-    "inference.text": ("Cascade", "Output")}
+    "inference.settings": ("Settings",), "inference.text": ("Cascade", "Output")}
 
 
 def __getattr__(name: str) -> Any:
