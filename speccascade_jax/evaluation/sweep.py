@@ -136,7 +136,7 @@ def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Seque
     with file:
         for point in track([p for p in points if p not in known], "quality"):
             outputs = list(cascade.generate(sources, point, batch_size=batch_size, truncate=True))
-            found = known[point] = _quality(outputs, references, metric)
+            found = known[point] = _quality(point, outputs, references, metric)
             line = {"point": dataclasses.asdict(point), **dataclasses.asdict(found)}
             file.add({**line, "statistics": found.statistics.tolist()})
     return {point: known[point] for point in points}
@@ -149,9 +149,9 @@ def _finite(values: Any, *shape: int) -> np.ndarray:
     return found
 
 
-def _quality(outputs: Sequence[Output], references: References, metric: str) -> Quality:
+def _quality(point: Settings, outputs: Sequence[Output], references: References, metric: str) -> Quality:
     rows = [output.counts for output in outputs]
-    check_counts(rows, [len(output.tokens) for output in outputs])
+    check_counts(rows, [len(output.tokens) for output in outputs], stopped=bool(point.stop))
     names = {name for row in rows for name in row if name != "histogram"}
     return Quality(np.round(statistics(metric, [o.text for o in outputs], references), 6),
                    {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},

@@ -12,13 +12,14 @@ from toys import pair
 from speccascade_jax import checkpoints
 from speccascade_jax.commands import benchmark
 from speccascade_jax.config import DEMO
-from speccascade_jax.core import decoding
-from speccascade_jax.core.decoding import Autoregressive
-from speccascade_jax.core.metrics import relative_cost
+from speccascade_jax.core import loop
+from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.evaluation import other_libraries as peers
-from speccascade_jax.evaluation import profiling as parts
+from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Timing
+from speccascade_jax.evaluation.rates import relative_cost
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
@@ -33,20 +34,20 @@ def test_a_step_reads_the_decoder_and_the_head(dtype):
     square, layers = 16 * 16, TINY.num_decoder_layers
     entries = layers * (6 * square + 3 * 16 * 24 + 3 * 16) + 16 + 16 * 96  # norms; the last one; the head
     # The position table is read by prefill, which lays it out by distance.
-    assert parts.bytes_read(model, params) == entries * np.dtype(dtype).itemsize
+    assert profiling.bytes_read(model, params) == entries * np.dtype(dtype).itemsize
 
 
 def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": TINY})
-    monkeypatch.setattr(parts, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(profiling, "read_bandwidth", lambda: 1e9)
     path = tmp_path / "figures.jsonl"
     benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), block_sizes=(2,), output=str(path)))
     lines = list(map(json.loads, path.read_text().splitlines()))
     own = figures_of(path)["parts, batch 1, speculative, gamma 2"]
     wanted = {"drafter step, ms", "verifier step, ms", "scoring 3 tokens, ms", "round, ms",
-              "drafter prefill, ms", "verifier prefill, ms", f"{parts.OVERHEAD}, ms"}
+              "drafter prefill, ms", "verifier prefill, ms", f"{profiling.OVERHEAD}, ms"}
     assert wanted <= set(own)
-    assert 0 < own[f"{parts.OVERHEAD}, share of a round"] < 1.5
+    assert 0 < own[f"{profiling.OVERHEAD}, share of a round"] < 1.5
     assert all(line["jax"] == jax.__version__ and line["dtype"] == "float32" for line in lines)
     assert "round, ms" in capsys.readouterr().out
 
@@ -62,26 +63,26 @@ def figures_of(path) -> dict[str, dict[str, object]]:
 def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     """A machine whose prefill takes 0.5 s and 0.1 a column of the padded input, a drafter step 0.1, a
     verifier step 1 and a round 2: what is reported must be these, whatever the texts' lengths."""
-    def timed(cascade, index, text, **options):
-        output = next(iter(cascade.generate([text], first_index=index, **options)))
-        passes = {"verifier": 1.0, "drafter": 0.1}.get(options["method"], 0.0) * len(output.tokens)
+    def timed(cascade, settings, index, text):
+        output = next(iter(cascade.generate([text], settings, first_index=index)))
+        passes = {"verifier": 1.0, "drafter": 0.1}.get(settings.method, 0.0) * len(output.tokens)
         prefill = 0.5 + 0.1 * cascade.bucket(len(text) + 1)
         return prefill + passes + 2.0 * output.counts.get("rounds", 0), output
 
     def peer(cascade, decode, index, text):  # twice as slow as the verifier, and it writes one token more
-        seconds, output = timed(cascade, index, text, method="verifier", temperature=0.0)
+        seconds, output = timed(cascade, Settings(method="verifier"), index, text)
         return 2 * seconds, dataclasses.replace(output, tokens=[*output.tokens, 0])
 
-    known = {"drafter step": 0.1, "verifier step": 1.0, parts.scoring(2): 1.5, parts.OVERHEAD: 0.2,
+    known = {"drafter step": 0.1, "verifier step": 1.0, profiling.scoring(2): 1.5, profiling.OVERHEAD: 0.2,
              "round": 2.5}
     cascade = dataclasses.replace(pair(), max_source_length=64, max_new_tokens=12)
     monkeypatch.setattr(type(cascade.verifier), "dtype", "float32", raising=False)
     monkeypatch.setattr(benchmark, "timed", timed)
-    monkeypatch.setattr(benchmark, "timed_peer", peer)
-    monkeypatch.setattr(peers, "check_installed", lambda vs: None)
-    monkeypatch.setattr(benchmark, "peers_of", lambda *_: {"peer": None})
+    monkeypatch.setattr(benchmark, "timed_elsewhere", peer)
+    monkeypatch.setattr(other_libraries, "check_installed", lambda vs: None)
+    monkeypatch.setattr(benchmark, "decoders_elsewhere", lambda *_: {"peer": None})
     monkeypatch.setattr(benchmark.Cascade, "from_config", lambda *_: cascade)
-    monkeypatch.setattr(parts, "measure", lambda *_, **__: {n: Timing(t, t, t) for n, t in known.items()})
+    monkeypatch.setattr(profiling, "measure", lambda *_, **__: {n: Timing(t, t, t) for n, t in known.items()})
     texts = [f"{a}{b}" * (1 + 9 * b) for a in range(4) for b in range(4)]
     (tmp_path / "in.jsonl").write_text("".join(
         json.dumps({"source": t, "target": t}) + "\n" for t in texts))
@@ -108,20 +109,20 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
 def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     asked, written = [], []
 
-    def transformers_decoders(path, **sizes):
-        asked.append(sizes)
+    def transformers_decoders(path, most, **sizes):
+        asked.append({"max_new_tokens": most, **sizes})
         return {"slow": lambda source: (1e6, [])}
 
-    def generate(*args, real=benchmark.decoding.generate, **options):
+    def generate(*args, real=loop.generate, **options):
         found = real(*args, **options)
         jax.debug.callback(lambda length: written.append(int(length)), found.length[0])
         return found
 
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": dataclasses.replace(TINY, vocab_size=2048)})
-    monkeypatch.setattr(parts, "read_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(peers, "check_installed", lambda vs: None)
-    monkeypatch.setattr(benchmark.peers, "transformers_decoders", transformers_decoders)
-    monkeypatch.setattr(benchmark.decoding, "generate", generate)
+    monkeypatch.setattr(profiling, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(other_libraries, "check_installed", lambda vs: None)
+    monkeypatch.setattr(benchmark.other_libraries, "transformers_decoders", transformers_decoders)
+    monkeypatch.setattr(benchmark.loop, "generate", generate)
     path = tmp_path / "figures.jsonl"
     benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), vs=("hf",), tokens=7, repetitions=2,
                                             output=str(path)))
@@ -139,13 +140,14 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
     tokenizer = checkpoints.load(str(DEMO / "verifier")).tokenizer_file()
     models = [T5Model(dataclasses.replace(TINY, vocab_size=2048, num_decoder_layers=n)) for n in (1, 3)]
     params = [model.init(n) for n, model in enumerate(models)]
-    small, large = (peers.exported(checkpoints.Checkpoint(model, own, tokenizer, ""), tmp_path / str(n))
-                    for n, (model, own) in enumerate(zip(models, params, strict=True)))
+    small, large = (
+        other_libraries.exported(checkpoints.Checkpoint(model, own, tokenizer, ""), tmp_path / str(n))
+        for n, (model, own) in enumerate(zip(models, params, strict=True)))
     source = [5, 6, 7, 1]
-    ours = decoding.generate(
+    ours = loop.generate(
         Autoregressive(models[1]), params[1], jax.random.key(0)[None], jnp.array([source]), jnp.array([4]),
         SamplingOptions(jnp.float32(0)), jnp.zeros(0), max_new_tokens=8, eos_id=1)
-    decoders = peers.transformers_decoders(large, 8, drafter=small, block_size=3)
+    decoders = other_libraries.transformers_decoders(large, 8, drafter=small, block_size=3)
     assert [name.split()[-1] for name in decoders] == ["verifier", "assisted"]
     for decode in decoders.values():
         seconds, tokens = decode(source)
@@ -153,16 +155,47 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
 
 
 def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "transformers" else name)
-    monkeypatch.setattr(benchmark, "random_model", lambda name: pytest.fail("made weights"))
+    monkeypatch.setattr(other_libraries, "find_spec", lambda name: None if name == "transformers" else name)
+    monkeypatch.setattr(profiling, "random_model", lambda *_: pytest.fail("made weights"))
     with pytest.raises(ValueError, match="--vs hf needs torch, transformers: pip install torch"):
         benchmark.benchmark(benchmark.Arguments(preset=("t5_1_1_small", "t5_1_1_large"), vs=("hf",)))
 
 
-@pytest.mark.parametrize("arguments,said", [
-    ({"vs": ("hf",)}, "--input"), ({"method": "no such"}, "known"),
-    ({"preset": ("t5_1_1_small", "huge")}, "unknown preset 'huge'"),
-    ({"block_sizes": (0,)}, "block_size is 0"), ({"repetitions": 0}, "--repetitions must be at least 1")])
-def test_bad_input_is_told_in_a_sentence(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        benchmark.benchmark(benchmark.Arguments(**arguments))
+BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; known"),
+       (["--preset", "t5_1_1_small", "huge"], "unknown preset 'huge'; known: t5_1_1_small"),
+       (["--preset", "t5_1_1_small", "t5_1_1_large", "--input=x"], "give --preset or --input"),
+       (["--block-sizes", "0"], "--block-sizes is 0; it must be at least 1"),
+       (["--block-sizes", "3", "-2"], "--block-sizes is -2"), (["--block-sizes"], "--block-sizes is empty"),
+       (["--batch-sizes", "0"], "--batch-sizes is 0"), (["--batch-sizes"], "--batch-sizes is empty"),
+       (["--repetitions=0"], "--repetitions is 0"), (["--tokens=0"], "--tokens is 0"),
+       (["--min-tokens=-1"], "--min-tokens is -1; it must be at least 0"), (["--limit=0"], "--limit is 0"),
+       (["--join=0"], "--join is 0"), (["--alpha=nan"], "alpha is nan"), (["--alpha=-1"], "alpha is -1"),
+       (["--temperature=nan"], "temperature is nan"), (["--dtype=float8"], "dtype is 'float8'"),
+       (["--config=demo_verifier"], "demo_verifier"), (["--output=/no/such/folder/x"], "cannot write"),
+       (["--output=/dev/null"], "a device"), (["--output=."], "a folder")]
+
+
+@pytest.mark.parametrize("arguments,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_flags_are_one_sentence(arguments, said, monkeypatch, capsys):
+    for home, name in ((Cascade, "load"), (profiling, "measure"), (profiling, "random_model"),
+                       (profiling, "read_bandwidth")):
+        monkeypatch.setattr(home, name, lambda *_, **__: pytest.fail("work began"))
+    assert benchmark.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_an_output_that_is_the_input_is_refused(tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"source": "a"}\n')
+    assert benchmark.main([f"--input={path}", f"--output={tmp_path}/./in.jsonl"]) == 2
+    assert "--output" in capsys.readouterr().err
+    assert path.read_text() == '{"source": "a"}\n'
+
+
+def test_inputs_need_no_targets(tmp_path):
+    """As the flag says: a field `source`. Blank inputs and those too long are left out."""
+    lines = [json.dumps({"source": text}) + "\n" for text in ("1", "", "12" * 20)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    found = benchmark.read_texts(benchmark.Arguments(input=str(tmp_path / "in.jsonl")), pair())
+    assert [text for text, _ in found] == ["1"]
