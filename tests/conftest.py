@@ -11,8 +11,8 @@ from corpora import PROMPTS, SENTENCES, TURN, shuffled
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
-CHECKED = ("sampling", "rules", "methods", "verification", "samplers", "loop", "baselines", "metrics")
-install_import_hook([f"speccascade_jax.core.{name}" for name in CHECKED], "checking.typechecker")
+install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines", "models", "inference")],
+                    "checking.typechecker")
 
 
 def pytest_addoption(parser):
@@ -35,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
 def full(request) -> bool:
     """Whether everything runs: for tests that otherwise take fewer rows."""
     return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
+def rows(full) -> int:
+    """Texts a chi-square is made of."""
+    return 200_000 if full else 40_000
 
 
 @pytest.fixture(autouse=True, scope="session")

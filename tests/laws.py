@@ -1,4 +1,8 @@
-"""The real compiled loop against the enumerated law, and planted bugs that it must catch."""
+"""The laws: every model's, every sampler's and every rule's, and planted bugs that they must catch.
+
+A LanguageModel obeys append, chunk, rollback, rows and vocabulary. A sampler's texts follow the law that
+enumeration gives (toys.sequence_law shares no code with the package), whatever else is in the batch.
+"""
 
 import dataclasses
 
@@ -6,81 +10,148 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import TableLM, chi_square, sequence_law, table
+from joint_laws import (
+    EOS,
+    FAIL_BELOW,
+    FAMILIES,
+    LENIENCE,
+    PROMPTS,
+    STEPS,
+    TABLES,
+    TRANSFORMS,
+    VOCAB,
+    decoded,
+    p_value,
+    quick,
+    texts,
+)
+from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5
+from tiny_models import in_blocks, prefilled
+from toys import TableLM, chi_square, sequence_law
 
-from speccascade_jax.core import loop, samplers, verification
+from speccascade_jax.core import loop
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
-from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.evaluation.rates import check_identities
+from speccascade_jax.core.typing import SamplingOptions, insert
+from speccascade_jax.models import model_of
 
-VOCAB, EOS, STEPS, ROWS = 4, 3, 4, 200_000
-FAIL_BELOW = 1e-4
-PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
-TABLES = [table(seed, VOCAB) for seed in (39, 40, 41)]  # rules defer in about half of their contexts
-TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}}
-FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
-LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
-            "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.6, "lossy": 0.3,
-            "lossy_tuned": 0.3, "lossy_greedy": 0.3, "speculative": 0.0}
+SHAPES = {"t5": TINY_T5, "t5, a table a layer": dataclasses.replace(TINY_T5, shared_position_bias=False),
+          "gemma": TINY_GEMMA}
 
 
-def texts(methods, alphas, block_sizes, *, rows=ROWS, seed=0, **options):
-    """Tokens [rows, STEPS] of the compiled loop, and the prompt number of each row."""
-    models = [TableLM(VOCAB)] * (len(methods) + 1)
-    sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes)
-    params = TABLES[0]
-    for larger in TABLES[1:len(models)]:
-        params = (params, larger)
-    which = np.arange(rows) % len(PROMPTS)
-    inputs = np.zeros((rows, max(map(len, PROMPTS))), np.int32)
-    for n, prompt in enumerate(PROMPTS):
-        inputs[which == n, :len(prompt)] = prompt
-    lengths = np.array([len(p) for p in PROMPTS], np.int32)[which]
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-    options = SamplingOptions(**{"temperature": 1.0, **options})
-    result = generate(sampler, params, keys, inputs, lengths, options, jnp.array(alphas),
-                      max_new_tokens=STEPS, eos_id=EOS)
-    if methods:
-        check_identities(result.counts[1])
-        assert (np.asarray(result.counts[1].emitted) == result.length).all()
-    return np.asarray(result.tokens), which
+# Laws of models
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def tiny(request):
+    model = model_of(request.param)
+    params = model.init(0)
+    if request.param is not TINY_GEMMA:
+        for name in ("encoder_bias", "decoder_bias"):  # far from zero: a table that is missed shows
+            params[name] = params[name].replace(10 * params[name][...])
+    return model, params
 
 
-def p_value(methods, alphas, block_sizes, **options):
-    """The smaller p-value of the two prompts, times two (Bonferroni)."""
-    tokens, which = texts(methods, alphas, block_sizes, **options)
-    options.pop("seed", None)
-    laws = [sequence_law(TABLES[:len(methods) + 1], methods, alphas, prompt, steps=STEPS, eos=EOS, **options)
-            for prompt in PROMPTS]
-    return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
+def test_append_and_chunk(tiny):
+    model, params = tiny
+    start = prefilled(model, params)
+    whole, cache = in_blocks(model, params, TARGET, [30], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
+    parts, cache = in_blocks(model, params, TARGET, [1, 11, 18], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_models_follow_the_law(family, transform, gamma):
-    for temperature in (0.5, 1.0):
-        assert p_value([family], [FAMILIES[family]], [gamma], temperature=temperature,
+def test_rollback_with_ragged_lengths(tiny):
+    model, params = tiny
+    start = prefilled(model, params)
+    _, cache = in_blocks(model, params, TARGET, [20], start)
+    kept = np.array([3, 20, 11], np.int32)
+    new = TARGET[:, ::-1][:, :6]
+    rolled, _ = in_blocks(model, params, new, [2, 4], model.roll_back(cache, start.length + kept))
+    for row, length in enumerate(kept):
+        tokens = np.concatenate([TARGET[:, :length], new], axis=1)
+        fresh, _ = in_blocks(model, params, tokens, [tokens.shape[1]], start)
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
+
+
+def test_rows_are_independent(tiny):
+    model, params = tiny
+    together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
+    for row in range(3):
+        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
+        alone, _ = in_blocks(model, params, TARGET[row:row + 1], [10, 20], cache)
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
+
+
+def test_vocabulary(tiny):
+    model, params = tiny
+    logits, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    assert logits.shape[-1] == model.vocab_size > TARGET.max()
+    assert np.isfinite(logits).all()
+
+
+def test_padding_does_not_matter(tiny):
+    model, params = tiny
+    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)
+    short, _ = in_blocks(model, params, TARGET, [30], cache)
+    long, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("fresh_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("widths", [(20, 20), (20, 13), (13, 20)])
+def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
+    """Any number of rows into any batch, from inputs of another width: each goes on as it would have."""
+    model, params = tiny
+    old_width, new_width = widths
+
+    def begun(which, width):
+        source, length = SOURCE[which % 3, :width], np.minimum(LENGTH[which % 3], width)
+        _, cache = model.prefill(params, source, length, width + 34)
+        return in_blocks(model, params, TARGET[which % 3], [3], cache)[1]
+
+    old, new = np.arange(rows), np.arange(1, 1 + fresh_rows)
+    slots = np.arange(fresh_rows) + rows - 1  # the first of them is in the batch, others are left out
+    like_fresh = new_width > old_width
+    kept = insert(model, begun(old, old_width), begun(new, new_width), jnp.array(slots), like_fresh)
+    expected = {n: (n, old_width) for n in range(rows)}
+    expected |= {int(slot): (which, new_width) for slot, which in zip(slots, new, strict=True) if slot < rows}
+    tokens = np.stack([TARGET[which % 3, 3:9] for which, _ in expected.values()])
+    found, _ = in_blocks(model, params, tokens, [2, 4], kept)
+    for row, (which, width) in expected.items():
+        alone, _ = in_blocks(model, params, tokens[row:row + 1], [2, 4], begun(np.array([which]), width))
+        np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+
+
+# Laws of samplers and rules
+
+@pytest.mark.parametrize("family,transform,gamma", quick(
+    *((f, t, g) for f in FAMILIES for t in TRANSFORMS for g in (1, 2, 5)),
+    among=[("speculative", "plain", 2), ("opt", "top_p", 1), ("token_v3", "min_p", 5)]))
+def test_two_models_follow_the_law(family, transform, gamma, rows, full):
+    for temperature in (0.5, 1.0) if full else (0.5,):
+        assert p_value([family], [FAMILIES[family]], [gamma], rows=rows, temperature=temperature,
                        **TRANSFORMS[transform]) > FAIL_BELOW
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("families", [("speculative", "speculative"), ("token_v3", "opt"),
-                                      ("opt", "token_v3")])
-def test_three_models_follow_the_law(families, transform, gamma):
-    alphas = [FAMILIES[f] for f in families]
-    for temperature in (0.5, 1.0):
-        assert p_value(families, alphas, [2, gamma], temperature=temperature,
+@pytest.mark.parametrize("families,transform,gamma", quick(
+    *((f, t, g) for f in (("speculative", "speculative"), ("token_v3", "opt"), ("opt", "token_v3"),
+                          ("speculative", "chow")) for t in TRANSFORMS for g in (1, 2, 5)),
+    among=[(("speculative", "chow"), "plain", 2), (("opt", "token_v3"), "top_k", 1)]))
+def test_three_models_follow_the_law(families, transform, gamma, rows, full):
+    alphas = [LENIENCE[f] for f in families]
+    for temperature in (0.7, 1.0) if full else (0.7,):
+        assert p_value(families, alphas, [2, gamma], rows=rows, temperature=temperature,
                        **TRANSFORMS[transform]) > FAIL_BELOW
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_follows_its_law(method):
+def test_every_method_follows_its_law(method, rows):
     for temperature in (0.5, 1.0):
-        assert p_value([method], [LENIENCE[method]], [2], temperature=temperature) > FAIL_BELOW
+        assert p_value([method], [LENIENCE[method]], [2], rows=rows, temperature=temperature) > FAIL_BELOW
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,23 +163,81 @@ def test_every_method_at_temperature_zero(method):
         assert {tuple(int(t) for t in row if t >= 0) for row in tokens[which == n]} == set(law)
 
 
-def test_one_model_follows_its_law():
-    assert p_value([], [], []) > FAIL_BELOW
+def test_one_model_follows_its_law(rows):
+    assert p_value([], [], [], rows=rows) > FAIL_BELOW
 
 
-def test_blocks_beyond_the_limit_and_one_token_texts():
-    """Limits of 1 .. gamma + 2 tokens with gamma = 5: texts are prefixes of the longest ones."""
+# Unlike rows: all that a row may choose for itself
+ASKED = [{"method": "speculative", "temperature": 1.0}, {"method": "opt", "alpha": 0.05, "temperature": 0.5},
+         {"method": "token_v3", "alpha": 0.4, "temperature": 1.3, "top_k": 3},
+         {"method": "chow", "alpha": 0.5, "temperature": 0.8, "top_p": 0.8},
+         {"method": "lossy", "alpha": 0.3, "temperature": 1.0, "min_p": 0.3},
+         {"method": "token_v1", "alpha": 0.3, "temperature": 1.0, "top_k": 2, "top_p": 0.7, "min_p": 0.2},
+         {"method": "speculative", "temperature": 1.0, "limit": 2},
+         {"method": "lossy_tuned", "alpha": 0.3, "temperature": 0.7},
+         {"method": "opt", "alpha": 0.3, "temperature": 0.0},
+         {"method": "bild_star", "alpha": 1.5, "temperature": 0.6, "top_p": 0.9}]
+
+
+def test_unlike_rows_follow_each_its_own_law(full):
+    """One batch, one compiled program: methods, leniences, limits and options of all kinds together."""
+    rows, calls = 200_000, len(ASKED) if full else 2  # in all as many texts of each kind, or fewer
+    kind = np.random.default_rng(0).integers(0, len(ASKED), rows)
+    column = {name: np.array([asked.get(name, off) for asked in ASKED])[kind] for name, off in (
+        ("alpha", 0.0), ("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("limit", STEPS))}
+    methods = np.array([list(METHODS).index(asked["method"]) for asked in ASKED])[kind][:, None]
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), tuple(METHODS.values()), 2)
+    before, found = loop._generate._cache_size(), []
+    for seed in range(calls):
+        order = np.random.default_rng(seed).permutation(rows)  # every kind at every place in the batch
+        options = SamplingOptions(**{name: column[name][order]
+                                     for name in ("temperature", "top_k", "top_p", "min_p")}, max_top_k=3)
+        result, which = decoded(sampler, tuple(TABLES[:2]), rows, options, column["alpha"][order][:, None],
+                                seed, methods=methods[order], limits=column["limit"][order])
+        found.append((np.asarray(result.tokens), which, kind[order]))
+    assert loop._generate._cache_size() == before + 1
+    tokens, which, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    chances, others = [], []
+    for number, asked in enumerate(ASKED):
+        options = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in asked}
+        for n, prompt in enumerate(PROMPTS):
+            law = sequence_law(TABLES[:2], [asked["method"]], [asked.get("alpha", 0.0)], prompt,
+                               steps=asked.get("limit", STEPS), eos=EOS, **options)
+            chances.append(chi_square(tokens[(kinds == number) & (which == n)], law))
+            neighbour = (number + 1) % len(ASKED)
+            others.append(chi_square(tokens[(kinds == neighbour) & (which == n)], law))
+    assert len(chances) * min(chances) > FAIL_BELOW
+    assert max(others) < FAIL_BELOW  # the control: no kind passes for its neighbour
+
+
+@pytest.mark.parametrize("alphas,methods", [((), None), ((0.1, 0.2), None), ((0.1,), (0, 0)), (0.1, None)])
+def test_values_for_another_number_of_verifiers_are_refused(alphas, methods):
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS["opt"], 2)
+    with pytest.raises(ValueError, match="1 verifiers: give"):
+        decoded(sampler, tuple(TABLES[:2]), 4, SamplingOptions(), alphas, methods=methods)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_k"])
+def test_options_for_another_number_of_rows_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        decoded(Autoregressive(TableLM(VOCAB)), TABLES[0], 4, SamplingOptions(**{name: np.ones(3)}), ())
+
+
+def test_limits_cut_and_change_nothing_else():
+    """Limits of 1 .. gamma + 2 tokens with gamma = 5, each row its own: texts are prefixes of the longest."""
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS["opt"], 5)
     keys = jax.vmap(jax.random.key)(jnp.arange(64))
     inputs, lengths = np.ones((64, 1), np.int32), np.ones(64, np.int32)
 
-    def run(limit):
+    def run(most, limits=None):
         return np.asarray(generate(sampler, tuple(TABLES[:2]), keys, inputs, lengths, SamplingOptions(),
-                                   jnp.array([0.3]), max_new_tokens=limit, eos_id=EOS).tokens)
+                                   jnp.array([0.3]), max_new_tokens=most, eos_id=EOS, limits=limits).tokens)
 
     longest = run(7)
-    for limit in range(1, 7):
-        np.testing.assert_array_equal(run(limit), longest[:, :limit])
+    for most in (1, 4, 6):
+        np.testing.assert_array_equal(run(most), longest[:, :most])
+    limits = np.arange(64) % 8
+    np.testing.assert_array_equal(run(7, limits), np.where(np.arange(7) < limits[:, None], longest, -1))
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
@@ -131,82 +260,3 @@ def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
     rounds = [r.counts[1].rounds if outer is None else r.counts[0][1].rounds for r in (whole, spared)]
     np.testing.assert_array_equal(rounds[0], rounds[1])
     np.testing.assert_array_equal(passes[0] - passes[1], rounds[0])
-
-
-# Planted bugs: the law test must fail on each, for the families that can show it.
-
-def with_p(monkeypatch, wrong):
-    """Every verification becomes wrong(verify, p~, its arguments ...)."""
-    step, verify = Speculative.step, samplers.verify
-
-    def patched(self, params, caches, rows, eos_id):
-        def knowing_p(accept_u, draw_u, draft, pi):
-            tokens = jnp.concatenate([rows.last[:, None], draft.tokens], axis=1)
-            logits, _ = self.verifier.extend(params[1], tokens, caches[1])
-            return wrong(verify, samplers.token_probs(logits, rows.options), accept_u, draw_u, draft, pi)
-
-        monkeypatch.setattr(samplers, "verify", knowing_p)
-        return step(self, params, caches, rows, eos_id)
-
-    monkeypatch.setattr(Speculative, "step", patched)
-
-
-def bonus_from_p(monkeypatch):
-    """The bonus drawn from p~ (the preprint's print) instead of pi."""
-    with_p(monkeypatch, lambda verify, p, accept_u, draw_u, draft, pi: verify(
-        accept_u, draw_u, draft, pi.at[:, -1].set(p[:, -1])))
-
-
-def residual_of_p(monkeypatch):
-    """The residual max(0, p - q) whatever the target."""
-    def wrong(verify, p, accept_u, draw_u, draft, pi):
-        right = verify(accept_u, draw_u, draft, pi)
-        at = right.num_accepted[:, None]
-        weights = verification.residual(*(jnp.take_along_axis(x, at[..., None], 1)[:, 0]
-                                          for x in (p, draft.probs)))
-        token = samplers.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
-        bonus = right.num_accepted == draft.tokens.shape[1]
-        return right._replace(next_token=jnp.where(bonus, right.next_token, token))
-
-    with_p(monkeypatch, wrong)
-
-
-def no_roll_back(monkeypatch):
-    """The verifier's cache keeps the first rejected token."""
-    roll_back = samplers.roll_back
-
-    def late(models, caches, length):
-        rolled = roll_back(models, caches, length)
-        if type(models) is not tuple:
-            return rolled
-        return rolled[0], caches[1]._replace(length=jnp.minimum(caches[1].length, length + 1))
-
-    monkeypatch.setattr(samplers, "roll_back", late)
-
-
-def one_uniform(monkeypatch):
-    """Every drafted position of a block accepts with the same uniform."""
-    monkeypatch.setattr(samplers, "verify", lambda accept_u, *others: verification.verify(
-        jnp.broadcast_to(accept_u[:, :1], accept_u.shape), *others))
-
-
-def shared_key(monkeypatch):
-    """Drafting and accepting share a random number."""
-    noise = loop.noise
-    monkeypatch.setattr(loop, "noise", lambda *args: jnp.broadcast_to(
-        (table := noise(*args))[:, :1, :1], table.shape))
-
-
-SEEN_BY = {bonus_from_p: ["opt", "token_v3"], residual_of_p: ["token_v3"],
-           no_roll_back: list(FAMILIES), one_uniform: ["speculative", "token_v3"],
-           shared_key: list(FAMILIES)}
-
-
-@pytest.mark.parametrize("bug,family", [(b, f) for b, families in SEEN_BY.items() for f in families],
-                         ids=lambda x: getattr(x, "__name__", x))
-def test_law_test_catches(bug, family, monkeypatch):
-    jax.clear_caches()
-    with monkeypatch.context() as patch:
-        bug(patch)
-        assert p_value([family], [FAMILIES[family]], [2]) < FAIL_BELOW
-    jax.clear_caches()

@@ -54,7 +54,8 @@ def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
     return scale * np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
 
 
-def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: float | None,
+              min_p: float | None = None) -> np.ndarray:
     if temperature == 0:
         return np.eye(len(probs))[np.argmax(probs)]
     probs = probs ** (1 / temperature)
@@ -67,6 +68,9 @@ def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: f
         keep = np.zeros(len(probs), bool)
         keep[order[:np.searchsorted(mass, top_p - 1e-9) + 1]] = True
         probs = np.where(keep, probs, 0) / probs[keep].sum()
+    if min_p is not None:
+        probs = np.where(probs >= min_p * probs.max(), probs, 0)
+        probs = probs / probs.sum()
     return probs
 
 
@@ -75,7 +79,7 @@ def entropy(x):
 
 
 def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
-    """SPEC section 4's table, a token at a time, in float64."""
+    """Each method's target distribution, a token at a time, in float64."""
     size, tv = len(q), np.maximum(ps - qs, 0).sum()
     cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
     position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
@@ -106,7 +110,8 @@ def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
 
 
 def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
-                 top_k: int | None = None, top_p: float | None = None) -> dict[tuple[int, ...], float]:
+                 top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+                 ) -> dict[tuple[int, ...], float]:
     """Every text of at most `steps` tokens (shorter only after eos) -> its probability.
 
     tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
@@ -117,7 +122,7 @@ def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, tempe
         for level, logits in enumerate(tables):
             row = logits[before, last].astype(np.float64)
             probs = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-            shaped = transform(probs, temperature, top_k, top_p)
+            shaped = transform(probs, temperature, top_k, top_p, min_p)
             if level == 0:
                 own, sampled = probs, shaped
             else:

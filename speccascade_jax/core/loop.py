@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Float, Int, Key
 
@@ -24,6 +23,7 @@ from speccascade_jax.core.samplers import (
 )
 from speccascade_jax.core.sampling import noise
 from speccascade_jax.core.typing import (
+    AnyArray,
     Cache,
     Params,
     Prefix,
@@ -35,7 +35,6 @@ from speccascade_jax.core.typing import (
 )
 
 Array = jax.Array
-AnyArray = jax.Array | np.ndarray
 
 
 class Requests(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 Array = jax.Array
+AnyArray = jax.Array | np.ndarray
 Params = Any
 Cache = Any
 
@@ -108,7 +109,7 @@ def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
     return function(models, *trees)
 
 
-def roll_back(models: Any, caches: Cache, length: Int[Array, " B"]) -> Cache:
+def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
     """Caches that cover `length` positions, or what they cover now if that is less."""
     def one(model: LanguageModel, cache: Cache) -> Cache:
         return model.roll_back(cache, jnp.minimum(cache.length, length))
@@ -116,7 +117,7 @@ def roll_back(models: Any, caches: Cache, length: Int[Array, " B"]) -> Cache:
     return each(one, models, caches)
 
 
-def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[Array, " R"], like_fresh: bool) -> Cache:
+def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
     """`caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; a slot of B or more is
     left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
     must then hold all of every row that is still read.
@@ -128,7 +129,7 @@ def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[Array, " R"], li
     return each(one, models, caches, fresh)
 
 
-def insert_rows(old: Any, new: Any, slots: Int[Array, " R"], like_fresh: bool) -> Any:
+def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
     """insert() of a tree of arrays that all begin with the axis of rows."""
     def one(old: Array, new: Array) -> Array:
         sizes = (new if like_fresh else old).shape[1:]

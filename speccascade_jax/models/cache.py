@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from speccascade_jax.core.typing import insert_rows
+from speccascade_jax.core.typing import AnyArray, insert_rows
 
 Array = jax.Array
 
@@ -40,7 +40,7 @@ def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
 
 
-def insert_buffer(old: Array, new: Array, slots: Array, like_fresh: bool) -> Array:
+def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
     """core.typing.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of
     rows where it holds one."""
     rows, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (old, new))

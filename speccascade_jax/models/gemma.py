@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import Prefix, insert_rows
+from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
 from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, write
 from speccascade_jax.models.layers import Linear, project, shift_right, skeleton, with_kept
 from speccascade_jax.models.quantization import table_rows, tied_kernel
@@ -153,7 +154,7 @@ class Gemma(nnx.Module):
         self.layers = nnx.List([Layer(c, dtype=dtype, rngs=rngs) for _ in range(c.num_layers)])
         self.norm = Norm(c)
 
-    def advance(self, tokens: Array, cache: GemmaCache) -> tuple[Array, GemmaCache]:
+    def advance(self, tokens: AnyArray, cache: GemmaCache) -> tuple[Array, GemmaCache]:
         """The last layer's output [B, T, D] for each of `tokens` [B, T], fed at cache.length."""
         table = self.embedding.get_value()
         scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
@@ -207,16 +208,16 @@ class GemmaModel:
         """The parameters' shapes, without memory."""
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
-    def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
-               key: Array | None = None) -> Array:
+    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
+               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
         `source`. Gemma has no dropout: `key` is not read."""
         _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1])
         last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
         return self.extend(params, shift_right(target, last), cache)[0]
 
-    def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
-                ) -> tuple[Prefix, GemmaCache]:
+    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, GemmaCache]:
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, nnx.merge(self.graphdef(), params)
         rows, size = inputs.shape
@@ -228,17 +229,19 @@ class GemmaModel:
         if size > first:
             chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
             cache, _ = lax.scan(lambda cache, part: (network.advance(part, cache)[1], None), cache, chunks)
-        return Prefix(inputs, input_length), cache._replace(length=jnp.maximum(input_length - 1, 0))
+        return Prefix(jnp.asarray(inputs), jnp.asarray(input_length)), cache._replace(length=jnp.maximum(input_length - 1, 0))
 
-    def roll_back(self, cache: GemmaCache, length: Array) -> GemmaCache:
-        return cache._replace(length=length)
+    def roll_back(self, cache: GemmaCache, length: Int[AnyArray, " B"]) -> GemmaCache:
+        return cache._replace(length=jnp.asarray(length))
 
-    def insert(self, cache: GemmaCache, fresh: GemmaCache, slots: Array, like_fresh: bool) -> GemmaCache:
+    def insert(self, cache: GemmaCache, fresh: GemmaCache, slots: Int[AnyArray, " R"], like_fresh: bool
+               ) -> GemmaCache:
         keys, values = (tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
                         for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
         return GemmaCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
 
-    def extend(self, params: nnx.State, tokens: Array, cache: GemmaCache) -> tuple[Array, GemmaCache]:
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache
+               ) -> tuple[Float[Array, "B T V"], GemmaCache]:
         network = nnx.merge(self.graphdef(), params)
         x, cache = network.advance(tokens, cache)
         return network.logits(x), cache

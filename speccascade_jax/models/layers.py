@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
@@ -137,7 +138,7 @@ def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: 
     return (offset + np.where(distance < exact, distance, far)).astype(np.int32)
 
 
-def shift_right(tokens: Array, first: Array) -> Array:
+def shift_right(tokens: AnyArray, first: AnyArray) -> Array:
     """`first` [B], then all of `tokens` [B, T] but the last."""
     return jnp.concatenate([first[:, None], tokens[:, :-1]], axis=1)
 

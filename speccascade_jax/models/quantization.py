@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from speccascade_jax.core.typing import AnyArray
+
 Array = jax.Array
 TRANSPOSED_FROM = 1024
 """From so many inputs on, CPUs multiply [out, in] faster than [in, out]: 1.6 times in bfloat16."""
@@ -67,7 +69,7 @@ def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:
     return table if isinstance(table, PackedKernel) else table.T
 
 
-def table_rows(table: Array | PackedKernel, index: Array) -> Array:
+def table_rows(table: Array | PackedKernel, index: AnyArray) -> Array:
     """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
     if isinstance(table, PackedKernel):
         return jnp.take(table.values, index, axis=0) * jnp.take(table.scale, index)[..., None]

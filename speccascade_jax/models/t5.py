@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import Prefix, insert_rows
+from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import (
     Dropout,
@@ -175,10 +176,10 @@ class T5(nnx.Module):
         """The bias [*buckets.shape, H] that all layers share, or one such a layer."""
         return [t[buckets] for t in ([table[...]] if self.config.shared_position_bias else table[...])]
 
-    def _embed(self, tokens: Array) -> Array:
+    def _embed(self, tokens: AnyArray) -> Array:
         return table_rows(self.embedding.get_value(), tokens)
 
-    def encode(self, source: Array, source_bias: Array, dropout: Dropout = lambda x: x) -> Array:
+    def encode(self, source: AnyArray, source_bias: Array, dropout: Dropout = lambda x: x) -> Array:
         """source [B, S] -> [B, S, D]; `source_bias` [B, 1, 1, S] masks the padding."""
         positions = np.arange(source.shape[1])
         buckets = self._buckets(positions[None, :] - positions[:, None], bidirectional=True)
@@ -200,7 +201,7 @@ class T5(nnx.Module):
             return self.head(x)
         return project(x * self.config.d_model**-0.5, tied_kernel(self.embedding.get_value()), self.dtype)
 
-    def __call__(self, source: Array, source_length: Array, target_in: Array,
+    def __call__(self, source: AnyArray, source_length: AnyArray, target_in: AnyArray,
                  key: Array | None = None) -> Array:
         """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]; `key` turns dropout on."""
         dropout = make_dropout(key, self.config.dropout_rate)
@@ -217,7 +218,7 @@ class T5(nnx.Module):
                                source_bias, dropout)
         return self._logits(dropout(self.decoder_norm(x)))
 
-    def start(self, source: Array, source_length: Array, max_length: int, dtype: Any) -> T5Cache:
+    def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = self.encode(source, source_bias)
@@ -230,13 +231,13 @@ class T5(nnx.Module):
             values=(blank,) * c.num_decoder_layers,
             cross_keys=tuple(k.astype(dtype) for k, _ in cross),
             cross_values=tuple(v.astype(dtype) for _, v in cross),
-            source_length=source_length,
+            source_length=jnp.asarray(source_length),
             position_bias=tuple(bias.astype(jnp.float32)
                                 for bias in self._position_biases(self.decoder_bias, buckets)),
             length=jnp.zeros((source.shape[0],), jnp.int32),
         )
 
-    def extend(self, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
+    def extend(self, tokens: AnyArray, cache: T5Cache) -> tuple[Array, T5Cache]:
         """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
         query = cache.length[:, None] + jnp.arange(tokens.shape[1])
         back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
@@ -259,7 +260,7 @@ class T5(nnx.Module):
         return self._logits(self.decoder_norm(x)), cache
 
 
-def padding_bias(length: Array, size: int) -> Array:
+def padding_bias(length: AnyArray, size: int) -> Array:
     """[B, 1, 1, size]: 0 before each row's length, MASKED from there on."""
     return jnp.where(jnp.arange(size) < length[:, None], 0.0, MASKED)[:, None, None, :]
 
@@ -291,23 +292,23 @@ class T5Model:
         """The parameters' shapes, without memory."""
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
-    def forced(self, params: nnx.State, source: Array, source_length: Array, target: Array,
-               key: Array | None = None) -> Array:
+    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
+               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on."""
         start = jnp.full((target.shape[0],), self.config.pad_id, target.dtype)
         return nnx.merge(self.graphdef(), params)(source, source_length, shift_right(target, start), key)
 
-    def prefill(self, params: nnx.State, inputs: Array, input_length: Array, max_length: int
-                ) -> tuple[Prefix, T5Cache]:
+    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, T5Cache]:
         start = jnp.full((inputs.shape[0], 1), self.config.pad_id, jnp.int32)
         network = nnx.merge(self.graphdef(), params)
         return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
                 network.start(inputs, input_length, max_length, self.cache_dtype))
 
-    def roll_back(self, cache: T5Cache, length: Array) -> T5Cache:
-        return cache._replace(length=length)
+    def roll_back(self, cache: T5Cache, length: Int[AnyArray, " B"]) -> T5Cache:
+        return cache._replace(length=jnp.asarray(length))
 
-    def insert(self, cache: T5Cache, fresh: T5Cache, slots: Array, like_fresh: bool) -> T5Cache:
+    def insert(self, cache: T5Cache, fresh: T5Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> T5Cache:
         def placed(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
             return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
 
@@ -318,5 +319,6 @@ class T5Model:
                        placed(cache.cross_values, fresh.cross_values), lengths[0],
                        (fresh if like_fresh else cache).position_bias, lengths[1])
 
-    def extend(self, params: nnx.State, tokens: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache
+               ) -> tuple[Float[Array, "B T V"], T5Cache]:
         return nnx.merge(self.graphdef(), params).extend(tokens, cache)
