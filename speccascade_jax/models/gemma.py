@@ -229,7 +229,8 @@ class GemmaModel:
         if size > first:
             chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
             cache, _ = lax.scan(lambda cache, part: (network.advance(part, cache)[1], None), cache, chunks)
-        return Prefix(jnp.asarray(inputs), jnp.asarray(input_length)), cache._replace(length=jnp.maximum(input_length - 1, 0))
+        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+        return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
 
     def roll_back(self, cache: GemmaCache, length: Int[AnyArray, " B"]) -> GemmaCache:
         return cache._replace(length=jnp.asarray(length))
