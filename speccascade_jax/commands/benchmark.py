@@ -28,7 +28,7 @@ from rich.progress import track
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, console, exit_code, table_of
+from speccascade_jax.commands.commandline import at_least, at_most, console, exit_code, table_of
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
@@ -324,11 +324,15 @@ def check(arguments: Arguments) -> DecodeConfig:
         raise ValueError("random weights write nothing worth timing: give --preset or --input.")
     other_libraries.check_installed(a.vs)
     at_least(1, tokens=a.tokens, repetitions=a.repetitions, limit=a.limit, join=a.join)
+    at_most(10_000, tokens=a.tokens, repetitions=a.repetitions)
     at_least(0, min_tokens=a.min_tokens)
-    for name, values in (("block_sizes", a.block_sizes), ("batch_sizes", a.batch_sizes)):
+    run = configs.load(a.config, DecodeConfig)
+    for name, values, most in (("block_sizes", a.block_sizes, run.max_new_tokens),
+                               ("batch_sizes", a.batch_sizes, 4096)):
         if not values:
             raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one.")
         at_least(1, **{name: min(values)})
+        at_most(most, **{name: max(values)})
     if a.method not in METHODS:
         raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
     for gamma in a.block_sizes:
@@ -336,7 +340,6 @@ def check(arguments: Arguments) -> DecodeConfig:
     for name in a.preset or ():
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
-    run = configs.load(a.config, DecodeConfig)
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 

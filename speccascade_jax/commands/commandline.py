@@ -86,6 +86,13 @@ def at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
 
 
+def at_most(most: int, **values: int) -> None:
+    """Raises ValueError for a flag's value beyond what can be done in any time or memory."""
+    for name, value in values.items():
+        if value > most:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at most {most}.")
+
+
 def check_summary(path: str | None, field: str) -> None:
     """Raises ValueError where a file for summaries holds something else; `field` is one of a summary's."""
     if path is None or not os.path.isfile(path):

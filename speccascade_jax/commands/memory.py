@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax.checkpoints.families import PRESETS
-from speccascade_jax.commands.commandline import at_least, exit_code
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
@@ -73,10 +73,8 @@ def check(arguments: Arguments) -> None:
         raise ValueError(f"{arguments.drafter} has {small.vocab_size} tokens, {arguments.verifier} "
                          f"{large.vocab_size}; a cascade needs one vocabulary.")
     for name, most in MOST.items():
-        value = getattr(arguments, name)
-        at_least(1, **{name: value})
-        if value > most:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it is at most {most}.")
+        at_least(1, **{name: getattr(arguments, name)})
+        at_most(most, **{name: getattr(arguments, name)})
 
 
 def memory(arguments: Arguments) -> None:

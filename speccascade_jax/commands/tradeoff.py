@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, task_of
+from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
@@ -254,6 +254,8 @@ def check(arguments: Arguments) -> None:
     a = arguments
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
+    at_most(1000, trials=a.trials)
+    at_most(a.run.max_new_tokens, gammas=max(a.gammas, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
         raise ValueError("--at-quality and --at-latency exclude each other: give one.")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:

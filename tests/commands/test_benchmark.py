@@ -172,6 +172,9 @@ BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; 
        (["--join=0"], "--join is 0"), (["--alpha=nan"], "alpha is nan"), (["--alpha=-1"], "alpha is -1"),
        (["--temperature=nan"], "temperature is nan"), (["--dtype=float8"], "dtype is 'float8'"),
        (["--config=demo_verifier"], "demo_verifier"), (["--output=/no/such/folder/x"], "cannot write"),
+       (["--block-sizes", "1000000"], "--block-sizes is 1000000; it must be at most 80"),
+       (["--batch-sizes", "1000000"], "--batch-sizes is 1000000; it must be at most"),
+       (["--tokens=1000000000"], "--tokens is 1000000000"), (["--repetitions=1000000000"], "at most"),
        (["--output=/dev/null"], "a device"), (["--output=."], "a folder")]
 
 

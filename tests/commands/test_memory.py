@@ -13,8 +13,8 @@ from speccascade_jax.models import model_of
 BAD = [(["--devices=0"], "--devices is 0; it must be at least 1"), (["--devices=-1"], "--devices is -1"),
        (["--rows=0"], "--rows is 0"), (["--block-size=0"], "--block-size is 0"),
        (["--new-tokens=0"], "--new-tokens is 0"), (["--source-length=0"], "--source-length is 0"),
-       (["--devices=1000000"], "--devices is 1000000; it is at most"),
-       (["--block-size=1000000"], "--block-size is 1000000; it is at most"),
+       (["--devices=1000000"], "--devices is 1000000; it must be at most"),
+       (["--block-size=1000000"], "--block-size is 1000000; it must be at most"),
        (["--rows=1000000000"], "--rows is 1000000000"), (["--new-tokens=1000000000"], "--new-tokens is"),
        (["--drafter=gemma3"], "unknown preset 'gemma3'; known: t5_1_1_small"),
        (["--drafter=t5_1_1_small"], "t5_1_1_small has 32128 tokens, gemma2_27b 256000")]

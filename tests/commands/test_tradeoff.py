@@ -115,7 +115,8 @@ BAD = [(["--at-quality=good"], "write a number or verifier"), (["--at-quality=na
        (["--timed=-1"], "--timed is -1; it must be at least 0"), (["--limit=0"], "--limit is 0"),
        (["--limit=-1"], "--limit is -1"), (["--join=0"], "at least 1"), (["--join=-3"], "at least 1"),
        (["--batch-size=0"], "--batch-size is 0"), (["--split=dev"], "unknown split 'dev'"),
-       (["--top-k=0"], "top_k is 0")]
+       (["--top-k=0"], "top_k is 0"), (["--trials=1000000000"], "--trials is 1000000000; it must be at most"),
+       (["--gammas", "1000000"], "--gammas is 1000000; it must be at most 24")]
 
 
 @pytest.mark.parametrize("more,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
