@@ -44,13 +44,16 @@ def exists(path: Any) -> bool:
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
-    """Raises ValueError where `path` is missing or no regular file, or has more than `limit` bytes."""
+    """Raises ValueError where `path` is missing, not readable or no regular file, or has more than `limit`
+    bytes."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}.") from None
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path} is no regular file: put the checkpoint's own file in its place.")
+    if not os.access(path, os.R_OK):  # safetensors would say that it is missing
+        raise ValueError(f"cannot read {path}: Permission denied.")
     if limit is not None and found.st_size > limit:
         raise ValueError(f"{path} has {found.st_size:,} bytes, no file of its kind more than {limit:,}: "
                          "fetch it again.")

@@ -23,6 +23,7 @@ class TokenizerJson:
                              "SentencePiece file in its place.") from None
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self.tokenizer.encode("\U0010fffd")  # fails where unknown characters have no piece
         except Exception as error:  # the only kind that tokenizers raises
             raise RuntimeError(error) from None
         self.tokenizer.no_truncation()
