@@ -87,7 +87,8 @@ def test_t5x_own_checkpoints_give_t5x_own_logits(folder, reference, tmp_path):
               for arrays in (jax.tree.leaves(params), expected.values())]
     np.testing.assert_array_equal(*values)  # all values; the logits show that each is in its place
 
-    length = np.array([source.shape[1]], np.int32)
+    source, target = jnp.asarray(source), jnp.asarray(target)
+    length = jnp.array([source.shape[1]], jnp.int32)
     forced = nnx.merge(model.graphdef(), params)(source, length, target)
     np.testing.assert_allclose(forced, logits, rtol=0, atol=1e-5)
     _, cache = model.prefill(params, source, length, target.shape[1])

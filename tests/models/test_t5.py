@@ -54,7 +54,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
 def test_teacher_forcing_equals_decoding(tiny):
     model, params = tiny
     decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
-    forced = nnx.merge(model.graphdef(), params)(SOURCE, LENGTH, decoder_input)
+    forced = nnx.merge(model.graphdef(), params)(*map(jnp.asarray, (SOURCE, LENGTH, decoder_input)))
     stepped, _ = in_blocks(model, params, decoder_input, [5, 25], prefilled(model, params))
     np.testing.assert_allclose(forced, stepped, rtol=0, atol=1e-5)
 
@@ -79,7 +79,7 @@ def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):
     model, params = shared
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     half = dataclasses.replace(model, dtype="bfloat16", cache_dtype=cache_dtype)
-    _, cache = half.prefill(params, SOURCE[:1], LENGTH[:1], 40)
+    _, cache = half.prefill(params, jnp.asarray(SOURCE[:1]), jnp.asarray(LENGTH[:1]), 40)
     assert cache.keys[0].dtype == cache.cross_values[0].dtype == cache_dtype
     found, _ = in_blocks(half, params, TARGET[:1], sizes, cache)
     full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
