@@ -10,11 +10,13 @@ import dataclasses
 import tyro
 
 from speccascade_jax.commands.commandline import config_of, exit_code
-from speccascade_jax.config import TrainConfig
+from speccascade_jax.config import TrainConfig, load
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.parallel import connect
 from speccascade_jax.training.checks import check
 from speccascade_jax.training.loop import train
+
+SHOWN = "demo_verifier"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,12 @@ class Arguments:
 
 def finetune(argv: list[str]) -> None:
     name, run = config_of(argv, TrainConfig)
+    about = __doc__
+    if run is tyro.MISSING:  # of --help; without a config, no flag has a default
+        run = load(SHOWN, TrainConfig)
+        about = f"{__doc__}\nThe defaults shown are those of --config={SHOWN}.\n"
     arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
-                         description=__doc__)
+                         description=about)
     metric = arguments.run.task.metric
     if metric not in METRICS:
         raise ValueError(f"unknown metric {metric!r}: {', '.join(METRICS)}.")

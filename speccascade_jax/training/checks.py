@@ -27,9 +27,9 @@ LEAST = {"tokenizer_size": 1, "teacher_examples": 1, "steps": 1, "batch_tokens":
          "seed": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}
 """The smallest value of each whole number; the largest is LARGEST."""
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "learning_rate": (lambda x: x >= 0, "at least 0"),
-    "weight_decay": (lambda x: x >= 0, "at least 0"),
-    "z_loss": (lambda x: x >= 0, "at least 0"),
+    "learning_rate": (lambda x: x >= 0, "of at least 0"),
+    "weight_decay": (lambda x: x >= 0, "of at least 0"),
+    "z_loss": (lambda x: x >= 0, "of at least 0"),
     "clip_norm": (lambda x: x > 0, "above 0"),
     "distillation": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1")}
@@ -144,6 +144,9 @@ def check_outputs(config: TrainConfig) -> None:
             raise ValueError(f"{name} is {path}, which is no file: name another.")
         if not Path(path).exists():
             check_folder(f"the folder of {name}", os.path.dirname(path) or ".")
+            if name == "tokenizer" and config.tokenizer_size > config.model.vocab_size:
+                raise ValueError(f"tokenizer_size is {config.tokenizer_size}, the model has "
+                                 f"{config.model.vocab_size} entries: set model.vocab_size to at least that.")
 
 
 def check_folder(name: str, path: str) -> None:

@@ -243,8 +243,8 @@ class TrainingBatches:
             epoch += 1
 
     def _batch(self, size: np.ndarray, groups: list[np.ndarray]) -> Batch:
-        def join(table: TokenTable, group: np.ndarray) -> np.ndarray:
-            return np.concatenate([table.row(i) for i in group])
+        def join(table: TokenTable, group: np.ndarray) -> list[int]:
+            return np.concatenate([table.row(i) for i in group]).tolist()
 
         sources = [self.tokenizer.framed(join(self.sources, g)) for g in groups]
         targets = [[*join(self.targets, g), self.tokenizer.eos_id] for g in groups]

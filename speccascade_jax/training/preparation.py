@@ -35,6 +35,8 @@ def find_tokenizer(config: TrainConfig) -> Path:
         if remote:
             beside.write_bytes(t5x.read_file(config.tokenizer))
         else:
+            for _ in texts(config.task, config.task.train):  # SentencePiece hides what is raised inside it
+                pass
             train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
                              for text in (source, target)), beside, config.tokenizer_size,
                             bos=FAMILIES[config.model.family].bos)

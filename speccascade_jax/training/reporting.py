@@ -11,13 +11,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl up to `last_step`; a line that a killed run left half-written
-    is dropped."""
+    """The events of a metrics.jsonl up to `last_step`; a line that a killed run left half-written, or
+    that is no event, is dropped."""
     events = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            if last_step is None or event["step"] <= last_step:
+            if isinstance(event, dict) and isinstance(event.get("step"), int) and "event" in event and (
+                    last_step is None or event["step"] <= last_step):
                 events.append(event)
     return events
 
@@ -39,7 +40,7 @@ class Reporter:
     """
 
     def __init__(self, run: Path, step: int, steps: int, *, quiet: bool = False):
-        self.console = Console(stderr=True, highlight=False, quiet=quiet)
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
         self.steps, self.file, self.board = steps, None, None
         columns = (TextColumn("{task.description}"), BarColumn(),
                    TextColumn("step {task.completed}/{task.total}"), TimeRemainingColumn())
@@ -88,7 +89,8 @@ def loss_curve(run: Path) -> None:
     from matplotlib.figure import Figure  # here, for it takes a second to import
     events = read_events(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)", title=run.name)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes.set_title(run.name, parse_math=False)  # a name may hold a dollar sign
     lines = []
     for kind, label, style in (("log", "training", {"color": "C0", "lw": 1}),
                                ("evaluation", "validation", {"color": "C1", "marker": "o"})):
