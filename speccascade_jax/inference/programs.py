@@ -75,7 +75,8 @@ class Programs:
     def __init__(self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock):
         self.plan, self.params, self.mesh, self.clock = plan, params, mesh, clock
         self.devices = 1 if mesh is None else mesh.size
-        self.compiled: dict[Any, Any] = {}
+        self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
+        self.states: dict[tuple[int, int], Any] = {}
 
     def begin(self, rows: int, width: int) -> Any:
         """(params, Requests) -> State. Raises ValueError where the devices' memory cannot hold it."""
@@ -152,14 +153,13 @@ class Programs:
 
     def _state(self, rows: int, width: int) -> Any:
         """The shapes of a State, and where begin() has put its parts: there they stay."""
-        key = "state", rows, width
-        if key not in self.compiled:
+        if (rows, width) not in self.states:
             where = self.begin(rows, width).output_shardings
             asked = self._placed(self.plan.requests(rows * self.devices, width))
             found = jax.eval_shape(self._begin, self.params, asked)
-            self.compiled[key] = jax.tree.map(
+            self.states[rows, width] = jax.tree.map(
                 lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where)
-        return self.compiled[key]
+        return self.states[rows, width]
 
     def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
         if key not in self.compiled:

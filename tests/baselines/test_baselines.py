@@ -21,6 +21,7 @@ from speccascade_jax.core.metrics import Tally
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally
+from speccascade_jax.inference.scheduler import Scheduler
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
@@ -239,13 +240,13 @@ def test_one_random_number_for_both_texts_is_seen(monkeypatch):
 
 def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     cascade, rows = pair(), []
-    real = cascade.engine._arguments
+    real = Scheduler._requests
 
-    def spy(self, job, given, *rest):
-        rows.append((job.sampler, len(given)))
-        return real(job, given, *rest)
+    def spy(self, placed, *rest):
+        rows.append((self.programs.plan.sampler, len(placed)))
+        return real(self, placed, *rest)
 
-    monkeypatch.setattr(type(cascade.engine), "_arguments", spy)
+    monkeypatch.setattr(Scheduler, "_requests", spy)
     outputs = list(cascade.generate(["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9,
                                     temperature=1.0, batch_size=6))
     verified = [size for sampler, size in rows if isinstance(sampler, Autoregressive)]

@@ -2,29 +2,20 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import SENTENCES
 
+from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
-from speccascade_jax.core.baselines import BASELINES
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
 
 SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
-
-
-@pytest.fixture(scope="module")
-def cascade(t5_pair):
-    return Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
 
 
 def run(t5_pair, *flags):
@@ -171,101 +162,7 @@ def test_vocabularies_must_match(t5_pair, tmp_path, capsys):
     assert "one vocabulary" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["speculative", "token_v3", "verifier"])
-def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
-    def tokens(texts, batch_size, first_index=0):
-        return [o.tokens for o in cascade.generate(texts, method=method, alpha=0.2, block_size=3,
-                                                   temperature=0.8, batch_size=batch_size,
-                                                   first_index=first_index)]
-    together = tokens(SENTENCES, 6)
-    assert together == tokens(SENTENCES, 1)
-    assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
-
-
-EIGHT = """
-import json, sys
-from speccascade_jax.parallel import make_mesh
-from speccascade_jax.inference.text import Cascade
-
-pair, texts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-cascade = Cascade.load(f"{pair}/drafter", f"{pair}/verifier", max_source_length=32, max_new_tokens=24,
-                       mesh=make_mesh())
-assert cascade.engine.devices == 8
-outputs = [o.tokens for o in cascade.generate(texts, **options)]
-programs = [program.as_text() for program in cascade.engine.compiled.values()]
-assert sum("while(" in program for program in programs) and not any(
-    x in program for program in programs for x in ("all-reduce", "all-gather", "permute("))
-[used] = cascade.engine.programs.values()
-assert any(key[0] is used.refill for key in cascade.engine.compiled)
-del options["batch_size"]
-print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
-"""
-
-
-def test_eight_devices_decode_as_one(t5_pair, cascade):
-    """And no device waits for another's rows: their programs exchange nothing."""
-    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
-    options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
-    done = subprocess.run([sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
-                          capture_output=True, text=True, env={
-                              **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
-    assert done.returncode == 0, done.stderr
-    outputs, streamed = json.loads(done.stdout)
-    expected = list(cascade.generate(texts, **options))
-    assert outputs == [o.tokens for o in expected]
-    assert streamed == expected[0].text
-
-
-def test_streaming_ends_with_what_generate_gives(cascade):
-    options = {"method": "token_v3", "alpha": 0.3, "block_size": 2, "temperature": 1.0, "seed": 5}
-    parts = list(cascade.stream(SENTENCES[0], **options))
-    assert parts[-1] == next(iter(cascade.generate([SENTENCES[0]], **options))).text
-    assert len(parts) > 1
-
-
-def test_a_sweep_compiles_once(cascade):
-    before = cascade.clock.compilations
-    for alpha in np.linspace(0, 1, 20):
-        for temperature in (0.0, 0.5, 1.0):
-            list(cascade.generate(["the cat"], method="diff", alpha=float(alpha), block_size=4,
-                                  temperature=temperature))
-    assert cascade.clock.compilations == before + 1
-
-
-def test_greedy_speculative_is_the_verifier(cascade):
-    for block_size in (1, 5):
-        for batch_size in (1, 6):
-            alone, together = (
-                [o.tokens for o in cascade.generate(SENTENCES, method=method, block_size=block_size,
-                                                    batch_size=batch_size)]
-                for method in ("verifier", "speculative"))
-            assert alone == together
-
-
 def test_list_names_configs_and_methods(capsys):
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
-
-
-def test_precompiled_settings_compile_nothing_more(t5_pair):
-    cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
-    settings = {"method": "opt", "block_size": 2, "top_p": 0.9, "batch_size": 2}
-    cascade.precompile(**settings)
-    before = cascade.clock.compilations
-    texts = [" ".join(SENTENCES[:n]) for n in (1, 2, 4)]  # of several lengths
-    list(cascade.generate(texts, alpha=0.4, temperature=0.7, seed=3, **settings, truncate=True))
-    assert cascade.clock.compilations == before
-
-
-@pytest.mark.parametrize("method", ["verifier", "token_v3"])
-def test_rows_that_rest_make_room_for_others(cascade, method, monkeypatch):
-    """More inputs than rows: each output is still its own, and the loop was refilled on the way."""
-    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
-    options = {"method": method, "alpha": 0.3, "block_size": 2, "temperature": 0.8, "seed": 4}
-    alone = [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, **options)]
-    real, sizes = cascade.engine._arguments, []
-    monkeypatch.setattr(type(cascade.engine), "_arguments", lambda self, job, rows, *rest: (
-        sizes.append(len(rows)), real(job, rows, *rest))[1])
-    assert [(o.tokens, o.origin, o.counts) for o in cascade.generate(texts, batch_size=8, **options)] == alone
-    assert sum(sizes) == sum(bool(text.strip()) for text in texts) and max(sizes[1:]) == 2

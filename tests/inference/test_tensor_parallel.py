@@ -40,7 +40,7 @@ alone, shared = (Cascade.load({drafter!r}, {verifier!r}, tensor_parallel=n, **li
 share = held(shared.verifier_params, jax.devices()[3]) / held(alone.verifier_params, jax.devices()[0])
 first, second = outputs(alone), outputs(shared)
 assert first == second and first[0] != first[1]
-programs = [program.as_text() for program in shared.engine.compiled.values()]
+programs = [program.as_text() for made in shared.programs.values() for program in made.compiled.values()]
 assert sum("all-reduce" in program for program in programs if "while(" in program) > 1
 print(share)
 """

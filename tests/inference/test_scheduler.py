@@ -1,0 +1,154 @@
+"""The scheduler: whatever shares a batch, each request gets what it gets alone."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from shapes import TINY_GEMMA, TINY_T5
+from toys import Digits
+
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.inference.scheduler import Request, Scheduler
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.models import model_of
+
+WIDTHS = (8, 24)
+
+
+class Letters(Digits):
+    """A tokenizer of the tiny models' tokens: each is a letter."""
+
+    def __init__(self):
+        self.pad_id, self.eos_id, self.bos_id, self.size = 0, 1, -1, 97
+
+    def decode(self, tokens):
+        return "".join(chr(200 + token) for token in tokens)
+
+    def id_of(self, piece):
+        return None
+
+
+def bucket(length):
+    return next(width for width in WIDTHS if width >= length)
+
+
+@pytest.fixture(params=["t5", "gemma"])
+def programs(request):
+    model = model_of({"t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
+                      "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2)}[request.param])
+    large = model.init(0)
+    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
+    sampler = Speculative(Autoregressive(model), model, METHODS["token_v3"], 3)
+    plan = Plan(sampler, max_new_tokens=16, eos_id=1, vocab_size=97, history=8)
+    return Programs(plan, (small, large), None, Clock())
+
+
+@pytest.fixture
+def requests():
+    draw = np.random.default_rng(1)
+    rows = [draw.integers(3, 60, size).tolist() for size in draw.integers(1, WIDTHS[-1] + 1, 50)]
+    return [Request(row, Settings(temperature=0.8, alpha=0.3), number) for number, row in enumerate(rows)]
+
+
+def run(scheduler, requests, rounds=None):
+    """The result of each request, by its place in the list."""
+    ids, found = scheduler.admit(requests), {}
+    while scheduler.busy:
+        scheduler.run(rounds)
+        for number, result in scheduler.finished():
+            assert number not in found
+            found[number] = result
+    return [found[number] for number in ids]
+
+
+def alone(programs, requests):
+    return [run(Scheduler(programs, 1, Letters(), bucket), [request])[0] for request in requests]
+
+
+def calls(programs, monkeypatch):
+    """The names of the programs that run, as they do."""
+    named, real = [], programs.call
+
+    def call(program, *rest):
+        named.append(next(key[0] for key, own in programs.compiled.items() if own is program))
+        return real(program, *rest)
+
+    monkeypatch.setattr(programs, "call", call)
+    return named
+
+
+@pytest.mark.parametrize("batch_size", [8, pytest.param(2, marks=pytest.mark.full)])
+def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, monkeypatch):
+    expected = alone(programs, requests)
+    scheduler = Scheduler(programs, batch_size, Letters(), bucket)
+    scheduler.precompile(WIDTHS)
+    before, called = programs.clock.compilations, calls(programs, monkeypatch)
+    assert run(scheduler, requests) == expected
+    assert programs.clock.compilations == before  # what was compiled ahead is all that is needed
+    assert called.count("refill") > 10
+
+
+def test_a_row_may_be_asked_for_more_than_the_batch_was_begun_with(programs, requests):
+    """Wide inputs come after narrow ones: the batch becomes wider."""
+    ordered = sorted(requests, key=lambda request: len(request.tokens))
+    scheduler, found = Scheduler(programs, 4, Letters(), bucket), {}
+    first = scheduler.admit(ordered[:6])
+    scheduler.run(rounds=2)
+    later = scheduler.admit(ordered[-6:])
+    while scheduler.busy:
+        scheduler.run(rounds=1)
+        found |= dict(scheduler.finished())
+    assert [found[n] for n in (*first, *later)] == alone(programs, [*ordered[:6], *ordered[-6:]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batch_size):
+    expected = alone(programs, requests[:6])
+    scheduler, found = Scheduler(programs, batch_size, Letters(), bucket), {}
+    ids = scheduler.admit(requests[:6])
+    scheduler.cancel(ids[0])  # still waiting
+    scheduler.run(rounds=1)
+    running = next(number for number in ids if scheduler.partial(number) is not None)
+    begun = scheduler.partial(running).tokens
+    assert begun == expected[ids.index(running)].tokens[:len(begun)] != []
+    scheduler.cancel(running)
+    while scheduler.busy:
+        found |= dict(scheduler.finished())
+        scheduler.run()
+    found |= dict(scheduler.finished())
+    assert {n: found[n] for n in ids if n in found} == {
+        n: expected[k] for k, n in enumerate(ids) if n not in (ids[0], running)}
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, batch_size, monkeypatch):
+    """Tokens up to the stop sequence; counts up to the round that wrote it, wherever anybody looked."""
+    whole = alone(programs, requests)
+    letters = Letters()
+    stop = tuple(letters.decode(result.tokens[n:n + 1])
+                 for result, n in zip(whole[:4], (3, 7, 5, 9), strict=True) if len(result.tokens) > n)
+    stopping = [request._replace(stop=stop) for request in requests]
+
+    def every_round():
+        found = []
+        for request in stopping:
+            scheduler = Scheduler(programs, 1, letters, bucket)
+            [number], results = scheduler.admit([request]), {}
+            while scheduler.busy:
+                scheduler.run(rounds=1)
+                results |= dict(scheduler.finished())
+            found.append(results[number])
+        return found
+
+    expected = every_round()
+    assert any(len(cut.tokens) < len(full.tokens) for cut, full in zip(expected, whole, strict=True))
+    called = calls(programs, monkeypatch)
+    assert run(Scheduler(programs, batch_size, letters, bucket), stopping) == expected
+    rounds = sum(result.counts["rounds"] for result in expected)
+    assert called.count("run") < rounds / 2  # the host does not look after every round
+    for cut, full in zip(expected, whole, strict=True):
+        assert cut.tokens == full.tokens[:len(cut.tokens)]
+        assert len(cut.tokens) <= cut.counts["emitted"] < len(cut.tokens) + 4

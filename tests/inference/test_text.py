@@ -1,0 +1,160 @@
+"""The text API, on a tiny random pair."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from corpora import SENTENCES
+
+from speccascade_jax.core.methods import METHODS, Method
+from speccascade_jax.core.rules import target_probs
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade
+
+SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
+UNLIKE = [Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8), Settings(),
+          Settings(method="opt", alpha=0.1, temperature=0.7, top_k=7, seed=3, max_new_tokens=5),
+          Settings(method="lossy", alpha=0.2, temperature=1.0, min_p=0.1), Settings(method="verifier"),
+          Settings(method="sequence", alpha=0.9, temperature=1.0), Settings(block_size=2, temperature=1.2),
+          Settings(method="token_cascade", alpha=0.7, temperature=1.0),
+          Settings(method="chow", alpha=0.4, temperature=1.0, stop=("a",))]
+
+
+@pytest.fixture(scope="module")
+def cascade(t5_pair):
+    return Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("method", ["speculative", "token_v3", "verifier"])
+def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
+    def tokens(texts, batch_size, first_index=0):
+        return [o.tokens for o in cascade.generate(texts, method=method, alpha=0.2, block_size=3,
+                                                   temperature=0.8, batch_size=batch_size,
+                                                   first_index=first_index)]
+    together = tokens(SENTENCES, 6)
+    assert together == tokens(SENTENCES, 1)
+    assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
+
+
+EIGHT = """
+import json, sys
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.parallel import make_mesh
+
+pair, texts, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+cascade = Cascade.load(f"{pair}/drafter", f"{pair}/verifier", max_source_length=32, max_new_tokens=24,
+                       mesh=make_mesh())
+assert cascade.devices == 8
+outputs = [o.tokens for o in cascade.generate(texts, **options)]
+[programs] = cascade.programs.values()
+made = {key[0]: program.as_text() for key, program in programs.compiled.items()}
+assert "while(" in made["run"] and "refill" in made
+assert not any(x in program for program in made.values() for x in ("all-reduce", "all-gather", "permute("))
+del options["batch_size"]
+print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
+"""
+
+
+def test_eight_devices_decode_as_one(t5_pair, cascade):
+    """And no device waits for another's rows: their programs exchange nothing."""
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
+    options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
+    done = subprocess.run([sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
+                          capture_output=True, text=True, env={
+                              **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert done.returncode == 0, done.stderr
+    outputs, streamed = json.loads(done.stdout)
+    expected = list(cascade.generate(texts, **options))
+    assert outputs == [o.tokens for o in expected]
+    assert streamed == expected[0].text
+
+
+def test_streaming_ends_with_what_generate_gives(cascade):
+    options = {"method": "token_v3", "alpha": 0.3, "block_size": 2, "temperature": 1.0, "seed": 5}
+    parts = list(cascade.stream(SENTENCES[0], **options))
+    assert parts[-1] == next(iter(cascade.generate([SENTENCES[0]], **options))).text
+    assert len(parts) > 1
+
+
+def test_a_sweep_compiles_once(cascade):
+    before = cascade.clock.compilations
+    for alpha in np.linspace(0, 1, 20):
+        for temperature in (0.0, 0.5, 1.0):
+            list(cascade.generate(["the cat"], method="diff", alpha=float(alpha), block_size=4,
+                                  temperature=temperature))
+    assert cascade.clock.compilations == before + 2  # begin and run
+
+
+def test_greedy_speculative_is_the_verifier(cascade):
+    for block_size in (1, 5):
+        for batch_size in (1, 6):
+            alone, together = (
+                [o.tokens for o in cascade.generate(SENTENCES, method=method, block_size=block_size,
+                                                    batch_size=batch_size)]
+                for method in ("verifier", "speculative"))
+            assert alone == together
+
+
+def test_precompiled_settings_compile_nothing_more(t5_pair):
+    cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
+    settings = {"method": "opt", "block_size": 2, "top_p": 0.9, "batch_size": 2}
+    cascade.precompile(**settings)
+    before = cascade.clock.compilations
+    texts = [" ".join(SENTENCES[:n]) for n in (1, 2, 4)]  # of several lengths
+    list(cascade.generate(texts, alpha=0.4, temperature=0.7, seed=3, **settings, truncate=True))
+    assert cascade.clock.compilations == before
+
+
+def written(output):
+    return output.text, output.tokens, output.origin, output.counts
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch_size):
+    """Whatever its neighbours' methods, leniences, options, limits and stop sequences."""
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
+    settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]
+    together = list(cascade.generate(texts, settings, batch_size=batch_size))
+    for n, (text, own) in enumerate(zip(texts, settings, strict=True)):
+        [alone] = cascade.generate([text], own, first_index=n)
+        assert written(together[n]) == written(alone), own
+    assert max(len(o.tokens) for o, s in zip(together, settings, strict=True) if s.max_new_tokens) == 5
+
+
+def test_a_method_object_is_a_method(cascade):
+    """Under another name it writes what METHODS' own one does; of one's own it is followed."""
+    options = {"alpha": 0.2, "temperature": 1.0}
+    own = Method(METHODS["opt"].target, 0, 1, "a copy")
+    named, given = (list(cascade.generate(SENTENCES, method=method, **options)) for method in ("opt", own))
+    assert list(map(written, named)) == list(map(written, given))
+    drafters = Method(lambda s, alpha: (target_probs(s.q_sampled, s.p_sampled, s.q < 0), s.q < 0), 0, 1,
+                      "never defer")
+    never = cascade.generate(SENTENCES, method=drafters, **options)
+    assert all("correction" not in output.origin for output in never)
+
+
+@pytest.mark.parametrize("given,said", [
+    ({"texts": "one text"}, "give a list"), ({"batch_size": 0}, "batch_size is 0"),
+    ({"first_index": -1}, "first_index is -1"), ({"seed": 2**63}, "seed is"), ({"top_k": 0}, "top_k is 0"),
+    ({"settings": [Settings()]}, "6 texts and 1 settings"), ({"max_new_tokens": 25}, "at most 24"),
+    ({"alpha": float("nan")}, "alpha is nan"), ({"temperature": float("nan")}, "temperature is nan"),
+    ({"method": "opts"}, "unknown method 'opts'"), ({"method": 3}, "method is 3"),
+    ({"stop": "a"}, "stop is 'a'"),
+    ({"texts": ["a", None]}, "input 1 is None")])
+def test_what_cannot_be_meant_is_refused_before_anything_is_decoded(cascade, given, said):
+    with pytest.raises(ValueError, match=said):
+        list(cascade.generate(**{"texts": SENTENCES, **given}))
+
+
+def test_what_no_memory_holds_is_refused_with_its_size(t5_pair):
+    long = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=10**8)
+    with pytest.raises(ValueError, match=r"need about \d+\.\d GB on each device, .* are free: lower"):
+        list(long.generate(["the cat"]))
+
+
+def test_batches_are_no_larger_than_their_inputs_need(cascade):
+    outputs = list(cascade.generate(SENTENCES, batch_size=10**9, method="diff"))
+    assert [o.tokens for o in outputs] == [o.tokens for o in cascade.generate(SENTENCES, method="diff")]
