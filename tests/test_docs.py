@@ -63,8 +63,7 @@ def test_the_readmes_code_runs(modules, capsys):
 
 def test_what_extending_shows_works(modules, tmp_path):
     """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Llama."""
-    import speccascade_jax.checkpoints
-    import speccascade_jax.models
+    from speccascade_jax import checkpoints
 
     made = run(EXTENDING, modules)
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -74,11 +73,11 @@ def test_what_extending_shows_works(modules, tmp_path):
         num_key_value_heads=2, pad_token_id=0, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path)
     found = json.loads((tmp_path / "config.json").read_text())
-    patch = pytest.MonkeyPatch()
-    with patch.context() as patched:
-        patched.setitem(speccascade_jax.models.MODELS, "llama", made["LlamaModel"])
-        patched.setitem(speccascade_jax.checkpoints.families.FAMILIES, "llama", made["row"])
-        model, params, *_ = speccascade_jax.checkpoints.load(tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(checkpoints.families.FAMILIES, "llama", made["row"])
+        for module in (checkpoints, checkpoints.huggingface):  # theirs wants a shipped family
+            patched.setattr(module, "model_of", made["LlamaModel"])
+        model, params, *_ = checkpoints.load(tmp_path)
     assert found["model_type"] == "llama"
     tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
     _, cache = model.prefill(params, jnp.array(tokens[:, :1]), jnp.array([1]), 9)
