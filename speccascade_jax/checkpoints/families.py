@@ -23,7 +23,7 @@ class Family(NamedTuple):
     presets: Mapping[str, Config]
     bos: bool
     """Its prompts begin with <bos>: a tokenizer trained for it has one."""
-    check: Callable[..., None]
+    check: Callable[[Any, Any], None]
     """check(where, config) raises ValueError naming the field of a config that no model can have."""
     formats: tuple[str, ...]
     """What save() can write it in."""

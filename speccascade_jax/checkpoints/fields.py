@@ -11,12 +11,15 @@ LARGEST = 2**31 - 1  # of a size: what int32 indexes
 MOST_LAYERS = 1000
 
 
-def check_fields(where: Any, config: Config, names: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError naming the first field (as `names` spells it) that has a wrong type or value."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        wanted = needed(field.name, hints[field.name], value, config.vocab_size)
+def check_fields(where: Any, kind: type[Config], values: Mapping[str, Any],
+                 names: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
+    value; what `values` leaves out has its default."""
+    hints = get_type_hints(kind)
+    values = {field.name: values.get(field.name, field.default) for field in dataclasses.fields(kind)}
+    for field in dataclasses.fields(kind):
+        value = values[field.name]
+        wanted = needed(field.name, hints[field.name], value, values["vocab_size"])
         if wanted is not None:
             spelt = (names or {}).get(field.name, field.name)
             raise ValueError(f"{where}: {spelt} is {shown(value)}, not {wanted}.")

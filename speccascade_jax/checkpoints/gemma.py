@@ -1,6 +1,7 @@
 """Gemma 2 in Hugging Face folders: what config.json says and how the arrays are called there."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,18 @@ def read_config(where: Path, found: dict[str, Any]) -> GemmaConfig:
         if found.get(name) not in (value, None):
             raise ValueError(f"{where}: {name} is {shown(found[name])}, but Gemma 2's is {shown(value)}, and "
                              "no other is supported.")
+    check_fields(where, GemmaConfig, values, CONFIG_KEYS)
     config = GemmaConfig(**values)
-    check(where, config, CONFIG_KEYS)
+    check(where, config)
     if isinstance(types, list) and len(types) != config.num_layers:
         raise ValueError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is "
                          f"{config.num_layers}.")
     return config
 
 
-def check(where: Any, config: GemmaConfig, names: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError naming the field (as `names` spells it) of a shape that no Gemma 2 can have."""
-    check_fields(where, config, names)
+def check(where: Any, config: GemmaConfig) -> None:
+    """Raises ValueError naming what no Gemma 2 can have."""
+    check_fields(where, GemmaConfig, dataclasses.asdict(config))
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{where}: {config.num_heads} attention heads cannot share {config.num_kv_heads} "
                          "heads of keys and values: the second number divides the first.")

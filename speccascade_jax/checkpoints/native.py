@@ -32,6 +32,7 @@ from speccascade_jax.checkpoints.arrays import (
     to_params,
 )
 from speccascade_jax.checkpoints.families import FAMILIES, family_of
+from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import check_folder, read_json, shown
 from speccascade_jax.models import Config, Model, model_of
 
@@ -66,6 +67,7 @@ def read_config(run: Path) -> Config:
     unknown = sorted(shape.keys() - {field.name for field in dataclasses.fields(family.config)})
     if unknown:
         raise ValueError(f"{where} is damaged: {family.config.family} has no field {shown(unknown[0])}.")
+    check_fields(where, family.config, shape)
     config = family.config(**shape)
     family.check(where, config)
     return config

@@ -1,6 +1,7 @@
 """T5 in Hugging Face folders: what config.json says and how the arrays are called there."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ def read_config(where: Path, found: dict[str, Any]) -> T5Config:
     if found.get("num_decoder_layers") is None and "num_layers" in found:
         found = {**found, "num_decoder_layers": found["num_layers"]}
     values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
+    values["gated"] = activation == "gated-gelu"
     # transformers 5 writes tie_word_embeddings: true for every T5; what tells 1.0 from 1.1 is the scale.
-    tied = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
-    config = T5Config(**values, gated=activation == "gated-gelu", tied_embeddings=tied)
-    check(where, config, {**CONFIG_KEYS, "tied_embeddings": "tie_word_embeddings"})
+    values["tied_embeddings"] = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
+    check_fields(where, T5Config, values, {**CONFIG_KEYS, "tied_embeddings": "tie_word_embeddings"})
+    config = T5Config(**values)
+    check(where, config)
     return config
 
 
@@ -72,9 +75,9 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
                 yield (stack, n, "mlp", a, "kernel"), f"{base}.DenseReluDense.{b}.weight", True
 
 
-def check(where: Any, config: T5Config, names: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError naming the field (as `names` spells it) of a shape that no T5 can have."""
-    check_fields(where, config, names)
+def check(where: Any, config: T5Config) -> None:
+    """Raises ValueError naming what no T5 can have."""
+    check_fields(where, T5Config, dataclasses.asdict(config))
     buckets, distance = config.relative_buckets, config.relative_max_distance
     if buckets < 4:  # half of them for each direction, and half of those for single steps
         raise ValueError(f"{where}: {buckets} buckets of relative positions are too few: at least 4.")

@@ -25,6 +25,7 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
+from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import MEGABYTE, check_folder, check_regular, exists, parse_json, shown
 from speccascade_jax.checkpoints.t5 import check
 from speccascade_jax.models import Model
@@ -197,6 +198,7 @@ def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
         found = parse_json(where, content)
         for name in sorted(found.keys() ^ set(UNTOLD)):
             raise ValueError(f"{where} is damaged: {shown(name)} is missing or no field of it.")
+        check_fields(where, T5Config, {**dataclasses.asdict(config), **found})
         config = dataclasses.replace(config, **found)
     check(where if content is not None else path, config)
     return config
