@@ -46,7 +46,7 @@ from speccascade_jax.inference.outputs import append_line, check_targets
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
-from speccascade_jax.models.t5 import PRESETS
+from speccascade_jax.models.t5 import PRESETS, T5Model
 from speccascade_jax.training.data import joined_examples
 
 
@@ -176,6 +176,9 @@ def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
     found: dict[str, other_libraries.Decode] = {}
     if not arguments.vs:
         return found
+    for model in (cascade.drafter, cascade.verifier):
+        if not isinstance(model, T5Model):
+            raise ValueError(f"--vs compares T5 models; --config={arguments.config} has another one.")
     with tempfile.TemporaryDirectory() as folder:
         drafter, verifier = (other_libraries.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
@@ -228,19 +231,22 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
     report.table(f"{name} alone, {count} tokens", figures)
 
 
-def read_texts(arguments: Arguments, cascade: Cascade) -> list[tuple[str, int]]:
-    """The inputs that the cascade reads whole, without blank ones, each with its padded width."""
-    path = str(arguments.input)
-    task = Task(path, path, path, target_field="source", join=arguments.join)  # targets are not looked at
-    texts = [source for source, _ in joined_examples(task, path)][:arguments.limit]
+def read_texts(path: str, join: int, limit: int) -> list[str]:
+    task = Task(path, path, path, target_field="source", join=join)  # targets are not looked at
+    return [source for source, _ in joined_examples(task, path)][:limit]
+
+
+def with_widths(texts: Sequence[str], cascade: Cascade) -> list[tuple[str, int]]:
+    """The texts that the cascade reads whole, without blank ones, each with its padded width."""
     lengths = map(len, cascade.encode(texts, truncate=True)[0])
     return [(text, cascade.bucket(n)) for text, n in zip(texts, lengths, strict=True)
             if 0 < n < cascade.max_source_length]
 
 
-def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, report: Report) -> None:
+def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, texts: Sequence[str],
+                   report: Report) -> None:
     """Whole decodings of --input: every gamma against the verifier alone and other libraries."""
-    inputs = read_texts(arguments, cascade)
+    inputs = with_widths(texts, cascade)
     base = Settings(temperature=arguments.temperature)
     settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
     settings |= {f"gamma {g}": dataclasses.replace(base, method=arguments.method, block_size=g,
@@ -356,9 +362,11 @@ def benchmark(arguments: Arguments) -> None:
                              for name in arguments.preset)
         time_parts(arguments, run, report, (drafter.model, verifier.model), (drafter.params, verifier.params))
     else:
+        texts = (None if arguments.input is None else
+                 read_texts(arguments.input, arguments.join, arguments.limit))
         cascade = Cascade.from_config(run)
-        if arguments.input is not None:
-            time_decodings(arguments, run, cascade, report)
+        if texts is not None:
+            time_decodings(arguments, run, cascade, texts, report)
         else:
             time_parts(arguments, run, report, (cascade.drafter, cascade.verifier),
                        (cascade.drafter_params, cascade.verifier_params))

@@ -8,6 +8,7 @@ A killed sweep goes on with the same command.
 """
 
 import dataclasses
+import io
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -306,10 +307,11 @@ def sweep(arguments: Arguments) -> None:
     make_folder(folder)
     found = own.measure(points, folder)
     show_table_two(found, task.metric, screen)
-    with (folder / "table.txt").open("w") as file:
-        wide = console(file=file, width=150)
-        show_table_two(found, task.metric, wide)
-        show_points(found, task.metric, wide)
+    table = io.StringIO()
+    wide = console(file=table, width=150)
+    show_table_two(found, task.metric, wide)
+    show_points(found, task.metric, wide)
+    write_whole(folder / "table.txt", table.getvalue())
     screen.print(f"every point: {folder / 'table.txt'}")
     for path in plots.draw(found, task.metric, folder):
         screen.print(f"drawn: {path}")

@@ -20,16 +20,17 @@ Decode = Callable[[list[int]], tuple[float, list[int]]]
 NEEDED = {"hf": ("torch", "transformers"), "ctranslate2": ("ctranslate2", "torch", "transformers")}
 
 
-def check_installed(peers: Sequence[str]) -> None:
-    """Raises ValueError with the remedy where a module that one of `peers` needs is missing."""
-    for peer in peers:
-        if any(find_spec(module) is None for module in NEEDED[peer]):
-            raise ValueError(f"--vs {peer} needs {', '.join(NEEDED[peer])}: pip install "
-                             f"{' '.join(NEEDED[peer])}==4.57.6.")
+def check_installed(libraries: Sequence[str]) -> None:
+    """Raises ValueError with the remedy where a module that one of `libraries` needs is missing."""
+    for library in libraries:
+        needed = NEEDED[library]
+        if any(find_spec(module) is None for module in needed):
+            raise ValueError(f"--vs {library} needs {', '.join(needed)}: pip install "
+                             f"{' '.join(needed)}==4.57.6.")
 
 
 def exported(checkpoint: Checkpoint, folder: Path) -> str:
-    """The checkpoint as a float32 Hugging Face folder, which both peers read."""
+    """The checkpoint as a float32 Hugging Face folder, which both libraries read."""
     save(folder, checkpoint, "huggingface", np.float32)
     # Without it a T5 tokenizer grows by a hundred sentinels, more pieces than the model has.
     (folder / "tokenizer_config.json").write_text(json.dumps(

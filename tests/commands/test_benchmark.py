@@ -10,6 +10,7 @@ import pytest
 from toys import pair
 
 from speccascade_jax import checkpoints
+from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark
 from speccascade_jax.config import DEMO
 from speccascade_jax.core import loop
@@ -175,7 +176,8 @@ BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; 
        (["--block-sizes", "1000000"], "--block-sizes is 1000000; it must be at most 80"),
        (["--batch-sizes", "1000000"], "--batch-sizes is 1000000; it must be at most"),
        (["--tokens=1000000000"], "--tokens is 1000000000"), (["--repetitions=1000000000"], "at most"),
-       (["--output=/dev/null"], "a device"), (["--output=."], "a folder")]
+       (["--input=/no/such/file.jsonl"], "/no/such/file.jsonl"), (["--output=/dev/null"], "a device"),
+       (["--output=."], "a folder")]
 
 
 @pytest.mark.parametrize("arguments,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
@@ -200,5 +202,13 @@ def test_inputs_need_no_targets(tmp_path):
     """As the flag says: a field `source`. Blank inputs and those too long are left out."""
     lines = [json.dumps({"source": text}) + "\n" for text in ("1", "", "12" * 20)]
     (tmp_path / "in.jsonl").write_text("".join(lines))
-    found = benchmark.read_texts(benchmark.Arguments(input=str(tmp_path / "in.jsonl")), pair())
-    assert [text for text, _ in found] == ["1"]
+    texts = benchmark.read_texts(str(tmp_path / "in.jsonl"), 1, 3)
+    found = benchmark.with_widths(texts, pair())
+    assert len(texts) == 3 and [text for text, _ in found] == ["1"]
+
+
+def test_other_libraries_are_for_t5(monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", lambda *_: pytest.fail("exported"))
+    arguments = benchmark.Arguments(input="in.jsonl", vs=("hf",), config="e2e_gemma")
+    with pytest.raises(ValueError, match="--vs compares T5 models; --config=e2e_gemma has another one"):
+        benchmark.decoders_elsewhere(arguments, configs.load("e2e_gemma"), pair())
