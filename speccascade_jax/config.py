@@ -127,6 +127,9 @@ class DecodeConfig(Settings):
         for name in ("batch_size", "max_source_length", "max_new_tokens", "block_size", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
+        if self.block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
+            raise ValueError(f"block_size is {self.block_size}; a text has at most max_new_tokens, "
+                             f"{self.max_new_tokens}: lower it.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
 
@@ -155,7 +158,7 @@ def path_of(name: str | Path) -> Path:
     path = Path(name) if str(name).endswith(".py") else available().get(str(name))
     if path is None or not os.path.isfile(path):
         known = available()
-        near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config {str(name)!r}{hint} Known: {', '.join(known) or 'none'}.")
     return path

@@ -132,7 +132,8 @@ def test_every_config_that_comes_with_the_package_is_right():
 
 
 OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens", 2**31),
-                ("block_size", 2**70), ("tensor_parallel", 0), ("alpha", float("nan")),
+                ("block_size", 2**70), ("block_size", 1_000_000), ("tensor_parallel", 0),
+                ("alpha", float("nan")),
                 ("temperature", float("nan")), ("temperature", float("inf")), ("seed", 2**63),
                 ("dtype", "float64"), ("method", "no"),
                 ("stop", ("",)), ("top_p", float("nan")), ("min_p", -1.0), ("top_k", 0)]
