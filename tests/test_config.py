@@ -51,7 +51,7 @@ WRONG = {  # what a file holds, and what is said of it
     "numbers for texts": (wrong_field("stop=(1,)"), r"stop is \(1,\); its type is tuple\[str, ...\]"),
     "path": (wrong_field("tokenizer=__import__('pathlib').Path('x')"), "tokenizer is PosixPath"),
     "task of a run": (RUN.format("T5Config()", "Task(1, '', '')"), "train is 1; its type is str"),
-    "model of a run": (RUN.format("T5Config(d_model='x')", "Task('', '', '')"), "d_model is 'x'; its"),
+    "model of a run": (RUN.format("T5Config(d_model='x')", "Task('', '', '')"), "d_model"),
     "no model": (RUN.format("'t5'", "Task('', '', '')"), "model is 't5'; its type is "),
     "itself": ("import runpy\nrunpy.run_path(__file__)", "RecursionError: maximum recursion depth"),
     "itself by load": ("from speccascade_jax.config import load\nconfig = load(__file__)", "RecursionError"),
