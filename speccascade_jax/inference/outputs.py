@@ -182,25 +182,24 @@ def output_of(line: Any) -> Output:
     names = [field.name for field in dataclasses.fields(Output)]
     if not isinstance(line, dict) or line.keys() != set(names):
         raise ValueError(f"no output, which has the fields {', '.join(names)}")
-    output = Output(**line)
+    tokens, origin, counts = line["tokens"], line["origin"], line["counts"]
     for name in ("source", "text"):
         check_text(line[name], name)
-    if not _is_count(output.index):
-        raise ValueError(f"index is {reprlib.repr(output.index)}")
-    if not isinstance(output.tokens, list) or not all(map(_is_count, output.tokens)):
+    if not _is_count(line["index"]):
+        raise ValueError(f"index is {reprlib.repr(line['index'])}")
+    if not isinstance(tokens, list) or not all(map(_is_count, tokens)):
         raise ValueError("tokens are no list of whole numbers")
-    if not isinstance(output.origin, list) or len(output.origin) != len(output.tokens) or any(
-            origin not in ORIGINS for origin in output.origin):
+    if not isinstance(origin, list) or len(origin) != len(tokens) or any(o not in ORIGINS for o in origin):
         raise ValueError(f"origin does not name who wrote each token ({', '.join(ORIGINS)})")
-    if not isinstance(output.truncated, bool):
-        raise ValueError(f"truncated is {reprlib.repr(output.truncated)}")
-    if not isinstance(output.counts, dict) or not all(
+    if not isinstance(line["truncated"], bool):
+        raise ValueError(f"truncated is {reprlib.repr(line['truncated'])}")
+    if not isinstance(counts, dict) or not all(
             all(map(_is_count, value)) if isinstance(value, list) else _is_count(value)
-            for value in output.counts.values()):
+            for value in counts.values()):
         raise ValueError("counts are no whole numbers")
-    if bool(output.tokens) != bool(output.counts):
-        raise ValueError(f"{len(output.tokens)} tokens, but {len(output.counts)} counts")
-    return output
+    if bool(tokens) != bool(counts):
+        raise ValueError(f"{len(tokens)} tokens, but {len(counts)} counts")
+    return Output(**line)
 
 
 def _is_count(value: Any) -> bool:
