@@ -47,7 +47,7 @@ class Task:
     references_field: str = "targets"  # optional: all references of an example
     metric: str = "bleu"               # of decoded texts: bleu, rouge1, rouge2, rougeLsum
     prefix: str = ""                   # put before every source
-    suffix: str = ""                   # put behind it: decoder-only models write the target after that
+    suffix: str = ""                   # put after it: decoder-only models write the target after that
     max_source_length: int = 80        # tokens, the end-of-sequence token included
     max_target_length: int = 80
     join: int = 1                      # one to this many random examples are joined into one
@@ -65,7 +65,7 @@ class TrainConfig:
                                       # None: that of `init`
     tokenizer_size: int = 4096        # pieces, if it has to be trained
     init: str | None = None           # checkpoint to start from
-    teacher: str | None = None        # checkpoint to learn from, beside the data
+    teacher: str | None = None        # checkpoint to learn from, in addition to the data
     distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
     divergence: str = "kl"            # of the teacher's distribution: kl or tv
     teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
@@ -105,7 +105,7 @@ class DecodeConfig(Settings):
     max_source_length: int = 80    # tokens, the end-of-sequence token included
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
-    suffix: str = ""               # put behind it, for decoder-only models: what their output follows
+    suffix: str = ""               # put after it, for decoder-only models: what their output follows
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs

@@ -25,7 +25,7 @@ class Baseline:
     sampler: Callable[[LanguageModel, LanguageModel], Sampler]
     high: float
     summary: str
-    greedy: bool = False  # decodes greedily alone
+    greedy: bool = False  # decodes only greedily
     low: float = 0
 
 
@@ -39,7 +39,7 @@ BASELINES: dict[str, Baseline] = {
     "sequence_quantile": Baseline(_scored, 1, f"as sequence, of the quantile at {QUANTILE} of the tokens'"),
     "token_cascade": Baseline(lambda q, p: TokenCascade(Autoregressive(q), p), 1,
                               f"drafter until max q < 1 - alpha or {CAP} tokens, then one of the verifier's"),
-    "oracle": Baseline(Oracle, 1, "diff with both models at every token: quality alone"),
+    "oracle": Baseline(Oracle, 1, "diff with both models at every token: for its quality, not its time"),
     "bild": Baseline(lambda q, p: Bild(Autoregressive(q), p), np.inf,
                      "greedy: drafter until max q < 0.6; back to the first token with -log p > alpha", True),
     "bild_compat": Baseline(lambda q, p: Bild(Autoregressive(q), p, compat=True), np.inf,

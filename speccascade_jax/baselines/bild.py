@@ -77,7 +77,7 @@ class Bild:
         far &= (jnp.arange(self.window) < count[:, None]) & checked[:, None]
         differs = best[:, :-1] != draft
         if self.compat:
-            far &= jnp.cumsum(far, axis=1) == 1  # the first one alone
+            far &= jnp.cumsum(far, axis=1) == 1  # only the first one
         stop = jnp.minimum(first(far & differs), count)
 
         column = jnp.arange(self.window + 1)

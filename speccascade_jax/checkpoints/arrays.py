@@ -41,7 +41,7 @@ def open_directory(path: str) -> Any:
 def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[str, Any]:
     """Name -> open TensorStore of the zarr arrays that lie in `folders` (by name) of a KvStore.
 
-    Their headers alone are read. Raises ValueError naming one that is missing or damaged.
+    Only their headers are read. Raises ValueError naming one that is missing or damaged.
     """
     import tensorstore
 
@@ -79,7 +79,7 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
 
 
 def checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes. Of what formats keep, gzip's alone would tell a changed byte."""
+    """CRC-32 of an array's bytes. Of the formats' own checks only gzip's shows a changed byte."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

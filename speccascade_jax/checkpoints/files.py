@@ -35,7 +35,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def exists(path: Any) -> bool:
-    """Whether something lies at `path` (local or remote), be it no file. Raises ValueError where one may not
+    """Whether anything lies at `path` (local or remote), a file or not. Raises ValueError where one may not
     look."""
     try:
         return path.exists()

@@ -56,7 +56,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_headers(folder: Path) -> Headers:
-    """Every array of the folder; the headers alone are read.
+    """Every array of the folder; only the headers are read.
 
     Raises ValueError for a file that is missing, truncated or no safetensors.
     """

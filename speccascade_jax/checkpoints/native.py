@@ -5,7 +5,7 @@
     <run>/latest/<step>/  params, optimizer    (Orbax; what a killed run resumes from)
     <run>/best/<step>/    params               (lowest validation loss)
 
-Orbax writes a step beside its place and renames it, so that a kill leaves the previous one whole.
+Orbax writes a step next to its place and renames it, so that a kill leaves the previous one whole.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
 
 
 def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
-    """Writes what load() needs beside the parameters."""
+    """Writes what load() needs besides the parameters."""
     run.mkdir(parents=True, exist_ok=True)
     shape = {"family": config.family, **dataclasses.asdict(config)}
     (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""T5X checkpoints, local or at gs://: a msgpack file `checkpoint` that names zarr arrays beside it.
+"""T5X checkpoints, local or at gs://: a msgpack file `checkpoint` that names zarr arrays next to it.
 
 Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table
 a stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Weights

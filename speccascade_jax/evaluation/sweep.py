@@ -168,7 +168,7 @@ class Latency:
 
 def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Sequence[str], path: Path,
                     settings: dict[str, Any], *, trials: int, track: Track) -> dict[Settings, Latency]:
-    """The time that every point takes for each example alone (batch 1), `trials` times.
+    """The time that every point takes for each example by itself (batch 1), `trials` times.
 
     The points follow each other on every example, in a random order, so that a machine that slows down slows
     all of them. Compilation comes before and is not counted. Methods in UNTIMED are left out.

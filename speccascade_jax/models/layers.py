@@ -59,7 +59,7 @@ _mixed_matmul.defvjp(_mixed_matmul_fwd, _mixed_matmul_bwd)
 
 
 def of_rows(product: Callable[[Array], Array], x: Array) -> Array:
-    """product(x) of x [..., in]; a single row gets another beside it, as XLA's CPU backend would convert the
+    """product(x) of x [..., in]; a single row gets another next to it, as XLA's CPU backend would convert the
     whole matrix to float32 to multiply one."""
     if math.prod(x.shape[:-1]) > 1:
         return product(x)

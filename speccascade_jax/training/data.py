@@ -185,7 +185,7 @@ class TokenTable(NamedTuple):
 
 @dataclasses.dataclass
 class TrainingBatches:
-    """Training batches by length bucket; batch `step` depends on (seed, step) alone.
+    """Training batches by length bucket; batch `step` depends only on (seed, step).
 
     Every epoch shuffles the examples, joins one to task.join of them, sorts the results into
     `buckets` shapes, fractions of the task's limits, and cuts these into batches of about

@@ -79,7 +79,7 @@ def test_token_cascade_follows_its_law(alpha, cap):
 
 
 def test_the_wrong_cap_is_seen():
-    """Negative control: with a drafter that is always trusted the cap alone decides."""
+    """Negative control: with a drafter that is always trusted only the cap decides."""
     result = run(TokenCascade(Autoregressive(MODEL), MODEL, 2), 1.0)
     assert chi_square(result.tokens, token_cascade_law(1.0, 2)) > FAIL_BELOW
     assert chi_square(result.tokens, token_cascade_law(1.0, 3)) < FAIL_BELOW
@@ -113,7 +113,7 @@ def test_oracle_follows_the_law_of_diff():
 
 
 def bild(tables, prompt, fallback, threshold, window, limit, eos, compat):
-    """ALGORITHMS C.2 as it is written (C.3 with `compat`): the text, and how often the verifier read."""
+    """BiLD, a token at a time (`compat`: as it was released): the text, and how often the verifier read."""
     def law(which, ids):
         padded = (0, *ids)
         return softmax(tables[which][padded[-2], padded[-1]])

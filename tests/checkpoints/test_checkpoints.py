@@ -41,7 +41,7 @@ def assert_equal(a, b):
 
 
 def read_t5x(folder):
-    """Name -> array of a T5X directory written here, by msgpack and TensorStore alone."""
+    """Name -> array of a T5X directory written here, by msgpack and TensorStore only."""
     contents = msgpack.unpackb((folder / "checkpoint").read_bytes())
     found = {}
 

@@ -141,7 +141,7 @@ def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_pat
         assert f"tok:{tokenizer}" in lines["bleu"][f"BLEU {tokenizer}"]
     assert f"{lines['bleu']['bleu']:.2f}" == lines["bleu"]["BLEU 13a"].split()[0]
 
-    # rouge_score's command takes one reference: the single-reference examples alone.
+    # rouge_score's command takes one reference: only the single-reference examples.
     single = [n for n, r in enumerate(order) if len(r) == 1]
     subprocess.run([sys.executable, "-m", "rouge_score.rouge", "--rouge_types=rouge2", "--aggregate=False",
                     f"--target_filepattern={write('t.txt', [order[n][0] for n in single])}",
