@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,9 @@ REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]
 BASE = Settings()
 
 
+@cache
 def one_shape(kind=OneShape) -> OneShape:
+    """The same one for all tests, with its compiled programs."""
     return kind(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)})
 
 
@@ -49,6 +52,7 @@ def test_no_point_is_always_timed_after_the_same_one(tmp_path):
     assert len({two for r in rounds for two in pairwise(r)}) > size  # a rotation has no more
 
 
+@pytest.mark.full
 def test_a_sweep_compiles_once_a_method_and_gamma(tmp_path):
     """However many leniences, temperatures and values of top-p it has."""
     methods = ["token_v3", "lossy", "token_cascade", "sequence"]
