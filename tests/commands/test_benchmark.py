@@ -61,6 +61,7 @@ def figures_of(path) -> dict[str, dict[str, object]]:
     return found
 
 
+@pytest.mark.full
 def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     """A machine whose prefill takes 0.5 s and 0.1 a column of the padded input, a drafter step 0.1, a
     verifier step 1 and a round 2: what is reported must be these, whatever the texts' lengths."""
@@ -107,6 +108,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
 
 
+@pytest.mark.full
 def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     asked, written = [], []
 
@@ -135,6 +137,7 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     assert own["slow, ms a token"].startswith(f"{1e9 / 7:.2f}")
 
 
+@pytest.mark.full
 def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -6,8 +6,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
-from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models import gemma, model_of, t5
 
@@ -42,6 +43,7 @@ def pair(request):
     return arguments, {"max_new_tokens": run.max_new_tokens, "eos_id": 1}
 
 
+@pytest.mark.full(quick=["wmt_small_large"])
 def test_exports_for_tpu_cuda_and_cpu(pair):
     arguments, static = pair
     exported = jax.export.export(generate, platforms=["tpu", "cuda", "cpu"])(*arguments, **static)

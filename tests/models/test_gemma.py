@@ -14,8 +14,9 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.gemma import describe
-from speccascade_jax.core.decoding import Autoregressive, Speculative, generate
+from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
 
@@ -58,6 +59,7 @@ CONFIGS = {"tiny": TINY_GEMMA,
            "one head each": dataclasses.replace(TINY_GEMMA, num_kv_heads=6, rope_theta=100.0)}
 
 
+@pytest.mark.full(quick=["tiny"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_agree_with_hugging_face(config, tmp_path):
     """Prompts of 20, 13 and 1 tokens, read whole or in chunks, then 30 more in blocks: the window is 7."""
@@ -108,6 +110,7 @@ def test_bfloat16_is_float32_rounded(tiny):
     assert np.abs(found - expected[::-1]).max() > 1
 
 
+@pytest.mark.full(quick=["4"])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_greedy_speculative_is_the_verifier(tiny, block_size):
     model, large = tiny
