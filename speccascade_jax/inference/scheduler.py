@@ -201,7 +201,8 @@ class Scheduler:
         own = [request.settings for request in asked]
 
         def column(name: str, off: float, dtype: Any) -> np.ndarray:
-            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+            with np.errstate(over="ignore"):  # 1e308 is as good as infinite
+                return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
 
         inputs, lengths = pad([request.tokens for request in asked], width, self.tokenizer.pad_id)
         options = SamplingOptions(
