@@ -141,7 +141,7 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
     emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
     if history is not None:
         size = history.emitted.shape[1]
-        at = history.rounds % size
+        at = jnp.where(state.rows.room > 0, history.rounds % size, size)  # a finished row keeps what it has
         kept = jax.tree.map(lambda old, new: placed_at(old, new[:, None], at),
                             (history.emitted, history.counts), (emitted, counts))
         history = History(history.rounds + (state.rows.room > 0), *kept)

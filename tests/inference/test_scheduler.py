@@ -35,7 +35,7 @@ def bucket(length):
     return next(width for width in WIDTHS if width >= length)
 
 
-@pytest.fixture(params=["t5", "gemma"])
+@pytest.fixture(scope="module", params=["t5", "gemma"])
 def programs(request):
     model = model_of({"t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
                       "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2)}[request.param])
