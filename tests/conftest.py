@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import numpy as np
@@ -47,8 +48,10 @@ def rows(full) -> int:
 def compile_once(tmp_path_factory):
     """Programs that tests compile again come from a cache on disk, $JAX_COMPILATION_CACHE_DIR if set."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        shared = tmp_path_factory.getbasetemp()  # of all workers, where there are several
+        shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+        jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(scope="session")

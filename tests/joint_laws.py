@@ -16,7 +16,7 @@ VOCAB, EOS, STEPS = 4, 3, 4
 FAIL_BELOW = 1e-4
 PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
 TABLES = [table(seed, VOCAB) for seed in (39, 40, 41)]  # rules defer in about half of their contexts
-TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.3}}
+TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.05}}
 FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
 LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
             "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.5, "lossy": 0.3,

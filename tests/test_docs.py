@@ -55,12 +55,14 @@ def test_the_readme_is_short():
     assert len(README.read_bytes()) <= 9 * 1024
 
 
+@pytest.mark.full
 def test_the_readmes_code_runs(modules, capsys):
     assert len(blocks(README)) == 2
     run(README, modules)
     assert "Bahnhof" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_what_extending_shows_works(modules, tmp_path):
     """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Llama."""
     from speccascade_jax import checkpoints

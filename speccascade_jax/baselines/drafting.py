@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Block, Origin, Rows, append, last_token
 from speccascade_jax.core.typing import Cache, LanguageModel, Params
@@ -65,6 +65,6 @@ def read(verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], cou
     return lax.switch(branch, [nothing, reading(narrow), reading(width)], cache)
 
 
-def at(x: Float[Array, "B N ..."], column: Int[Array, " B"]) -> Float[Array, "B ..."]:
+def at(x: Shaped[Array, "B N ..."], column: Int[Array, " B"]) -> Shaped[Array, "B ..."]:
     """x[b, column[b]] of every row."""
     return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)[:, 0]

@@ -189,6 +189,7 @@ def finish(state: State, max_new_tokens: int) -> Generation:
     return Generation(jnp.where(past, -1, tokens), jnp.where(past, -1, origin), state.emitted, state.counts)
 
 
+@partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
 def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Int[AnyArray, "B S"],
              input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, *,
              max_new_tokens: int, eos_id: int, methods: Any = None, limits: Any = None) -> Generation:
@@ -202,12 +203,6 @@ def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: I
     Raises ValueError for arrays of other shapes.
     """
     asked = requests(sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens)
-    return _generate(sampler, params, asked, max_new_tokens=max_new_tokens, eos_id=eos_id)
-
-
-@partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
-def _generate(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, eos_id: int
-              ) -> Generation:
     state = begin(sampler, params, asked, max_new_tokens=max_new_tokens)
     state = run(sampler, params, state, asked.inputs.shape[0], eos_id=eos_id)
     return finish(state, max_new_tokens)

@@ -35,7 +35,8 @@ class SamplingOptions:
 
     Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
     leaves a truncation, and the sort it needs, out of the program; a row without it has top_k 0, top_p 1
-    or min_p 0. No row's top_k exceeds `max_top_k`, which is static (None: the vocabulary's size).
+    or min_p 0. No row's top_k exceeds `max_top_k`, which is static: unless given, the next power of two, or
+    the vocabulary's size for a top_k that is traced already.
     """
 
     temperature: Any = 1.0
@@ -44,14 +45,13 @@ class SamplingOptions:
     min_p: Any = None
     max_top_k: int | None = None
 
-    def of_rows(self, rows: int) -> "SamplingOptions":
-        """The same with every value [B], and max_top_k the next power of two where it was not given.
+    def __post_init__(self) -> None:
+        if self.max_top_k is None and isinstance(self.top_k, int | np.ndarray | np.integer):
+            most = 1 << max(int(np.max(self.top_k)) - 1, 0).bit_length()
+            object.__setattr__(self, "max_top_k", most)
 
-        Raises ValueError where a value has another shape than [] or [B].
-        """
-        most = self.max_top_k
-        if self.top_k is not None and most is None and not isinstance(self.top_k, jax.core.Tracer):
-            most = 1 << (int(np.max(self.top_k)) - 1).bit_length()
+    def of_rows(self, rows: int) -> "SamplingOptions":
+        """The same with every value [B]. Raises ValueError where one has another shape than [] or [B]."""
         types = {"temperature": jnp.float32, "top_p": jnp.float32, "top_k": jnp.int32, "min_p": jnp.float32}
         values = {}
         for name, dtype in types.items():
@@ -60,7 +60,7 @@ class SamplingOptions:
                 raise ValueError(f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
                                  f"the {rows} rows.")
             values[name] = None if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
-        return SamplingOptions(**values, max_top_k=most)
+        return SamplingOptions(**values, max_top_k=self.max_top_k)
 
 
 @runtime_checkable

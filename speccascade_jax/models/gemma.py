@@ -86,7 +86,7 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions and capped scores."""
 
-    def __init__(self, config: GemmaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: GemmaConfig, *, dtype: Any, rngs: nnx.Rngs):
         c = config
         std, inner = c.d_model**-0.5, c.num_heads * c.d_kv
         self.query = Linear(c.d_model, inner, std=std, dtype=dtype, rngs=rngs)
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """GeGLU (Shazeer 2020): (gelu(x W0) * (x W1)) Wo."""
 
-    def __init__(self, config: GemmaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: GemmaConfig, *, dtype: Any, rngs: nnx.Rngs):
         c, std = config, config.d_model**-0.5
         self.gate = Linear(c.d_model, c.d_ff, std=std, dtype=dtype, rngs=rngs)
         self.up = Linear(c.d_model, c.d_ff, std=std, dtype=dtype, rngs=rngs)
@@ -131,7 +131,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: GemmaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: GemmaConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.attention_norm, self.attention_post_norm = Norm(config), Norm(config)
         self.mlp_norm, self.mlp_post_norm = Norm(config), Norm(config)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)

@@ -66,7 +66,7 @@ def of_rows(product: Callable[[Array], Array], x: Array) -> Array:
     return product(jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
 
 
-def project(x: Array, kernel: Array | PackedKernel, dtype: jnp.dtype) -> Array:
+def project(x: Array, kernel: Array | PackedKernel, dtype: Any) -> Array:
     """x [..., in] @ kernel [in, out] -> float32 [..., out], in `dtype` unless the kernel is packed."""
     if isinstance(kernel, PackedKernel):
         return of_rows(lambda x: packed_matmul(x, kernel), x)
@@ -78,7 +78,7 @@ def project(x: Array, kernel: Array | PackedKernel, dtype: jnp.dtype) -> Array:
 class Linear(nnx.Module):
     """x [..., in] -> float32 [..., out]."""
 
-    def __init__(self, in_features: int, out_features: int, *, std: float, dtype: jnp.dtype,
+    def __init__(self, in_features: int, out_features: int, *, std: float, dtype: Any,
                  rngs: nnx.Rngs):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (in_features, out_features)))
         self.dtype = jnp.dtype(dtype)

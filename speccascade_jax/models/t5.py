@@ -71,7 +71,7 @@ PRESETS = {
 class Attention(nnx.Module):
     """Multi-head attention with T5's initial scales (no 1/sqrt(K): the query's scale holds it)."""
 
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
         c, inner = config, config.num_heads * config.d_kv
         self.query = Linear(c.d_model, inner, std=(c.d_model * c.d_kv) ** -0.5, dtype=dtype, rngs=rngs)
         self.key = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """T5 1.1: (gelu(x W0) * (x W1)) Wo.  T5 1.0: relu(x W0) Wo."""
 
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
         c = config
         std = c.d_model**-0.5
         self.gate = Linear(c.d_model, c.d_ff, std=std, dtype=dtype, rngs=rngs)
@@ -108,7 +108,7 @@ class FeedForward(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 
@@ -123,7 +123,7 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 

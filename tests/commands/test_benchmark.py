@@ -38,6 +38,7 @@ def test_a_step_reads_the_decoder_and_the_head(dtype):
     assert profiling.bytes_read(model, params) == entries * np.dtype(dtype).itemsize
 
 
+@pytest.mark.full
 def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": TINY})
     monkeypatch.setattr(profiling, "read_bandwidth", lambda: 1e9)

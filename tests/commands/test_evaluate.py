@@ -114,6 +114,7 @@ def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
     assert texts(tmp_path / "texts") == alone
 
 
+@pytest.mark.full
 def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_path):
     lines = {}
     for metric in ("bleu", "rouge2"):

@@ -75,6 +75,7 @@ def losses(run):
     return [event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "log"]
 
 
+@pytest.mark.full
 def test_evaluate_gives_the_quality_that_training_logged(toy, alone, tmp_path):
     """And greedy lossless decoding gives the verifier's."""
     best = min((e for e in read_events(alone / "metrics.jsonl") if e["event"] == "evaluation"),

@@ -286,7 +286,8 @@ def test_an_interrupt_while_modules_load_is_quiet(folder):
         _, said = process.communicate(timeout=60)
         codes.append(process.returncode)
         assert said in ("interrupted.\n", ""), said
-        assert process.returncode == (130 if said else 0)
+        # Once all is printed, Python itself is on its way out and takes the signal as it is.
+        assert process.returncode in ((130,) if said else (0, -signal.SIGINT))
     assert 130 in codes
 
 

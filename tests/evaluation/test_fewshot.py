@@ -86,6 +86,7 @@ def test_squad_gives_the_official_numbers_on_real_questions():
         "HasAns_f1": 54.492368130385934, "NoAns_exact": 59.81691919191919, "NoAns_f1": 59.81691919191919})
 
 
+@pytest.mark.full
 def test_programs(sandbox):
     assert program_of("def f(): pass\n") == "def f(): pass"
     assert program_of("Sure:\n```python\ndef f(): pass\n```\nDone") == "def f(): pass"

@@ -81,6 +81,7 @@ def stopping(after):
     return track
 
 
+@pytest.mark.full
 def test_a_killed_sweep_goes_on(tmp_path):
     points = grid(BASE, ["token_v3", "sequence"], [0.2, 0.7], [2], [1.0])
     cascade = one_shape()

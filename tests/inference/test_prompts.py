@@ -92,6 +92,7 @@ def test_another_config_is_refused(change, words, gemma_pair, tmp_path):
         checkpoints.load(tmp_path / "changed")
 
 
+@pytest.mark.full
 def test_speculative_is_the_verifier_whatever_the_batch(gemma_pair):
     cascade = load(gemma_pair)
     outputs = {(method, size): [o.tokens for o in cascade.generate(PROMPTS, method=method, batch_size=size)]
@@ -124,6 +125,7 @@ def test_up_to_stop(gemma_vocabulary):
     assert up_to_stop(tokenizer, tokens, ()) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_sequences_end_outputs_early(temperature, gemma_pair):
     """The same tokens as without, cut; rows that stopped are not decoded on."""
@@ -145,6 +147,7 @@ def test_stop_sequences_end_outputs_early(temperature, gemma_pair):
     assert text == longest.text[:len(text)] and len(text) < len(longest.text)
 
 
+@pytest.mark.full
 def test_logits_of_training_are_those_of_decoding(gemma_pair):
     loaded = checkpoints.load(gemma_pair / "verifier")
     model, params = loaded.model, loaded.params

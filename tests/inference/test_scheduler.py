@@ -35,7 +35,7 @@ def bucket(length):
     return next(width for width in WIDTHS if width >= length)
 
 
-@pytest.fixture(scope="module", params=["t5", "gemma"])
+@pytest.fixture(scope="module", params=["t5", pytest.param("gemma", marks=pytest.mark.full)])
 def programs(request):
     model = model_of({"t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
                       "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2)}[request.param])
@@ -49,7 +49,7 @@ def programs(request):
 @pytest.fixture
 def requests():
     draw = np.random.default_rng(1)
-    rows = [draw.integers(3, 60, size).tolist() for size in draw.integers(1, WIDTHS[-1] + 1, 50)]
+    rows = [draw.integers(3, 60, size).tolist() for size in draw.integers(1, WIDTHS[-1] + 1, 24)]
     return [Request(row, Settings(temperature=0.8, alpha=0.3), number) for number, row in enumerate(rows)]
 
 
@@ -88,7 +88,7 @@ def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, mo
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     assert run(scheduler, requests) == expected
     assert programs.clock.compilations == before  # what was compiled ahead is all that is needed
-    assert called.count("refill") > 10
+    assert called.count("refill") > 5
 
 
 def test_a_row_may_be_asked_for_more_than_the_batch_was_begun_with(programs, requests):

@@ -46,7 +46,7 @@ print(share)
 """
 
 
-@pytest.mark.full(quick=["gemma-int8"])
+@pytest.mark.full
 @pytest.mark.parametrize("family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8")])
 def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocabulary, tmp_path):
     tokenizer = gemma_vocabulary if family == "gemma" else spiece

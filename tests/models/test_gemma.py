@@ -110,7 +110,7 @@ def test_bfloat16_is_float32_rounded(tiny):
     assert np.abs(found - expected[::-1]).max() > 1
 
 
-@pytest.mark.full(quick=["4"])
+@pytest.mark.full
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_greedy_speculative_is_the_verifier(tiny, block_size):
     model, large = tiny
@@ -167,6 +167,7 @@ def deepmind_tree(config, params, transposed, nested):
         for name, arrays in tree.items() for key, array in arrays.items()}, sep="/")
 
 
+@pytest.mark.full(quick=["False-False-2"])
 @pytest.mark.parametrize("transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2)])
 def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monkeypatch):
     import orbax.checkpoint as ocp

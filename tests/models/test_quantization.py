@@ -111,6 +111,7 @@ def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path,
     assert not copied & (kernels | buffers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 @pytest.mark.parametrize("name", ["t5_1_1", "t5_1_0"])
 def test_every_format_is_packed_alike(to, name, tmp_path):
