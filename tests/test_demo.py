@@ -77,6 +77,7 @@ def test_identities(tokens, one, other):
     assert tokens(one[0], alpha=one[1]) == tokens(other[0], alpha=other[1])
 
 
+@pytest.mark.full
 def test_rules_change_something(tokens):
     """The identities above would hold trivially if no rule ever trusted the drafter."""
     assert tokens("token_v3", alpha=0.3) not in (tokens("verifier"), tokens("drafter"))

@@ -132,12 +132,13 @@ class Cascade:
         rule = METHODS[method] if isinstance(method, str) else method
         return Speculative(Autoregressive(self.drafter), self.verifier, rule, block_size), both
 
-    def encode(self, texts: Sequence[str], truncate: bool = False) -> tuple[list[list[int]], list[bool]]:
-        """Token ids, [] for blank texts, and which texts were cut.
+    def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
+               ) -> tuple[list[list[int]], list[bool]]:
+        """Token ids, [] for blank texts, and which texts were cut; errors count from `first_index`.
 
         Raises ValueError for a text longer than max_source_length unless `truncate`.
         """
-        for n, text in enumerate(texts):
+        for n, text in enumerate(texts, first_index):
             if not isinstance(text, str):
                 raise ValueError(f"input {n} is {text!r}, not a text.")
         rows = self.tokenizer.encode_batch([self.prefix + text + self.suffix for text in texts])
@@ -145,8 +146,8 @@ class Cascade:
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
             cut.append(bool(text.strip()) and len(row) + 1 > limit)
             if cut[-1] and not truncate:
-                raise ValueError(f"input {n} has {len(row) + 1} tokens, the limit is {limit}: shorten it, "
-                                 "raise --max-source-length, or cut it with --truncate.")
+                raise ValueError(f"input {first_index + n} has {len(row) + 1} tokens, the limit is {limit}: "
+                                 "shorten it, raise --max-source-length, or cut it with --truncate.")
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
@@ -206,7 +207,7 @@ class Cascade:
 
     def _window(self, lanes: dict[Any, "Lane"], texts: list[str], each: list[Settings], begun: int,
                 batch_size: int, truncate: bool) -> list[Output]:
-        rows, cut = self.encode(texts, truncate)
+        rows, cut = self.encode(texts, truncate, begun)
         outputs = [Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
         by_lane: dict[Any, list[int]] = {}
         for n, (row, settings) in enumerate(zip(rows, each, strict=True)):

@@ -316,6 +316,7 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
         assert ours.decode([*row, 1, 0, 0, 400]) == theirs.decode([*row, 1, 0, 0, 400])
 
 
+@pytest.mark.full
 @pytest.mark.full(quick=["spiece.model"])
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
 def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):

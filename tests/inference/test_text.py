@@ -28,6 +28,7 @@ def cascade(t5_pair):
     return Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=32, max_new_tokens=24)
 
 
+@pytest.mark.full(quick=["token_v3"])
 @pytest.mark.parametrize("method", ["speculative", "token_v3", "verifier"])
 def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
     def tokens(texts, batch_size, first_index=0):
@@ -120,12 +121,12 @@ def law_of(output):
     return *written(output)[:3], {k: v for k, v in output.counts.items() if k != "drafter_passes"}
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch_size, full):
+@pytest.mark.full
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch_size):
     """Whatever its neighbours' methods, leniences, options, limits and stop sequences."""
-    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES][:None if full else 9]
-    kinds = UNLIKE if full else UNLIKE[:3]
-    settings = [kinds[n % len(kinds)] for n in range(len(texts))]
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
+    settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]
     together = list(cascade.generate(texts, settings, batch_size=batch_size))
     for n, (text, own) in enumerate(zip(texts, settings, strict=True)):
         [alone] = cascade.generate([text], own, first_index=n)

@@ -59,7 +59,7 @@ def decoded(model, params, folder, dtype):
     return checkpoints.load(folder, dtype, packed=True)
 
 
-@pytest.mark.full(quick=["t5_1_0-int8-1"])
+@pytest.mark.full
 @pytest.mark.parametrize("dtype,transposed_from", [("int8", 1), ("int8", 1024), ("bfloat16", 1)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transposed_from, tmp_path,

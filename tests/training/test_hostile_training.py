@@ -193,6 +193,7 @@ def test_help_needs_no_config(capsys):
     assert ended.value.code == 0 and "--learning-rate" in shown and "those of --config=" in shown
 
 
+@pytest.mark.full
 def test_parameters_that_are_no_numbers_are_never_saved(toy, tmp_path, capsys):
     """The loss of the only step is finite; what its update makes is not."""
     flags = ["--optimizer=adamw", "--learning-rate=3e38", "--weight-decay=1000"]
