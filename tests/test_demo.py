@@ -25,7 +25,7 @@ def sentences(full):
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:300 if full else 96]
+    return examples[:300 if full else 24]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def tokens(demo, sentences):
     return decode
 
 
-@pytest.mark.full(quick=["7-16"])
+@pytest.mark.full(quick=["3-1"])
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("block_size", [1, 3, 5, 7])
 def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
@@ -84,7 +84,7 @@ def test_rules_change_something(tokens):
     assert tokens("diff", alpha=0.1) not in (tokens("verifier"), tokens("drafter"))
 
 
-@pytest.mark.full(quick=["e2e_gemma"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["e2e", "e2e_gemma"])
 def test_the_small_pairs_write_about_the_facts(name):
     run = configs.load(name)

@@ -69,6 +69,7 @@ def test_gzip_jsonl_and_stdin_read_alike(t5_pair, inputs, tmp_path, monkeypatch)
     assert results[0] == results[1] == results[2] and len(results[0]) == 4
 
 
+@pytest.mark.full
 def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ("--input", inputs, "--output", out, "--temperature", 1, "--batch-size", 2)

@@ -307,6 +307,7 @@ def few(flags, folder):
             "--shots=1", "--output=out.jsonl", "--temperature=1", "--max-source-length=80"]
 
 
+@pytest.mark.full
 def test_fewshot_goes_on_where_its_output_ends(few, folder, capsys):
     both = ["--methods", "token_v3", "drafter"]
     assert call("fewshot", *few, *both) == 0

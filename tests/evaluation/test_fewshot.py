@@ -138,6 +138,7 @@ def test_every_file_present_makes_prompts(name):
         assert prompts.shots == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     task = with_files("triviaqa", tmp_path)
     files = [f"--drafter={gemma_pair / 'drafter'}", f"--verifier={gemma_pair / 'verifier'}",

@@ -169,6 +169,7 @@ for given in ({"texts": ["a", None]}, {"method": 3}, {"stop": "a"}):
 """
 
 
+@pytest.mark.full
 def test_values_of_a_wrong_type_are_refused(t5_pair):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKER, str(t5_pair)], capture_output=True,
                           text=True)
@@ -178,12 +179,14 @@ def test_values_of_a_wrong_type_are_refused(t5_pair):
                                                  strict=True)] == [True] * 3
 
 
+@pytest.mark.full
 def test_what_no_memory_holds_is_refused_with_its_size(t5_pair):
     long = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=10**8)
     with pytest.raises(ValueError, match=r"need about \d+\.\d GB on each device, .* are free: lower"):
         list(long.generate(["the cat"]))
 
 
+@pytest.mark.full
 def test_batches_are_no_larger_than_their_inputs_need(cascade):
     outputs = list(cascade.generate(SENTENCES, batch_size=10**9, method="diff"))
     assert [o.tokens for o in outputs] == [o.tokens for o in cascade.generate(SENTENCES, method="diff")]

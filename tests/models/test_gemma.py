@@ -59,7 +59,7 @@ CONFIGS = {"tiny": TINY_GEMMA,
            "one head each": dataclasses.replace(TINY_GEMMA, num_kv_heads=6, rope_theta=100.0)}
 
 
-@pytest.mark.full(quick=["tiny"])
+@pytest.mark.full
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_agree_with_hugging_face(config, tmp_path):
     """Prompts of 20, 13 and 1 tokens, read whole or in chunks, then 30 more in blocks: the window is 7."""
