@@ -1,6 +1,7 @@
 """Fixtures that several files use, and the two speeds: `--full` for everything."""
 
 import dataclasses
+import gc
 import json
 import os
 
@@ -52,6 +53,14 @@ def compile_once(tmp_path_factory):
         shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
         jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """A process that keeps every program it ever compiled runs out of memory maps."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

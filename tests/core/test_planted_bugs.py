@@ -10,7 +10,6 @@ from joint_laws import (
     EOS,
     FAIL_BELOW,
     FAMILIES,
-    LENIENCE,
     PROMPTS,
     STEPS,
     TABLES,
@@ -147,11 +146,12 @@ def test_law_test_catches(bug, family, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bug,methods,temperature", [
-    (own_of_sampled_p, ("speculative", "chow"), 0.7), (own_is_sampled_pi, ("speculative", "chow"), 0.7),
-    (bild_star_of_sampled_q, ("bild_star",), 0.5)], ids=lambda x: getattr(x, "__name__", None))
-def test_law_test_catches_what_only_another_temperature_shows(bug, methods, temperature, monkeypatch):
-    alphas, sizes = [LENIENCE[m] for m in methods], [2] * len(methods)
+@pytest.mark.parametrize("bug,methods,alphas,temperature", [
+    (own_of_sampled_p, ("speculative", "chow"), (0.0, 0.3), 0.7),
+    (own_is_sampled_pi, ("speculative", "chow"), (0.0, 0.3), 0.7),
+    (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5)], ids=lambda x: getattr(x, "__name__", None))
+def test_law_test_catches_what_only_another_temperature_shows(bug, methods, alphas, temperature, monkeypatch):
+    sizes = [2] * len(methods)
     assert p_value(methods, alphas, sizes, rows=200_000, temperature=temperature) > FAIL_BELOW
     jax.clear_caches()
     with monkeypatch.context() as patch:
