@@ -98,6 +98,7 @@ def test_the_small_pairs_write_about_the_facts(name):
         assert facts.split("[")[1].split("]")[0] in out.text
 
 
+@pytest.mark.full
 def test_quality(demo, tokens, sentences):
     """Both translate; the published figures are in the README (measured on the whole split)."""
     if not sentences[0][1]:

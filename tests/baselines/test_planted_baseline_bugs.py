@@ -54,6 +54,7 @@ def test_the_oracle_reads_the_models_own_distributions(monkeypatch, rows):
     jax.clear_caches()
 
 
+@pytest.mark.full
 def test_a_token_cascade_ends_at_each_rows_limit(monkeypatch):
     sampler, limits = TokenCascade(Autoregressive(MODEL), MODEL, 2), np.arange(256) % (STEPS + 1)
     longest = texts(sampler, 0.6, 256, 1.0)

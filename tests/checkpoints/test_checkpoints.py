@@ -317,7 +317,6 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full(quick=["spiece.model"])
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
 def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
     """Through convert.py, its tokenizer along; without one there is --tokenizer."""

@@ -21,6 +21,7 @@ from speccascade_jax.commands import evaluate
 from speccascade_jax.commands import finetune as finetune_script
 from speccascade_jax.training.reporting import read_events
 
+pytestmark = pytest.mark.full  # the quick suite trains in tests/training
 SCRIPT = SCRIPTS / "finetune.py"
 CONFIG = '''
 from speccascade_jax.config import Task, TrainConfig
@@ -75,7 +76,6 @@ def losses(run):
     return [event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "log"]
 
 
-@pytest.mark.full
 def test_evaluate_gives_the_quality_that_training_logged(toy, alone, tmp_path):
     """And greedy lossless decoding gives the verifier's."""
     best = min((e for e in read_events(alone / "metrics.jsonl") if e["event"] == "evaluation"),
@@ -112,7 +112,6 @@ def unfinished(run):
     return {path for path in run.glob("*/*") if "tmp" in path.name}
 
 
-@pytest.mark.full
 def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone):
     """SIGKILL at random moments, most of them inside a save: bit-identical parameters."""
     run, rng = toy / "killed", random.Random(1)
@@ -144,7 +143,6 @@ def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone):
     assert len(starts) > 1 and starts[-1] > 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("flags", [[], ["--split-parameters"]], ids=["data-parallel", "fsdp"])
 def test_eight_devices_train_as_one(toy, alone, flags):
     run = toy / f"eight{len(flags)}"
@@ -187,7 +185,6 @@ report(steps.update(params, state, grads, count)[:2])
 '''
 
 
-@pytest.mark.full
 def test_fsdp_splits_parameters_state_and_gradients(toy, alone):
     """Each of eight devices holds about an eighth, before and after an update."""
     done = subprocess.run([sys.executable, "-c", MEMORY, str(toy / "toy.py")], env=environment(toy, 8),
@@ -197,7 +194,6 @@ def test_fsdp_splits_parameters_state_and_gradients(toy, alone):
     assert len(shares) == 2 and all(0.12 < share < 0.16 for share in shares), shares
 
 
-@pytest.mark.full
 def test_two_processes_train_as_one(toy, alone):
     run = toy / "two"
     with socket.socket() as free:
@@ -218,7 +214,6 @@ def here(toy, run, *flags):
     return finetune_script.main(command(toy, run, *flags)[2:])
 
 
-@pytest.mark.full
 def test_accumulated_batches_are_one_step(toy, alone):
     """Two batches a step: the token-weighted mean of both, seen in the first step's loss."""
     run, single = toy / "accumulated", toy / "single"
@@ -228,7 +223,6 @@ def test_accumulated_batches_are_one_step(toy, alone):
     assert low < losses(run)[0] < high
 
 
-@pytest.mark.full
 def test_rematerialisation_changes_no_step(toy, alone):
     assert here(toy, toy / "remat", "--remat") == 0
     np.testing.assert_allclose(losses(toy / "remat"), losses(alone), rtol=1e-5)
@@ -259,7 +253,6 @@ def test_a_column_too_many_is_named(toy, tmp_path, capsys):
     assert "bad.tsv, line 2: 3 columns" in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_divergence_keeps_the_last_good_checkpoint(toy, alone, tmp_path, capsys):
     run = tmp_path / "run"
     assert here(toy, run, "--steps=10") == 0
@@ -277,7 +270,6 @@ def test_another_model_than_the_run_began_with_is_refused(toy, alone, capsys):
     assert (alone / "model.json").read_text() == before
 
 
-@pytest.mark.full(quick=["params"])
 @pytest.mark.parametrize("item", ["params", "optimizer"])
 def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
     shutil.copytree(alone, tmp_path / "run")
@@ -288,7 +280,6 @@ def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
     assert "damaged" in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.full
 def test_a_full_disk_loses_nothing(toy, alone, tmp_path):
     """A limit on the size of files stands in for the disk's end."""
     run = tmp_path / "run"

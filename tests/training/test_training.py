@@ -45,6 +45,7 @@ def test_learns_and_records(trained, number_words):
     assert events(trained, "start")[0]["config"]["name"] == "toy"
 
 
+@pytest.mark.full
 def test_run_and_export_decode_alike(trained, number_words):
     """bfloat16 rounding aside, the exported folder is the run's best checkpoint."""
     run, export = (checkpoints.load(path).params for path in (trained, number_words.export_dir))
