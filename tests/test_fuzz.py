@@ -181,4 +181,4 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
 
     one()
     assert count >= CALLS // 4
-    assert {("decode", 0), ("evaluate", 0), ("convert", 0), ("decode", 2), ("finetune", 2)} <= codes
+    assert {code for _, code in codes} == {0, 2}  # what is right is done, what is wrong refused
