@@ -197,6 +197,17 @@ def free_memory() -> int | None:
         return None
 
 
+def crowded() -> bool:
+    """Whether half of the memory maps that this process may have are in use. A program for CPUs takes
+    hundreds, and XLA ends the process when it gets no more."""
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return sum(1 for _ in maps) > limit // 2
+    except OSError:
+        return False
+
+
 def row_keys(seeds: list[int], numbers: list[int]) -> jax.Array:
     """A typed key [B] for each row: its request's number folded into the key of its seed."""
     data = np.stack([key_data(seed) for seed in seeds])

@@ -25,7 +25,7 @@ from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
-from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
@@ -288,9 +288,13 @@ class Cascade:
 
     def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
-        if plan not in self.programs:
-            self.programs[plan] = Programs(plan, params, self.mesh, self.clock)
-        return Scheduler(self.programs[plan], batch_size, self.tokenizer, self.bucket)
+        programs = self.programs.pop(plan, None)
+        if programs is None:
+            while self.programs and crowded():
+                del self.programs[next(iter(self.programs))]  # the one longest out of use
+            programs = Programs(plan, params, self.mesh, self.clock)
+        self.programs[plan] = programs
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
 
     def _lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
         """What decodes these settings: those that can share a program have one lane."""

@@ -285,7 +285,7 @@ def test_an_interrupt_while_modules_load_is_quiet(folder):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         codes.append(process.returncode)
-        assert said in ("interrupted.\n", ""), said
+        assert not said or (said.startswith("interrupted") and said.count("\n") == 1), said
         # Once all is printed, Python itself is on its way out and takes the signal as it is.
         assert process.returncode in ((130,) if said else (0, -signal.SIGINT))
     assert 130 in codes

@@ -1,9 +1,11 @@
 """The text API, on a tiny random pair."""
 
 import json
+import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from corpora import SENTENCES
 
 from speccascade_jax.core.methods import METHODS, Method
 from speccascade_jax.core.rules import target_probs
+from speccascade_jax.inference import text
+from speccascade_jax.inference.programs import crowded
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 
@@ -90,6 +94,28 @@ def test_a_sweep_compiles_once(cascade):
     assert cascade.clock.compilations == before + 2  # begin and run
 
 
+def test_programs_longest_out_of_use_make_room(cascade, monkeypatch):
+    """On CPUs every program takes memory maps, and the process dies where there are no more."""
+    asked = [("verifier", "chow"), ("verifier", "chow", "verifier", "opt")]
+    kept = {}
+    for limit, methods in zip((3, 2), asked, strict=True):
+        cascade.programs.clear()
+        monkeypatch.setattr(text, "crowded", lambda limit=limit: len(cascade.programs) >= limit)
+        for method in methods:
+            list(cascade.generate(SENTENCES[:1], method=method))
+        kept[limit] = list(cascade.programs)
+    assert [len(plans) for plans in kept.values()] == [2, 2]
+    assert [plan == kept[3][0] for plan in kept[2]] == [True, False]  # chow's, used longer ago, has gone
+
+
+def test_crowded_counts_memory_maps():
+    assert not crowded()
+    limit, held = int(Path("/proc/sys/vm/max_map_count").read_text()), []
+    for n in range(limit // 2 + 1):  # maps next to each other with equal protection are one
+        held.append(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | (n % 2 and mmap.PROT_WRITE)))
+    assert crowded()
+
+
 @pytest.mark.full
 def test_greedy_speculative_is_the_verifier(cascade):
     for block_size in (1, 5):
@@ -128,8 +154,8 @@ def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
     settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]
     together = list(cascade.generate(texts, settings, batch_size=batch_size))
-    for n, (text, own) in enumerate(zip(texts, settings, strict=True)):
-        [alone] = cascade.generate([text], own, first_index=n)
+    for n, (source, own) in enumerate(zip(texts, settings, strict=True)):
+        [alone] = cascade.generate([source], own, first_index=n)
         assert law_of(together[n]) == law_of(alone), own
     assert max(len(o.tokens) for o, s in zip(together, settings, strict=True) if s.max_new_tokens) == 5
 
