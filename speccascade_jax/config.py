@@ -54,6 +54,21 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExitTraining:
+    """How a network's members are trained, where the model is one (models.exits, models.shared_encoder).
+
+    The small members learn from the full model as a drafter does from its teacher: `distillation` and
+    `divergence` of the run are their shares of that and of the data.
+    """
+
+    frozen: bool = True            # the full model stays as it is; False: all train together (LayerSkip)
+    layer_dropout: float = 0.0     # how often the last decoder layer is left out, the ones below less often
+    exit_weight: float = 0.2       # of the exits' losses next to the full model's, where that trains, too
+    curriculum: str = "all"        # the exits that train at a step: all, one in turn (rotational), the
+                                   # deepest first and more with time (gradual)
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One fine-tuning run, from scratch or from `init`."""
 
@@ -91,15 +106,17 @@ class TrainConfig:
     log_every: int = 50
     validation_examples: int = 256    # decoded for task.metric at every evaluation; 0 for none
     seed: int = 0
+    exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
-    drafter: str                   # checkpoint folder of the small model
-    verifier: str                  # checkpoint folder of the large model
-    method: str = "speculative"    # a rule or baseline of --list, or verifier / drafter alone
+    drafter: str = ""              # checkpoint folder of the small model; FOLDER@NAME: a member of a network
+    verifier: str = ""             # checkpoint folder of the large model
+    models: tuple[str, ...] = ()   # instead of these two: one or more folders, the smallest model's first
+    method: str | tuple[str, ...] = "speculative"  # of --list, or verifier / drafter alone; or one a level
     max_new_tokens: int = 80       # the end-of-sequence token included
     batch_size: int = 1            # inputs decoded side by side; from 2 on, on each device
     max_source_length: int = 80    # tokens, the end-of-sequence token included
@@ -114,22 +131,36 @@ class DecodeConfig(Settings):
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
 
+    def __post_init__(self) -> None:
+        if not self.models and not (self.drafter and self.verifier):
+            raise ValueError("no models: a config names a drafter and a verifier, or models.")
+
+    @property
+    def roles(self) -> list[tuple[str, str]]:
+        """What each model is called, and its checkpoint, the smallest first."""
+        if self.models:
+            return [(f"model {n}", path) for n, path in enumerate(self.models)]
+        return [("the drafter", self.drafter), ("the verifier", self.verifier)]
+
     @property
     def settings(self) -> Settings:
         """How each text is decoded."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
-    def check(self, vocab_size: int = sys.maxsize) -> None:
+    def check(self, vocab_size: int = sys.maxsize, levels: int | None = None) -> None:
         """Raises ValueError for a value out of its range: what can be told before models are loaded."""
-        super().check(vocab_size)
-        if math.isnan(self.alpha):  # which no range of a method's excludes where a single model decodes
-            raise ValueError("alpha is nan; give a number.")
-        for name in ("batch_size", "max_source_length", "max_new_tokens", "block_size", "tensor_parallel"):
+        levels = len(self.roles) - 1
+        super().check(vocab_size, levels)
+        for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
-        if self.block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
-            raise ValueError(f"block_size is {self.block_size}; a text has at most max_new_tokens, "
-                             f"{self.max_new_tokens}: lower it.")
+        for alpha, block_size in zip(self.of_levels("alpha", levels), self.of_levels("block_size", levels),
+                                     strict=True):
+            if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
+                raise ValueError("alpha is nan; give a number.")
+            if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
+                raise ValueError(f"block_size is {block_size}; a text has at most max_new_tokens, "
+                                 f"{self.max_new_tokens}: lower it.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
 
@@ -236,7 +267,7 @@ def _other_kind(name: str, config: Any) -> str:
             pair = load(other)
             if isinstance(pair, DecodeConfig) and (pair.task == name or any(
                     not folders.isdisjoint((path, *map(str, Path(path).parents)))
-                    for path in (pair.drafter, pair.verifier))):
+                    for _, path in pair.roles)):
                 users.append(other)
     hint = f"; one that uses it: {users[0]}" if users else ""
     return f"is a training run, not a pair to decode with{hint}."

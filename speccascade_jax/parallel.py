@@ -167,12 +167,13 @@ def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple
     layer exchanges two sums. Heads are never cut: those that the devices do not divide (the keys'
     and values' of a grouped-query model, say) every device holds whole, as it does what is small.
     """
-    devices = mesh.shape[TENSOR_AXIS]
+    devices, config = mesh.shape[TENSOR_AXIS], getattr(config, str(path[0]), config)  # a network's part's
     name = path[-2] if path[-1] == "kernel" else path[-1]
     if name not in CUT_AXIS:
         return NamedSharding(mesh, P())
-    heads = {"query": config.num_heads, "out": config.num_heads}
-    heads |= dict.fromkeys(("key", "value"), getattr(config, "num_kv_heads", config.num_heads))
+    count = getattr(config, "num_heads", devices)  # exits have none
+    heads = {"query": count, "out": count}
+    heads |= dict.fromkeys(("key", "value"), getattr(config, "num_kv_heads", count))
     if heads.get(name, shape[CUT_AXIS[name]]) % devices:
         return NamedSharding(mesh, P())
     return NamedSharding(mesh, P(*(TENSOR_AXIS if n == CUT_AXIS[name] else None for n in range(len(shape)))))

@@ -89,7 +89,8 @@ def gemma_vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def t5_pair(spiece, tmp_path_factory):
-    """Folders of a drafter and a verifier that half agree, so that every origin occurs."""
+    """Folders of a drafter and a verifier that half agree, so that every origin occurs, and of a model in
+    the middle."""
     from speccascade_jax.checkpoints import huggingface
     from speccascade_jax.models.t5 import T5Config, T5Model
 
@@ -97,8 +98,9 @@ def t5_pair(spiece, tmp_path_factory):
     model = T5Model(T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
                              num_decoder_layers=1))
     large = model.init(0)
-    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
-    for name, params in (("drafter", small), ("verifier", large)):
+    small, middle = (jax.tree.map(lambda a, b, share=share: share * a + (1 - share) * b, large, model.init(1))
+                     for share in (0.7, 0.85))
+    for name, params in (("drafter", small), ("middle", middle), ("verifier", large)):
         huggingface.save(folder / name, model, params, np.float32)
         (folder / name / "spiece.model").write_bytes(spiece.read_bytes())
     return folder

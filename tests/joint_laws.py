@@ -15,7 +15,7 @@ from speccascade_jax.evaluation.rates import check_identities
 VOCAB, EOS, STEPS = 4, 3, 4
 FAIL_BELOW = 1e-4
 PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
-TABLES = [table(seed, VOCAB) for seed in (39, 40, 41)]  # rules defer in about half of their contexts
+TABLES = [table(seed, VOCAB) for seed in (39, 40, 41, 42)]  # rules defer in about half of their contexts
 TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.05}}
 FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
 LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
@@ -39,10 +39,10 @@ def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
     return result, which
 
 
-def texts(methods, alphas, block_sizes, *, rows, seed=0, **options):
+def texts(methods, alphas, block_sizes, *, rows, seed=0, hand_over="need", **options):
     """Tokens [rows, STEPS] of the compiled loop, and the prompt number of each row."""
     models = [TableLM(VOCAB)] * (len(methods) + 1)
-    sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes)
+    sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes, hand_over)
     params = TABLES[0]
     for larger in TABLES[1:len(models)]:
         params = (params, larger)
@@ -54,7 +54,8 @@ def texts(methods, alphas, block_sizes, *, rows, seed=0, **options):
 def p_value(methods, alphas, block_sizes, *, rows, **options):
     """The smaller p-value of the two prompts, times two (Bonferroni)."""
     tokens, which = texts(methods, alphas, block_sizes, rows=rows, **options)
-    options.pop("seed", None)
+    for name in ("seed", "hand_over"):
+        options.pop(name, None)
     laws = [sequence_law(TABLES[:len(methods) + 1], methods, alphas, prompt, steps=STEPS, eos=EOS, **options)
             for prompt in PROMPTS]
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))

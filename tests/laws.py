@@ -31,7 +31,7 @@ from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
+from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.typing import SamplingOptions, insert
 from speccascade_jax.models import model_of
 
@@ -251,7 +251,8 @@ def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
         params = (TABLES[0], TABLES[1]) if outer is None else ((TABLES[0], TABLES[1]), TABLES[2])
         keys, ones = jax.vmap(jax.random.key)(jnp.arange(512)), np.ones((512, 1), np.int32)
         return generate(sampler, params, keys, ones, ones[:, 0], SamplingOptions(),
-                        jnp.full(len(methods), 0.05), max_new_tokens=20, eos_id=EOS)
+                        jnp.full(len(methods), 0.05), max_new_tokens=20,
+                        eos_id=EOS if outer is None else NO_TOKEN)  # at an end neither reads on
 
     spared, whole = run(True), run(False)
     for name in ("tokens", "origin", "length"):

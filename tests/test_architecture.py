@@ -11,7 +11,7 @@ COMMANDS = {path.stem for path in (REPOSITORY / "scripts").glob("*.py")}
 LONGEST, CORE_TOTAL, SCRIPT = 400, 1200, 8
 """Lines at most: a file, core/ in all, a script."""
 
-LOWER = ["core", "models", "checkpoints", "baselines", "inference", "training", "evaluation"]
+LOWER = ["core", "models", "checkpoints", "baselines", "inference", "planning", "training", "evaluation"]
 SHARED = ["config", "parallel"]
 MAY_IMPORT = {  # a folder or file of the package -> what it may import of ours, besides its own folder
     "core": [],
@@ -19,8 +19,9 @@ MAY_IMPORT = {  # a folder or file of the package -> what it may import of ours,
     "checkpoints": LOWER[:2],
     "baselines": ["core"],
     "inference": [*LOWER[:4], *SHARED],
-    "training": [*LOWER[:5], *SHARED],
-    "evaluation": [*LOWER[:6], *SHARED],
+    "planning": [*LOWER[:5], *SHARED],
+    "training": [*LOWER[:6], *SHARED],
+    "evaluation": [*LOWER[:7], *SHARED],
     "commands": [*LOWER, *SHARED, "__init__"],
     "config": ["inference.settings", "models"],
     "parallel": [],
@@ -109,6 +110,7 @@ def test_imports_run_downwards():
     ("inference/text.py", "import importlib\nimportlib.import_module('speccascade_jax.training.loop')"),
     ("inference/text.py", "from ..evaluation import quality"),
     ("inference/text.py", "from speccascade_jax import commands"),
+    ("planning/planner.py", "from speccascade_jax.evaluation.profiling import in_turn"),
     ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
     ("training/loop.py", "import speccascade_jax.commands.decode as decode"),
     ("evaluation/quality.py", "from speccascade_jax.commands.commandline import exit_code"),

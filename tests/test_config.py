@@ -37,7 +37,7 @@ WRONG = {  # what a file holds, and what is said of it
     "none": ("config = None", "defines no `config`"),
     "a dict": ("config = {'drafter': 'a'}", "`config` is {'drafter': 'a'}; it must be a DecodeConfig or"),
     "a class": ("from speccascade_jax.config import DecodeConfig as config", "it must be a DecodeConfig or"),
-    "missing fields": (PAIR.replace("drafter='a', ", "").format(""), "line 2: TypeError: .*'drafter'"),
+    "missing fields": (PAIR.replace("drafter='a', ", "").format(""), "line 2: ValueError: no models"),
     "unknown field": (wrong_field("gamma=5"), "line 2: TypeError: .*'gamma'"),
     "text for int": (wrong_field("batch_size='4'"), "batch_size is '4'; its type is int"),
     "bool for int": (wrong_field("block_size=True"), "block_size is True; its type is int"),

@@ -183,5 +183,5 @@ def pair(**fields):
     from speccascade_jax.inference.text import Cascade
 
     model = TableLM(4)
-    return Cascade(model, model, table(39, 4), table(40, 4), Digits(), max_source_length=16, max_new_tokens=3,
-                   **fields)
+    return Cascade((model, model), (table(39, 4), table(40, 4)), Digits(), max_source_length=16,
+                   max_new_tokens=3, **fields)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, read
+from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, last_token, read
 from speccascade_jax.core.metrics import Tally
 from speccascade_jax.core.samplers import (
     NO_TOKEN,
@@ -16,7 +16,6 @@ from speccascade_jax.core.samplers import (
     Origin,
     Rows,
     cut_after,
-    last_token,
 )
 from speccascade_jax.core.sampling import first
 from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
@@ -60,7 +59,7 @@ class Bild:
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         rows = rows._replace(options=dataclasses.replace(
             rows.options, temperature=jnp.zeros_like(rows.options.temperature)))
-        threshold = jnp.where(rows.before == NO_TOKEN, jnp.inf, self.fallback)
+        threshold = jnp.where(rows.recent[:, -2] == NO_TOKEN, jnp.inf, self.fallback)
         drafted, drafter_cache, passes = draft_while_confident(
             self.drafter, params[0], caches[0], rows, threshold, self.window, eos_id)
         active, count = rows.room > 0, drafted.size
@@ -83,7 +82,7 @@ class Bild:
         column = jnp.arange(self.window + 1)
         tokens = jnp.where(column == stop[:, None], at(best, stop)[:, None], drafted.tokens)
         replaced = stop < count
-        own = jnp.where(replaced, Origin.CORRECTION, Origin.BONUS)[:, None]
+        own = jnp.where(replaced, Origin.CORRECTION.at(1), Origin.BONUS.at(1))[:, None]
         origin = jnp.where(column == stop[:, None], own, Origin.DRAFT).astype(jnp.int32)
         if self.compat:
             verifier_cache = roll_back(self.verifier, verifier_cache, rows.start + stop)
@@ -94,12 +93,12 @@ class Bild:
             start = rows.start + jnp.where(replaced, stop, count)
             drafter_cache = roll_back(self.drafter.models, drafter_cache, start)
             _, drafter_cache, _ = self.drafter.step(params[0], drafter_cache, rows._replace(
-                last=added, start=start + 1, room=again), NO_TOKEN)
+                recent=added[:, None], start=start + 1, room=again), NO_TOKEN)
             passes += again
             more = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             tokens, origin = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, origin))
             here = jnp.arange(self.width) == stop[:, None] + 1
-            tokens, origin = jnp.where(here, more, tokens), jnp.where(here, Origin.BONUS, origin)
+            tokens, origin = jnp.where(here, more, tokens), jnp.where(here, Origin.BONUS.at(1), origin)
             size = jnp.where(checked, stop + 1 + replaced, count)
         else:
             size = cut_after(tokens, stop + 1, eos_id)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Block, Origin, Rows, append, last_token
+from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Block, Origin, Rows, after, append
 from speccascade_jax.core.typing import Cache, LanguageModel, Params
 
 Array = jax.Array
@@ -26,7 +26,7 @@ def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache,
     """
     def ask(carry: tuple) -> tuple:
         drafted, cache, last, passes, writing = carry
-        at = rows._replace(last=last, start=rows.start + passes, room=writing.astype(jnp.int32))
+        at = rows._replace(recent=last[:, None], start=rows.start + passes, room=writing.astype(jnp.int32))
         block, cache, _ = drafter.step(params, cache, at, NO_TOKEN)
         trusted = writing & (jnp.max(block.own[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
         block = block._replace(origin=jnp.full_like(block.origin, Origin.DRAFT),
@@ -68,3 +68,8 @@ def read(verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], cou
 def at(x: Shaped[Array, "B N ..."], column: Int[Array, " B"]) -> Shaped[Array, "B ..."]:
     """x[b, column[b]] of every row."""
     return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)[:, 0]
+
+
+def last_token(block: Block, last: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The token each row ends with after `block`: its own last one, `last` for an empty block."""
+    return after(block, last[:, None])[:, 0]

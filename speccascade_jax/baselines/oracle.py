@@ -45,7 +45,7 @@ class Oracle:
         own = target_probs(scores.q, scores.p, delta)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], pi[:, 0])
         size, deferred = jnp.minimum(rows.room, 1), delta[:, 0]
-        origin = jnp.where(deferred, Origin.CORRECTION, Origin.DRAFT).astype(jnp.int32)
+        origin = jnp.where(deferred, Origin.CORRECTION.at(1), Origin.DRAFT).astype(jnp.int32)
         deferred = size * deferred[:, 0]
         return (Block(token[:, None], pi, own, origin, size),
                 roll_back(self.models, caches, rows.start - 1 + size),

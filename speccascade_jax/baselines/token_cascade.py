@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, read
+from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, last_token, read
 from speccascade_jax.core.metrics import Tally
 from speccascade_jax.core.samplers import (
     NO_TOKEN,
@@ -16,7 +16,6 @@ from speccascade_jax.core.samplers import (
     Origin,
     Rows,
     append,
-    last_token,
     uniforms,
 )
 from speccascade_jax.core.sampling import Role, draw, token_probs
@@ -63,7 +62,7 @@ class TokenCascade:
         probs = token_probs(logits, rows.options)
         token = draw(at(uniforms(rows, self.level, Role.DRAW, self.width), size), probs)
 
-        origin = jnp.where(size == self.cap, Origin.BONUS, Origin.CORRECTION).astype(jnp.int32)
+        origin = jnp.where(size == self.cap, Origin.BONUS.at(1), Origin.CORRECTION.at(1)).astype(jnp.int32)
         own = Block(token[:, None], probs[:, None], jax.nn.softmax(logits, axis=-1)[:, None],
                     origin[:, None], asked.astype(jnp.int32))
         block = append(drafted, own)

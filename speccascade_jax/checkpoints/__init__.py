@@ -1,25 +1,27 @@
 """load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
 
-import dataclasses
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.models.members import member
 from speccascade_jax.models.quantization import PackedKernel
 
 READERS = {"model.json": (native.load, native.read_config),
            "config.json": (huggingface.load, huggingface.read_config),
-           **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()}}
+           **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()
+              if family.own_file is not None}}
 """The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
 FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
 SAVED = "float32", "bfloat16", "float16"
@@ -27,8 +29,8 @@ LOADED = *SAVED, "int8"
 
 
 class Checkpoint(NamedTuple):
-    model: Model
-    params: nnx.State
+    model: Any         # a LanguageModel; of a network, a Member
+    params: nnx.State  # of a network, all of it
     tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X's own folders have neither
     path: str
 
@@ -86,15 +88,19 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
     Gemma 2 as DeepMind publishes it.
 
+    FOLDER@4 is the exit after 4 layers of the network in FOLDER, FOLDER@drafter the drafter that reads its
+    verifier's encoder; the folder without a name is a network's full model.
     hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
     Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
     preset, say) the model must have that shape, dropout aside. `packed` makes them what decoding reads
     fastest, fit for nothing else.
     Raises ValueError saying what is missing, damaged or does not fit.
     """
-    path = str(path)
+    path, name = split_member(path)
     place = Placement(checked_dtype(dtype, LOADED), sharding, packed)
-    found: tuple[Model, nnx.State]
+    if name is not None:  # before anything large is read
+        member(model_for(config_of(path), dtype), name, path)
+    found: tuple[Any, nnx.State]
     if not path.startswith("gs://"):
         folder = local_folder(path)
         found, tokenizer = readers_of(folder)[0](folder, place), tokenizer_files.find(folder)
@@ -106,7 +112,33 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     model, params = found
     if config is not None:
         check_shape(path, model.config, config)
-    return Checkpoint(model_for(model.config, dtype), params, tokenizer, path)
+    return Checkpoint(member(model_for(model.config, dtype), name, path), params, tokenizer, path)
+
+
+def load_all(paths: Sequence[str | Path], dtype: Any = jnp.float32,
+             sharding: Callable[[str], Sharding | None] = lambda folder: None, packed: bool = False
+             ) -> list[Checkpoint]:
+    """load() of each of `paths`; members of one folder share its parameters, which are read once.
+
+    sharding(folder): where the parameters of a folder go.
+    """
+    read: dict[str, Checkpoint] = {}
+    found = []
+    for path in paths:
+        folder, name = split_member(path)
+        if folder not in read:
+            read[folder] = load(path, dtype, sharding(folder), packed=packed)
+        checkpoint = read[folder]
+        whole = getattr(checkpoint.model, "member_of", checkpoint.model)
+        found.append(checkpoint._replace(model=member(whole, name, folder)))
+    return found
+
+
+def split_member(path: str | Path) -> tuple[str, str | None]:
+    """(folder, name) of FOLDER@NAME; no name where there is none, or where a folder is called so."""
+    folder, _, name = str(path).rpartition("@")
+    is_folder = not is_remote(path) and exists(checked_path(path))
+    return (str(path), None) if is_folder or not (folder and name) or "/" in name else (folder, name)
 
 
 def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
@@ -129,6 +161,7 @@ def model_for(config: Config, dtype: Any) -> Model:
 
 def config_of(path: str) -> Config:
     """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
+    path, _ = split_member(path)
     if path.startswith("gs://"):
         return t5x.read_config(path) if t5x.exists_at(path) else native.read_config(native.remote(path))
     folder = local_folder(path)
@@ -137,6 +170,7 @@ def config_of(path: str) -> Config:
 
 def tokenizer_file(path: str) -> Path:
     """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
+    path, _ = split_member(path)
     found = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
     if found is None:
         raise ValueError(missing_tokenizer(path))
@@ -150,9 +184,9 @@ def missing_tokenizer(path: str) -> str:
 
 def check_shape(path: str, found: Config, expected: Config) -> None:
     """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
-    a, b = ({"family": c.family, **dataclasses.asdict(c)} for c in (found, expected))
+    a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (found, expected))
     different = [f"{name} is {a[name]}, not {b.get(name)}" for name in a
-                 if a[name] != b.get(name) and name != "dropout_rate"]
+                 if a[name] != b.get(name) and not name.endswith("dropout_rate")]
     if different:
         raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
 

@@ -105,7 +105,7 @@ class Placement:
         whole = jnp.dtype(self.dtype) == jnp.int8
         if (self.packed or whole) and path[-1] == "kernel":
             kernel, cut = pack(array, self.dtype), (0, 1)
-        elif whole and tied and path == ("embedding",):
+        elif whole and tied and path[-1] == "embedding":
             kernel, cut = pack(array.T, self.dtype, transposed=True), (1, 0)
         else:
             return put(array.astype(jnp.bfloat16 if whole else self.dtype, copy=False), where)
@@ -143,7 +143,8 @@ def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarra
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
-        flat[path] = flat[path].replace(place(path, array, model.config.tied_embeddings))
+        tied = (*path[:-1], "head", "kernel") not in flat  # of the part of a network that it belongs to
+        flat[path] = flat[path].replace(place(path, array, tied))
         del array
     nnx.update(params, nnx.from_flat_state(flat))
     return params

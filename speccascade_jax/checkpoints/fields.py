@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models import Config
@@ -12,21 +12,33 @@ MOST_LAYERS = 1000
 
 
 def check_fields(where: Any, kind: type[Config], values: Mapping[str, Any],
-                 names: Mapping[str, str] | None = None) -> None:
+                 names: Mapping[str, str] | None = None, part: bool = False) -> None:
     """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
-    value; what `values` leaves out has its default."""
+    value; what `values` leaves out has its default. A `part` of a network may lack an encoder."""
     hints = get_type_hints(kind)
-    values = {field.name: values.get(field.name, field.default) for field in dataclasses.fields(kind)}
+    usual = kind()
+    values = {field.name: values.get(field.name, getattr(usual, field.name))
+              for field in dataclasses.fields(kind)}
     for field in dataclasses.fields(kind):
         value = values[field.name]
-        wanted = needed(field.name, hints[field.name], value, values["vocab_size"])
+        wanted = needed(field.name, hints[field.name], value, values.get("vocab_size"))
+        if part and field.name == "num_encoder_layers" and type(value) is int and value == 0:
+            continue
         if wanted is not None:
             spelt = (names or {}).get(field.name, field.name)
             raise ValueError(f"{where}: {spelt} is {shown(value)}, not {wanted}.")
 
 
-def needed(name: str, kind: Any, value: Any, vocab_size: int) -> str | None:
+def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
     """What the field `name` of type `kind` must be; None where `value` is that."""
+    parts: tuple[Any, ...] = tuple(one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one))
+    if parts:
+        return None if isinstance(value, parts) else "the shape of one model"
+    if kind is str:
+        return None if isinstance(value, str) else "a text"
+    if get_origin(kind) is tuple:
+        whole = isinstance(value, tuple) and all(type(one) is int for one in value)
+        return None if whole else "a list of whole numbers"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
     if type(None) in get_args(kind) and value is None:

@@ -53,23 +53,38 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
 def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
     """Writes what load() needs besides the parameters."""
     run.mkdir(parents=True, exist_ok=True)
-    shape = {"family": config.family, **dataclasses.asdict(config)}
-    (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")
+    (run / "model.json").write_text(json.dumps(shape_of(config), indent=1) + "\n")
     if tokenizer is not None:
         tokenizer_files.copy(tokenizer, run)
 
 
+def shape_of(config: Config) -> dict[str, Any]:
+    """A config as model.json holds it, its parts within it."""
+    parts = FAMILIES[config.family].parts
+    return {"family": config.family, **dataclasses.asdict(config),
+            **{name: shape_of(getattr(config, name)) for name in parts}}
+
+
 def read_config(run: Path) -> Config:
     """The model's shape. Raises ValueError where model.json is missing or damaged."""
-    where = run / "model.json"
-    shape = read_json(where)
+    return config_from(run / "model.json", read_json(run / "model.json"))
+
+
+def config_from(where: Any, shape: dict[str, Any], within: bool = False) -> Config:
+    """The config of what shape_of() gives; the whole checks what is `within` it. Raises ValueError."""
     family = family_of(where, shape.pop("family", "t5"))
     unknown = sorted(shape.keys() - {field.name for field in dataclasses.fields(family.config)})
     if unknown:
         raise ValueError(f"{where} is damaged: {family.config.family} has no field {shown(unknown[0])}.")
-    check_fields(where, family.config, shape)
+    for name, value in shape.items():
+        if name in family.parts and isinstance(value, dict) and not within:
+            shape[name] = config_from(f"{where}: {name}", value, within=True)
+        elif isinstance(value, list):
+            shape[name] = tuple(value)
+    check_fields(where, family.config, shape, part=within)
     config = family.config(**shape)
-    family.check(where, config)
+    if not within:
+        family.check(where, config)
     return config
 
 

@@ -59,6 +59,8 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
         yield ("head", "kernel"), "lm_head.weight", True
     up = [("gate", "wi_0"), ("up", "wi_1")] if config.gated else [("gate", "wi")]
     for stack, layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+        if not layers:  # it reads another network's encoder
+            continue
         yield (f"{stack}_norm", "scale"), f"{stack}.final_layer_norm.weight", False
         yield ((f"{stack}_bias",),
                f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", False)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "memory")
+NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "memory", "plan")
 
 
 def main(argv: list[str] | None = None) -> int:

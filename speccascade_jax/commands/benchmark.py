@@ -247,10 +247,11 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
                    report: Report) -> None:
     """Whole decodings of --input: every gamma against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
-    base = Settings(temperature=arguments.temperature)
+    base = Settings(temperature=arguments.temperature, hand_over=run.hand_over)
+    gammas = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
     settings |= {f"gamma {g}": dataclasses.replace(base, method=arguments.method, block_size=g,
-                                                   alpha=arguments.alpha) for g in arguments.block_sizes}
+                                                   alpha=arguments.alpha) for g in gammas}
     others = decoders_elsewhere(arguments, run, cascade)
     contestants: dict[str, Contestant] = {
         **{name: partial(timed, cascade, chosen) for name, chosen in settings.items()},
@@ -275,7 +276,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
         "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
         "verifier step, ms": 1e3 * step["verifier"], "drafter step, ms": 1e3 * step["drafter"],
         "verifier step / drafter step": step["verifier"] / step["drafter"]})
-    for gamma in arguments.block_sizes:
+    for gamma in gammas:
         name = f"gamma {gamma}"
         figures = {"times as fast as the verifier alone": ratios(seconds["verifier"], seconds[name]),
                    **{f"as {other}": ratios(seconds[other], seconds[name]) for other in others},
@@ -291,7 +292,7 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
         report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
 
 
-def rounds_of(arguments: Arguments, cascade: Cascade, gamma: int, outputs: Sequence[Output],
+def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Sequence[Output],
               widths: Sequence[int], seconds: Sequence[float], verifier_step: float) -> dict[str, Any]:
     """What a round costs in decodings of one gamma, as measured and as predicted from its parts."""
     method = METHODS[arguments.method]
@@ -299,8 +300,13 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: int, outputs: Seque
     per_call = sum(o.counts["emitted"] for o in outputs) / sum(o.counts["rounds"] for o in outputs)
     round_seconds = slope([o.counts["rounds"] for o in outputs], widths, seconds)
     acceptance = position_acceptance([o.origin for o in outputs])
+    counted = {"acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
+               "tokens_per_verifier_call": per_call, "round, ms": 1e3 * round_seconds,
+               "relative cost without prefill, measured": round_seconds / per_call / verifier_step}
+    if cascade.levels > 1:
+        return counted | {"levels": rates["levels"]}
     found = profiling.measure(
-        cascade.drafter, cascade.verifier, (cascade.drafter_params, cascade.verifier_params), method,
+        cascade.drafter, cascade.verifier, cascade.params, method,
         block_size=gamma, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
         max_new_tokens=cascade.max_new_tokens, source_length=cascade.bucket(int(np.median(widths))))
     part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
@@ -309,10 +315,7 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: int, outputs: Seque
         beyond -= part["drafter step"]
     predicted, with_parts = (relative_cost(acceptance, gamma, part["drafter step"], overhead)
                              for overhead in (0.0, beyond))
-    return {
-        "acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
-        "tokens_per_verifier_call": per_call, "round, ms": 1e3 * round_seconds,
-        "relative cost without prefill, measured": round_seconds / per_call / verifier_step,
+    return counted | {
         "predicted, a scoring call as one step": predicted,
         f"predicted, with {profiling.scoring(gamma)} and the rules as timed": with_parts,
         "the same, by the tokens a call as counted":  # without ends of texts and dependent acceptances
@@ -343,6 +346,9 @@ def check(arguments: Arguments) -> DecodeConfig:
         raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
     for gamma in a.block_sizes:
         Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature).check(1)
+    if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
+        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts and other libraries are "
+                         "timed of two: give --input alone, or time each model's calls with scripts/plan.py.")
     for name in a.preset or ():
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
@@ -369,7 +375,7 @@ def benchmark(arguments: Arguments) -> None:
             time_decodings(arguments, run, cascade, texts, report)
         else:
             time_parts(arguments, run, report, (cascade.drafter, cascade.verifier),
-                       (cascade.drafter_params, cascade.verifier_params))
+                       cascade.params)
 
 
 def main(argv: list[str]) -> int:

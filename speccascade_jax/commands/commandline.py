@@ -112,8 +112,11 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
     """Names and values, printed as they are."""
     table = Table(Column(), Column(Text(title)), show_header=True)
     for name, value in summary.items():
-        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
-        table.add_row(Text(name), Text("-" if value is None else shown))
+        for row, own in (enumerate(value) if name == "levels" else [(None, value)]):
+            shown = f"{own:.3f}" if isinstance(own, float) else str(own)
+            if isinstance(own, dict):
+                shown = ", ".join(f"{count} {what}" for what, count in own.items())
+            table.add_row(Text(name if row is None else f"model {row}"), Text("-" if own is None else shown))
     return table
 
 

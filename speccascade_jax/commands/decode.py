@@ -145,7 +145,7 @@ def summary_of(run: DecodeConfig, outputs: Sequence[Output], resumed: int, casca
                ) -> dict[str, Any]:
     """The figures of a run, whose first `resumed` outputs an earlier one has decoded."""
     summary: dict[str, Any] = summarize([output.counts for output in outputs])
-    if run.method in METHODS and not METHODS[run.method].defers:
+    if run.name in METHODS and not METHODS[run.name].defers:
         summary["deferral_rate"] = None
     seconds, tokens = cascade.clock.decode_seconds, sum(len(output.tokens) for output in outputs[resumed:])
     return summary | {
@@ -192,11 +192,11 @@ def decode(arguments: Arguments) -> None:
                 show(output, cascade.tokenizer, screen)
             else:
                 file.add(dataclasses.asdict(output))
-        if file is None and run.method not in SINGLE_MODEL:
+        if file is None and run.name not in SINGLE_MODEL:
             screen.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
                                                          for part in ((name, COLOURS[name]), "  "))))
         summary = summary_of(run, outputs, resumed, cascade)
-        title = f"{run.method}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
+        title = f"{run.name}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
         screen.print(table_of(summary, title))
         if arguments.summary is not None:
             write_whole(arguments.summary, json.dumps(summary, indent=1) + "\n")

@@ -117,11 +117,11 @@ def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | N
     with contextlib.ExitStack() as stack:
         file, outputs = None, list[Output]()
         if part is not None:
-            file, outputs = open_output(part, {**settings, "method": run.method}, texts)
+            file, outputs = open_output(part, {**settings, "method": run.name}, texts)
             stack.enter_context(file)
         fresh = cascade.generate(texts[len(outputs):], run.settings, truncate=run.truncate,
                                  batch_size=run.batch_size, first_index=len(outputs))
-        for output in track(fresh, run.method, len(texts) - len(outputs), transient=True):
+        for output in track(fresh, run.name, len(texts) - len(outputs), transient=True):
             outputs.append(output)
             if file is not None:
                 file.add(dataclasses.asdict(output))

@@ -65,8 +65,8 @@ class Arguments:
     """The verifier and the drafter alone are always there."""
     alphas: tuple[float, ...] = tuple(n / 10 for n in range(11))
     """Leniences in [0, 1]; BiLD's thresholds are ten times as large."""
-    gammas: tuple[int, ...] = (5,)
-    """Block sizes, of methods that have one."""
+    gammas: tuple[int, ...] | None = None
+    """Block sizes, of methods that have one: 5, or of a hierarchy what its config says."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
     top_ps: tuple[float, ...] = (1.0,)
@@ -256,7 +256,7 @@ def check(arguments: Arguments) -> None:
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
     at_most(1000, trials=a.trials)
-    at_most(a.run.max_new_tokens, gammas=max(a.gammas, default=1))  # no draft is longer than a text
+    at_most(a.run.max_new_tokens, gammas=max(a.gammas or (), default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
         raise ValueError("--at-quality and --at-latency exclude each other: give one.")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
@@ -297,7 +297,10 @@ def make_folder(folder: Path) -> None:
 
 def sweep(arguments: Arguments) -> None:
     check(arguments)
-    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, arguments.gammas,
+    gammas: Any = arguments.gammas
+    if gammas is None:
+        gammas = (arguments.run.block_size if isinstance(arguments.run.block_size, tuple) else 5,)
+    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps])
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)

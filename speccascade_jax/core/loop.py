@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Key
 
-from speccascade_jax.core.samplers import (
-    NO_TOKEN,
-    Counts,
-    Rows,
-    Sampler,
-    add,
-    last_two,
-    placed_at,
-)
+from speccascade_jax.core.samplers import NO_TOKEN, Counts, Origin, Rows, Sampler, add, after, placed_at
 from speccascade_jax.core.sampling import noise
 from speccascade_jax.core.typing import (
     AnyArray,
@@ -70,10 +62,11 @@ class State(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """tokens and origin are -1 from `length` on; the end-of-sequence token is counted in."""
+    """tokens, origin and level are -1 from `length` on; the end-of-sequence token is counted in."""
 
     tokens: Int[Array, "B N"]
     origin: Int[Array, "B N"]
+    level: Int[Array, "B N"]  # of the model that wrote it, 0 the smallest
     length: Int[Array, " B"]
     counts: Counts
 
@@ -110,7 +103,8 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
     room = jnp.where(input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
     blank = jnp.zeros((inputs.shape[0], max_new_tokens + sampler.width), jnp.int32)
     rows = Rows(noise(asked.keys, sampler.level + 1, length), asked.options, asked.alphas, asked.methods,
-                jnp.full_like(last, NO_TOKEN), last, prefix.length, room)
+                jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
+                prefix.length, room)
     shapes = jax.eval_shape(lambda: sampler.step(params, caches, rows, NO_TOKEN)[2])
     nothing = jnp.zeros_like(room)
 
@@ -134,9 +128,9 @@ def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) ->
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
     """One round: every unfinished row commits one block."""
     block, caches, counted = sampler.step(params, state.caches, state.rows, eos_id)
-    before, last = last_two(block, state.rows.before, state.rows.last)
-    finished = (block.size > 0) & (last == eos_id)
-    rows = state.rows._replace(before=before, last=last, start=state.rows.start + block.size,
+    recent = after(block, state.rows.recent)
+    finished = (block.size > 0) & (recent[:, -1] == eos_id)
+    rows = state.rows._replace(recent=recent, start=state.rows.start + block.size,
                                room=jnp.where(finished, 0, state.rows.room - block.size))
     emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
     if history is not None:
@@ -186,7 +180,9 @@ def stop_rows(state: State, stopped: Array) -> State:
 def finish(state: State, max_new_tokens: int) -> Generation:
     past = jnp.arange(max_new_tokens) >= state.emitted[:, None]
     tokens, origin = (fitted(x, (max_new_tokens,)) for x in (state.tokens, state.origin))
-    return Generation(jnp.where(past, -1, tokens), jnp.where(past, -1, origin), state.emitted, state.counts)
+    tokens, origin, level = (jnp.where(past, -1, x) for x in
+                             (tokens, origin % len(Origin), origin // len(Origin)))
+    return Generation(tokens, origin, level, state.emitted, state.counts)
 
 
 @partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))

@@ -9,25 +9,8 @@ from collections.abc import Callable
 
 import jax
 
-from speccascade_jax.core.rules import (
-    Alpha,
-    Scores,
-    bild_star,
-    chow,
-    chow_log,
-    diff,
-    diff_log,
-    lossy,
-    lossy_greedy,
-    lossy_tuned,
-    opt,
-    opt_log,
-    speculative,
-    target_probs,
-    token_v1,
-    token_v2,
-    token_v3,
-)
+from speccascade_jax.core import rules
+from speccascade_jax.core.rules import Alpha, Scores, target_probs
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
@@ -58,20 +41,19 @@ def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
 
 
 METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless; alpha unused",
+    "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless; alpha unused",
                           lossless=True),
-    "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(chow_log), 0, math.inf, "defer when H(q) > alpha"),
-    "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(diff_log), 0, math.inf, "defer when H(q) > H(p) + alpha"),
-    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(opt_log), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
-    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
-    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
-    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
-    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
-    "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned beta",
-                          defers=False),
-    "lossy_greedy": Method(lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
+    "chow": Method(_cascade(rules.chow), 0, 1, "defer when max q < 1 - alpha"),
+    "chow_log": Method(_cascade(rules.chow_log), 0, math.inf, "defer when H(q) > alpha"),
+    "diff": Method(_cascade(rules.diff), 0, 1, "defer when max q < max p - alpha"),
+    "diff_log": Method(_cascade(rules.diff_log), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "opt": Method(_cascade(rules.opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
+    "opt_log": Method(_cascade(rules.opt_log), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "token_v1": Method(_cascade(rules.token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
+    "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
+    "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
+    "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
+    "lossy_tuned": Method(rules.lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned", defers=False),
+    "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
 }

@@ -20,12 +20,12 @@ class Counters(NamedTuple):
     histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
 
     @classmethod
-    def of_round(cls, active: Bool[Array, " B"], block_size: int, accepted: Int[Array, " B"],
-                 emitted: Int[Array, " B"], deferred: Int[Array, " B"]) -> "Counters":
-        """One round's counts; finished rows count nothing."""
+    def of_round(cls, active: Bool[Array, " B"], drafted: Int[Array, " B"], accepted: Int[Array, " B"],
+                 emitted: Int[Array, " B"], deferred: Int[Array, " B"], most: int) -> "Counters":
+        """One round's counts; finished rows count nothing. No round drafts more than `most`."""
         one = active.astype(jnp.int32)
-        return cls(one, one * block_size, one * accepted, one * deferred, one * emitted,
-                   one[:, None] * jax.nn.one_hot(accepted, block_size + 1, dtype=jnp.int32))
+        return cls(one, one * drafted, one * accepted, one * deferred, one * emitted,
+                   one[:, None] * jax.nn.one_hot(accepted, most + 1, dtype=jnp.int32))
 
 
 class Tally(NamedTuple):

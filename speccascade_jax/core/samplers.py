@@ -2,13 +2,14 @@
 
 So any sampler can draft for a larger model, and a hierarchy is a fold. Between steps every cache, at every
 level, covers all committed tokens but the last; what lies at or past a cache's `length` is scratch. One
-exception is named: the spared bonus pass (`Speculative.spares`).
+exception is named: the spared bonus pass (`Speculative.spares`), which leaves the caches below `behind`.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,23 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.metrics import Counters
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.sampling import Role, draw, token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions, roll_back
+from speccascade_jax.core.typing import (
+    Cache,
+    LanguageModel,
+    Params,
+    SamplingOptions,
+    covered,
+    network_of,
+    roll_back,
+    top,
+)
 from speccascade_jax.core.verification import Draft, Verdict, verify
 
 Array = jax.Array
 Counts = Any
+HandOver = Literal["need", "truncate", "keep"]
 NO_TOKEN = -1  # an end-of-sequence id that no token has
+NO_LIMIT = 2**30
 
 
 class Origin(IntEnum):
@@ -35,6 +47,10 @@ class Origin(IntEnum):
     BONUS = 2       # drawn from the target after a wholly accepted draft
     MODEL = 3       # a single model, decoding autoregressively
 
+    def at(self, level: int) -> int:
+        """The number that stands for it in a Block: what `level` of a hierarchy wrote."""
+        return self + len(Origin) * level
+
 
 class Rows(NamedTuple):
     """What each row asked for, and where it stands when a sampler is asked for its next block."""
@@ -43,10 +59,14 @@ class Rows(NamedTuple):
     options: SamplingOptions  # a value for each row
     alphas: Float[Array, "B K"]  # lenience of each verifier, from the smallest up
     methods: Int[Array, "B K"]   # which of each verifier's methods
-    before: Int[Array, " B"]  # the last committed token but one; NO_TOKEN: nothing is written yet
-    last: Int[Array, " B"]    # the last committed token
-    start: Int[Array, " B"]   # the position of the next one
-    room: Int[Array, " B"]    # how many tokens it may take; 0: the row is finished
+    recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
+    start: Int[Array, " B"]    # the position of the next one
+    room: Int[Array, " B"]     # how many tokens it may take; 0: the row is finished
+    want: Int[Array, " B"] | None = None  # how many are of use; None: as many as it may take
+
+    @property
+    def last(self) -> Int[Array, " B"]:
+        return self.recent[:, -1]
 
 
 class Block(NamedTuple):
@@ -55,7 +75,7 @@ class Block(NamedTuple):
     tokens: Int[Array, "B N"]
     probs: Float[Array, "B N V"]  # the law each token was drawn from
     own: Float[Array, "B N V"]    # the same law built from untransformed distributions
-    origin: Int[Array, "B N"]
+    origin: Int[Array, "B N"]     # Origin.at(level)
     size: Int[Array, " B"]        # 0 .. min(N, room)
 
 
@@ -96,33 +116,23 @@ class Autoregressive:
     """One model, one token a step. Counts its passes, [B]."""
 
     model: LanguageModel
+    behind: int = 0  # how many committed tokens besides the last its cache may lack: they are read first
     width: int = dataclasses.field(default=1, init=False)
     level: int = dataclasses.field(default=0, init=False)
     overhang: int = dataclasses.field(default=0, init=False)
 
     @property
-    def models(self) -> LanguageModel:
-        return self.model
+    def models(self) -> Any:
+        return network_of(self.model)
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        return self._drawn(*self.model.extend(params, rows.last[:, None], caches), rows)
-
-    def step_behind(self, params: Params, caches: Cache, rows: Rows) -> tuple[Block, Cache, Counts]:
-        """step() for caches that may also lack the last token but one, which is then read first: what
-        a spared bonus pass has left."""
-        lacks = jnp.clip(rows.start - 1 - caches.length, 0, 1)  # a finished row may lack more
-        tokens = jnp.stack([jnp.where(lacks > 0, rows.before, rows.last), rows.last], axis=1)
-        logits, caches = self.model.extend(params, tokens, caches)
-        logits = jnp.take_along_axis(logits, lacks[:, None, None], axis=1)
-        return self._drawn(logits, caches, rows)
-
-    def _drawn(self, logits: Float[Array, "B 1 V"], caches: Cache, rows: Rows) -> tuple[Block, Cache, Counts]:
+        logits, caches = read(self.model, params, caches, rows, self.behind, rows.recent[:, :0])
         probs = token_probs(logits, rows.options)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])
         size = jnp.minimum(rows.room, 1)
         block = Block(token[:, None], probs, jax.nn.softmax(logits, axis=-1),
                       jnp.full_like(token, Origin.MODEL)[:, None], size)
-        return block, roll_back(self.model, caches, rows.start - 1 + size), size
+        return block, roll_back(self.models, caches, rows.start - 1 + size), size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,24 +141,41 @@ class Speculative:
 
     The output follows method.target of the drafter's and the verifier's distributions; of several methods,
     rows.methods says which. Counts (the drafter's counts, its own Counters).
+
+    A drafter that verifies itself writes blocks of unknown length until `block_size` tokens stand (Mohri et
+    al., arXiv 2510.19705). `hand_over` is what becomes of a surplus: "need" drafts no more than is needed,
+    "truncate" cuts it, "keep" hands it over (not to a rule, whose draft must end regardless of its tokens).
     """
 
     drafter: Sampler
     verifier: LanguageModel
     method: Method | tuple[Method, ...]
     block_size: int
+    hand_over: HandOver = "need"
+    behind: int = 0  # as Autoregressive's
 
     @property
-    def models(self) -> tuple[Any, LanguageModel]:
-        return self.drafter.models, self.verifier
+    def shares(self) -> bool:
+        """Whether the verifier is part of the network that the drafter's largest model is part of."""
+        own = network_of(self.verifier)
+        return own is not self.verifier and own == top(self.drafter.models, self.drafter.models)
+
+    @property
+    def models(self) -> Any:
+        return self.drafter.models if self.shares else (self.drafter.models, network_of(self.verifier))
 
     @property
     def methods(self) -> tuple[Method, ...]:
         return self.method if isinstance(self.method, tuple) else (self.method,)
 
     @property
+    def capacity(self) -> int:
+        """The most tokens it drafts."""
+        return self.block_size + (self.drafter.width - 1 if self.hand_over == "keep" else 0)
+
+    @property
     def width(self) -> int:
-        return self.block_size + 1
+        return self.capacity + 1
 
     @property
     def level(self) -> int:
@@ -156,113 +183,130 @@ class Speculative:
 
     @property
     def overhang(self) -> int:
-        return self.block_size + 1 + self.drafter.overhang
+        return self.capacity + 1 + self.behind + self.reader.overhang
 
     @property
     def spares(self) -> bool:
-        """The spared bonus pass: a lossless pi needs no q at the bonus position, so the drafter does not
-        read its last token, and where that token is kept, the next draft begins with reading it."""
-        return all(method.lossless for method in self.methods) and isinstance(self.drafter, Autoregressive)
+        """The spared bonus pass: a lossless pi needs no q at the bonus position, so in rows of such methods
+        the drafter does not read its last token, and where that is kept, the next draft begins with it."""
+        return (any(method.lossless for method in self.methods)
+                and isinstance(self.drafter, Autoregressive | Speculative))
+
+    @property
+    def reader(self) -> Sampler:
+        """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
+        and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
+        needs, deep = self.hand_over == "need", isinstance(self.drafter, Speculative)
+        lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
+        return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        size = self.block_size
-        drafted, drafter_caches, drafter_counts = self._draft(params[0], caches[0], rows)
-        draft = Draft(drafted.tokens[:, :size], drafted.probs)
+        drafted, below, drafter_counts = self._draft(
+            params if self.shares else params[0], caches if self.shares else caches[0], rows, eos_id)
+        size, count = self.capacity, drafted.size
+        draft = Draft(drafted.tokens[:, :size], drafted.probs, count)
 
-        logits, verifier_cache = self.verifier.extend(
-            params[1], jnp.concatenate([rows.last[:, None], draft.tokens], axis=1), caches[1])
+        cache = top(self.drafter.models, below) if self.shares else caches[1]
+        logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
         scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
                         token_probs(logits, rows.options), is_greedy(rows))
 
-        pi, deferred = self._target(scores, rows, draft.tokens)
-        own_pi, _ = self._target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft.tokens)
+        pi, deferred = self._target(scores, rows, draft)
+        own_pi, _ = self._target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
 
         verdict = verify(uniforms(rows, self.level, Role.ACCEPT, size),
                          uniforms(rows, self.level, Role.DRAW, size + 1), draft, pi)
-        tokens, origin = written(draft, verdict)
+        tokens, origin = written(draft, drafted.origin, verdict, self.level)
         emitted = jnp.minimum(cut_after(tokens, verdict.num_accepted + 1, eos_id), rows.room)
 
-        caches = roll_back(self.models, (drafter_caches, verifier_cache), rows.start - 1 + emitted)
+        below = below if not self.shares else below[0] if type(self.models) is tuple else None
+        caches = cache if below is None else (below, cache)
+        caches = roll_back(self.models, caches, rows.start - 1 + emitted)
         accepted = jnp.minimum(verdict.num_accepted, emitted)
-        counts = Counters.of_round(rows.room > 0, size, accepted, emitted, deferred)
+        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, size)
         return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
 
-    def _target(self, scores: Scores, rows: Rows, tokens: Int[Array, "B G"]
+    def _target(self, scores: Scores, rows: Rows, draft: Draft
                 ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         """pi of each row's method, and at how many drafted positions it defers."""
         alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]
         found: list[Array] = []
         for number, method in enumerate(self.methods):
             pi, delta = method.target(scores, alpha)
-            deferred, mine = deferred_drafts(delta, tokens), chosen == number
+            deferred, mine = deferred_drafts(delta, draft), chosen == number
             if found:
                 pi = jnp.where(mine[:, None, None], pi, found[0])
                 deferred = jnp.where(mine, deferred, found[1])
             found = [pi, deferred]
         return found[0], found[1]
 
-    def _draft(self, params: Params, caches: Cache, rows: Rows) -> tuple[Block, Cache, Counts]:
-        """block_size + 1 tokens with their laws: the last token is never submitted, its law serves
-        the bonus position and its pass leaves the drafter's cache complete. A drafter that `spares`
-        that pass leaves scratch there."""
-        drafter, need = self.drafter, self.block_size + 1
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        """The draft with its laws, its size in each row, and one more token that is never submitted: its law
+        serves the bonus position, and reading its place leaves the drafter's cache complete. Where that
+        pass is spared, the last place is scratch."""
+        drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
+        extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
+        most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        need = jnp.where(rows.room > 0, most + extra, 0)
 
-        def one_block(caches: Cache, ends: Any, done: Int[Array, " B"]) -> Any:
-            """The drafter's next block, `done` tokens into the draft, after the two tokens `ends`."""
-            at = rows._replace(before=ends[0], last=ends[1], start=rows.start + done,
-                               room=jnp.where(rows.room > 0, need - done, 0))
-            block, caches, counts = drafter.step(params, caches, at, NO_TOKEN)
-            return block, caches, last_two(block, *ends), counts
+        def one_block(drafter: Sampler, done: Any, caches: Any, recent: Any, ended: Any = False) -> Any:
+            """The drafter's next block, `done` tokens into the draft, which ends with `recent`."""
+            left = jnp.where(ended, 0, jnp.maximum(need - done, 0))
+            at = rows._replace(recent=recent, start=rows.start + done, want=None, room=left)
+            if self.hand_over == "keep":
+                at = at._replace(room=jnp.where((left > 0) & (extra == 0), NO_LIMIT, left))
+            elif self.hand_over == "need" and drafter.width > 1:
+                at = at._replace(want=left)
+            block, caches, counts = drafter.step(params, caches, at, eos_id)
+            return block, caches, after(block, recent), counts
 
-        nothing, ends = jnp.zeros_like(rows.room), (rows.before, rows.last)
-        if drafter.width == 1:  # a known number of steps
+        if drafter.width == 1 and rows.want is None:  # a known number of steps
             def step(carry: Any, n: Int[Array, ""]) -> Any:
-                caches, ends = carry
-                block, caches, ends, counts = one_block(caches, ends, jnp.where(rows.room > 0, n, 0))
-                return (caches, ends), (block, counts)
+                block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)
+                return carry, (block, counts)
 
-            if isinstance(drafter, Autoregressive) and self.spares:
-                block, caches, counts = drafter.step_behind(params, caches, rows._replace(
-                    room=jnp.where(rows.room > 0, need, 0)))
-                (caches, _), (blocks, more) = lax.scan(step, (caches, last_two(block, *ends)),
-                                                       jnp.arange(1, self.block_size))
-                blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]),
-                                      block, blocks)
-                counts = jnp.concatenate([counts[None], more])
-            else:
-                (caches, _), (blocks, counts) = lax.scan(step, (caches, ends), jnp.arange(need))
-            tokens, probs, own, origin, size = blocks
-            columns = (jnp.moveaxis(x[:, :, 0], 0, 1) for x in (tokens, probs, own, origin))
-            return Block._make((*columns, jnp.sum(size, axis=0))), caches, add_up(counts)
+            first, *begun, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
+            steps = jnp.arange(1, self.block_size + (not all(lossless)))
+            (caches, _), (blocks, counts) = lax.scan(step, begun, steps)
+            blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
+            found = (jnp.moveaxis(x[:self.width, :, 0], 0, 1) for x in blocks[:-1])
+            size = jnp.where(rows.room > 0, self.block_size, 0)
+            return Block._make((*found, size)), caches, add(passes, add_up(counts))
 
-        def advance(carry: Any) -> Any:
-            drafted, caches, ends, counts = carry
-            block, caches, ends, counted = one_block(caches, ends, drafted.size)
-            return append(drafted, block), caches, ends, add(counts, counted)
+        def busy(carry: Any) -> Array:
+            return (carry[0].size < need) & ~carry[3]
 
-        (*shapes, _), _, _, counts = jax.eval_shape(one_block, caches, ends, nothing)
-        width = need + drafter.width  # a block written at the last offset still fits
-        buffers = [jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for x in shapes]
-        counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
-        drafted, caches, _, counts = lax.while_loop(
-            lambda carry: jnp.any((carry[0].size < need) & (rows.room > 0)), advance,
-            (Block._make((*buffers, nothing)), caches, ends, counts))
-        return Block._make((*(x[:, :need] for x in drafted[:-1]), drafted.size)), caches, counts
+        def advance(carry: Any, drafter: Sampler = self.drafter) -> Any:
+            drafted, caches, recent, ended, counts = carry
+            block, caches, recent, counted = one_block(drafter, drafted.size, caches, recent, ended)
+            ended |= (block.size > 0) & (recent[:, -1] == eos_id)
+            return append(drafted, block), caches, recent, ended, add(counts, counted)
+
+        columns = jnp.zeros((len(need), self.width), jnp.int32)
+        laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
+        counts = jax.eval_shape(partial(one_block, drafter), need, caches, rows.recent)[-1]
+        carry = (Block(columns, laws, laws, columns, jnp.zeros_like(need)), caches, rows.recent,
+                 jnp.zeros_like(need, bool), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts))
+        if drafter != self.drafter:  # only the first block has to read what the caches lack
+            carry = lax.cond(jnp.any(busy(carry)), partial(advance, drafter=drafter), lambda x: x, carry)
+        drafted, caches, *_, counts = lax.while_loop(lambda x: jnp.any(busy(x)), advance, carry)
+        size = jnp.where(extra > 0, jnp.minimum(drafted.size, most), drafted.size)
+        return drafted._replace(size=size), caches, counts
 
 
 def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method | tuple[Method, ...]],
-              block_sizes: Sequence[int]) -> Sampler:
+              block_sizes: Sequence[int], hand_over: HandOver = "need") -> Sampler:
     """Models from smallest to largest; each but the first verifies what those before it draft.
 
-    methods and block_sizes have one entry for each verifier, from the smallest up. Raises ValueError for
-    other numbers of them.
+    methods and block_sizes have one entry for each verifier, from the smallest up; hand_over: see
+    Speculative. Raises ValueError for other numbers of them.
     """
     if not len(models) - 1 == len(methods) == len(block_sizes):
         raise ValueError(f"{len(models)} models need {len(models) - 1} methods and block sizes, "
                          f"got {len(methods)} and {len(block_sizes)}.")
     sampler: Sampler = Autoregressive(models[0])
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
-        sampler = Speculative(sampler, verifier, method, block_size)
+        sampler = Speculative(sampler, verifier, method, block_size, hand_over)
     return sampler
 
 
@@ -278,14 +322,29 @@ def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B 
     return jnp.take_along_axis(rows.noise[:, level, role], positions, axis=1, mode="clip")
 
 
-def written(draft: Draft, verdict: Verdict) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+def read(model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind: int,
+         draft: Int[Array, "B G"]) -> tuple[Float[Array, "B G+1 V"], Cache]:
+    """The logits after the last committed token and after each of `draft`, and the longer cache, which may
+    lack up to `behind` committed tokens besides the last."""
+    tokens = jnp.concatenate([rows.recent[:, -1 - behind:], draft], axis=1)
+    if not behind:
+        return model.extend(params, tokens, cache)
+    lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in a finished row
+    column = jnp.arange(tokens.shape[1])
+    tokens = jnp.take_along_axis(tokens, behind - lacks + column, axis=1, mode="clip")
+    logits, cache = model.extend(params, tokens, cache)
+    return jnp.take_along_axis(logits, (lacks + column[:-behind])[..., None], axis=1), cache
+
+
+def written(draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: int
+            ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
     """The round's tokens, the accepted draft and then the next token, and their origins."""
-    size = draft.tokens.shape[1]
-    column, stop = jnp.arange(size + 1), verdict.num_accepted[:, None]
+    column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(column == stop, verdict.next_token[:, None], tokens)
-    own = jnp.where(stop == size, Origin.BONUS, Origin.CORRECTION)
-    return tokens, jnp.where(column < stop, Origin.DRAFT, own).astype(jnp.int32)
+    own = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
+    kept = origin - origin % len(Origin) + Origin.DRAFT  # its writer's level stays
+    return tokens, jnp.where(column < stop, kept, own).astype(jnp.int32)
 
 
 def append(drafted: Block, block: Block) -> Block:
@@ -303,17 +362,10 @@ def placed_at(old: Array, new: Array, start: Int[Array, " B"]) -> Array:
     return old
 
 
-def last_two(block: Block, before: Int[Array, " B"], last: Int[Array, " B"]) -> tuple[Array, Array]:
-    """The two tokens each row ends with after `block`, where it ended with `before` and `last`."""
-    tokens = jnp.concatenate([jnp.stack([before, last], axis=1), block.tokens], axis=1)
-    index = block.size[:, None] + jnp.arange(2)
-    before, last = jnp.moveaxis(jnp.take_along_axis(tokens, index, axis=1), 1, 0)
-    return before, last
-
-
-def last_token(block: Block, last: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The token each row ends with after `block`: its own last one, `last` for an empty block."""
-    return last_two(block, last, last)[1]
+def after(block: Block, recent: Int[Array, "B R"]) -> Int[Array, "B R"]:
+    """The R tokens each row ends with after `block`, where it ended with `recent`."""
+    tokens = jnp.concatenate([recent, block.tokens], axis=1)
+    return jnp.take_along_axis(tokens, block.size[:, None] + jnp.arange(recent.shape[1]), axis=1)
 
 
 def add(a: Counts, b: Counts) -> Counts:
@@ -331,11 +383,12 @@ def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) ->
     return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)
 
 
-def deferred_drafts(delta: Array | None, tokens: Int[Array, "B G"]) -> Int[Array, " B"]:
+def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:
     """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
+    tokens = draft.tokens
     if delta is None:
         return jnp.zeros(tokens.shape[0], jnp.int32)
     delta = jnp.broadcast_to(delta, (*tokens.shape[:1], tokens.shape[1] + 1, delta.shape[-1]))[:, :-1]
     if delta.shape[-1] > 1:
         delta = jnp.take_along_axis(delta, tokens[..., None], axis=-1)
-    return jnp.sum(delta[..., 0], axis=1, dtype=jnp.int32)
+    return jnp.sum(delta[..., 0] & draft.inside, axis=1, dtype=jnp.int32)

@@ -109,6 +109,23 @@ def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
     return function(models, *trees)
 
 
+def top(models: Any, tree: Any) -> Any:
+    """The largest model's part of a nest."""
+    return tree[-1] if type(models) is tuple else tree
+
+
+# A model may be a member of a network: other members share its parameters and its cache, which are the
+# network's, and `model.length(cache)` is what its own part of that covers. A nest holds the network.
+
+def network_of(model: Any) -> Any:
+    return getattr(model, "member_of", model)
+
+
+def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
+    """How many positions the model's part of a cache covers."""
+    return cache.length if network_of(model) is model else model.length(cache)
+
+
 def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
     """Caches that cover `length` positions, or what they cover now if that is less."""
     def one(model: LanguageModel, cache: Cache) -> Cache:

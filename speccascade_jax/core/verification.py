@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.sampling import draw
 
@@ -13,12 +13,17 @@ Array = jax.Array
 
 class Draft(NamedTuple):
     tokens: Int[Array, "B G"]
-    probs: Float[Array, "B G+1 V"]  # q~: what each token was drawn from; the last at the bonus position
+    probs: Float[Array, "B G+1 V"]  # q~: what each token was drawn from; after the last, the bonus position's
+    size: Int[Array, " B"]          # 0 .. G: how many there are
+
+    @property
+    def inside(self) -> Bool[Array, "B G"]:
+        return jnp.arange(self.tokens.shape[1]) < self.size[:, None]
 
 
 class Verdict(NamedTuple):
-    num_accepted: Int[Array, " B"]  # 0 .. G
-    next_token: Int[Array, " B"]    # a correction if num_accepted < G, else the bonus
+    num_accepted: Int[Array, " B"]  # 0 .. size
+    next_token: Int[Array, " B"]    # a correction if num_accepted < size, else the bonus
 
 
 def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]) -> Int[Array, " B"]:
@@ -29,7 +34,7 @@ def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+
     def drafted(probs):
         return jnp.take_along_axis(probs[:, :-1], draft.tokens[..., None], axis=-1)[..., 0]
 
-    accepted = u * drafted(draft.probs) < drafted(pi)
+    accepted = (u * drafted(draft.probs) < drafted(pi)) & draft.inside
     return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1)
 
 
@@ -53,6 +58,6 @@ def verify(accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: 
         index = num_accepted.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
-    bonus = (num_accepted == draft.tokens.shape[1])[:, None]
+    bonus = (num_accepted == draft.size)[:, None]
     weights = residual(stopped(pi), jnp.where(bonus, 0.0, stopped(draft.probs)))
     return Verdict(num_accepted, draw(stopped(draw_u), weights))

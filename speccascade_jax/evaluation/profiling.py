@@ -1,102 +1,31 @@
-"""What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth.
-
-Parts are timed in turn, in one process, so that a busy machine slows all of them. Each is repeated inside a
-compiled loop, once and many times, and the difference counts: what a call costs besides its rounds (entering
-from Python, copying caches in, converting weights) is no part of one.
-"""
+"""What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth."""
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import Float, Int
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.core.typing import LanguageModel, Params, Prefix, SamplingOptions, roll_back
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.inference.text import Output
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
+from speccascade_jax.planning.timing import Given, Part, Timing, round_part, step_part, time_parts, timed
 
-Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 OVERHEAD = "rules, verification, sampling"
-LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more
-
-
-class Timing(NamedTuple):
-    """Seconds of one execution: median and quartiles over the repetitions."""
-
-    median: float
-    low: float
-    high: float
-
-
-class GivenCache(NamedTuple):
-    length: Int[Array, " B"]
-
-
-class Given(NamedTuple):
-    """A LanguageModel that computes nothing: its parameters are logits [N, V], read from the row of
-    each position on. A round of such models is what a round costs besides its models."""
-
-    vocab_size: int
-
-    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
-                max_length: int) -> tuple[Prefix, GivenCache]:
-        start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
-        return Prefix(start, jnp.ones_like(input_length)), GivenCache(jnp.zeros_like(input_length))
-
-    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: GivenCache
-               ) -> tuple[Float[Array, "B T V"], GivenCache]:
-        rows = cache.length[:, None] + tokens[:, :1] % 2 + jnp.arange(tokens.shape[1])
-        return jnp.take(params, rows, axis=0, mode="clip"), GivenCache(cache.length + tokens.shape[1])
-
-    def roll_back(self, cache: GivenCache, length: Int[Array, " B"]) -> GivenCache:
-        return GivenCache(length)
-
-
-def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:
-    """`body` applied so many times, each to what the last one gave."""
-    return lambda carry: lax.fori_loop(0, times, lambda _, carry: body(carry), carry)
-
-
-def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
-    """extend() by `rows` tokens at the cache's length: each feeds what the last predicted."""
-    def part(times, params, tokens, cache):
-        def body(carry):
-            tokens, cache = carry
-            logits, longer = model.extend(params, tokens, cache)
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), model.roll_back(longer, cache.length)
-        return repeated(body, times)((tokens, cache))
-
-    return part, (params, jnp.ones((cache.length.shape[0], rows), jnp.int32), cache)
-
-
-def round_part(sampler: Speculative, params: Any, state: loop.State) -> Part:
-    """A whole round, again and again at one position."""
-    def part(times, params, state):
-        def body(now):
-            later = loop.advance(sampler, params, now, eos_id=NO_TOKEN)
-            rows = now.rows._replace(last=later.rows.last)
-            return later._replace(emitted=now.emitted, rows=rows,
-                                  caches=roll_back(sampler.models, later.caches, now.rows.start - 1))
-        return repeated(body, times)(state)
-
-    return part, (params, state)
 
 
 def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, Any], method: Method, *,
@@ -129,21 +58,7 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     programs[OVERHEAD] = round_part(idle, (logits, logits + 1e-3), nothing)
     programs["round"] = round_part(sampler, params, state)
 
-    compiled = {name: jax.jit(part).lower(np.int32(0), *arguments).compile()
-                for name, (part, arguments) in programs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repetition in range(repetitions + 1):
-        for name, (_, arguments) in programs.items():
-            def spent(often: int, call=compiled[name], arguments=arguments) -> float:
-                return timed(lambda: jax.block_until_ready(call(np.int32(often), *arguments)))
-
-            own = spent(1)
-            if not name.endswith("prefill"):  # the call above left the others' weights behind: all are warm
-                times = int(np.clip(LONG_ENOUGH / own, 4, 40))
-                own = (spent(1 + times) - spent(1)) / times
-            if repetition:  # the first warms up
-                seconds[name].append(own)
-    return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
+    return time_parts(programs, repetitions, once=("drafter prefill", "verifier prefill"))
 
 
 def scoring(block_size: int) -> str:
@@ -174,12 +89,6 @@ def read_bandwidth(megabytes: int = 512, repetitions: int = 9) -> float:
         total(array).block_until_ready()
         seconds = [timed(lambda: total(array).block_until_ready()) for _ in range(repetitions)]
     return 4 * size / float(np.median(seconds))
-
-
-def timed(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float, int]:

@@ -55,15 +55,23 @@ def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
     return [np.array([row[name] for row in rows]) for name in names]
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted."""
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted. Of a hierarchy,
+    also `levels`: the passes of each model, the smallest first, what it was given to verify and accepted."""
     def ratio(a: str, b: str) -> float | None:
         below = sum(row.get(b, 0) for row in rows)
         return sum(row.get(a, 0) for row in rows) / below if below else None
 
-    return {"acceptance_rate": ratio("accepted", "drafted"),
-            "tokens_per_verifier_call": ratio("emitted", "rounds"),
-            "deferral_rate": ratio("deferred", "drafted")}
+    found: dict[str, Any] = {"acceptance_rate": ratio("accepted", "drafted"),
+                             "tokens_per_verifier_call": ratio("emitted", "rounds"),
+                             "deferral_rate": ratio("deferred", "drafted")}
+    hierarchies = [[*row["below"], row] for row in rows if "below" in row]
+    if hierarchies:
+        found["levels"] = [
+            {"passes": sum(level.get("rounds", level.get("passes")) for level in same),
+             **{name: sum(level[name] for level in same) for name in ("drafted", "accepted") if n}}
+            for n, same in enumerate(zip(*hierarchies, strict=True))]
+    return found
 
 
 def position_acceptance(origins: list[list[str]]) -> float:

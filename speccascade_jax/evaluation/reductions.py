@@ -69,6 +69,8 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     With a block size: metrics.relative_cost. Otherwise what the counted passes cost; reading several tokens
     counts as one step.
     """
+    if "passes of model 1" in quality.counts:
+        return math.nan  # of a hierarchy: planning.planner predicts it from measured costs
     if gamma(point):
         return relative_cost(quality.acceptance, gamma(point), step_ratio)
     if point.name in SINGLE_MODEL:

@@ -30,9 +30,9 @@ References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
-def gamma(point: Settings) -> int:
+def gamma(point: Settings) -> Any:
     """The block size of a point; 0 where its method has none."""
-    return point.block_size if point.method in METHODS else 0
+    return 0 if point.name in BASELINES or point.name in SINGLE_MODEL else point.block_size
 
 
 def alone(point: Settings, model: str) -> Settings:
@@ -40,7 +40,7 @@ def alone(point: Settings, model: str) -> Settings:
     return dataclasses.replace(point, method=model, alpha=0.0, block_size=1)
 
 
-def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas: Sequence[int],
+def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas: Sequence[Any],
          temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,)) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are
     those of `base`.
@@ -50,7 +50,7 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas
 
     Raises ValueError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
-    if any(block_size < 1 for block_size in gammas):
+    if any(block_size < 1 for block_size in gammas if isinstance(block_size, int)):
         raise ValueError(f"--gammas holds {min(gammas)}; a block size is at least 1.")
     for name, values in (("methods", methods), ("alphas", alphas), ("gammas", gammas),
                          ("temperatures", temperatures), ("top-ps", top_ps)):
@@ -123,8 +123,10 @@ def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Seque
 
     def read(_: int, line: Any) -> None:
         try:
-            fields = line["point"]
-            point = Settings(**{**fields, "stop": tuple(fields["stop"])})
+            fields: dict[str, Any] = line["point"]
+            whole: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Settings)}
+            whole |= {name: tuple(value) for name, value in whole.items() if isinstance(value, list)}
+            point = Settings(**whole)
             known[point] = Quality(
                 _finite(line["statistics"], len(sources), sums(metric)),
                 {name: int(count) for name, count in line["counts"].items()},
@@ -152,7 +154,9 @@ def _finite(values: Any, *shape: int) -> np.ndarray:
 def _quality(point: Settings, outputs: Sequence[Output], references: References, metric: str) -> Quality:
     rows = [output.counts for output in outputs]
     check_counts(rows, [len(output.tokens) for output in outputs], stopped=bool(point.stop))
-    names = {name for row in rows for name in row if name != "histogram"}
+    rows = [row | {f"passes of model {n}": level.get("rounds", level.get("passes"))
+                   for n, level in enumerate(row.get("below", ()))} for row in rows]
+    names = {name for row in rows for name, value in row.items() if isinstance(value, int)}
     return Quality(np.round(statistics(metric, [o.text for o in outputs], references), 6),
                    {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},
                    position_acceptance([o.origin for o in outputs]), sum(len(o.tokens) for o in outputs))

@@ -191,15 +191,23 @@ def output_of(line: Any) -> Output:
         raise ValueError("tokens are no list of whole numbers")
     if not isinstance(origin, list) or len(origin) != len(tokens) or any(o not in ORIGINS for o in origin):
         raise ValueError(f"origin does not name who wrote each token ({', '.join(ORIGINS)})")
+    level = line["level"]
+    if not isinstance(level, list) or len(level) != len(tokens) or not all(map(_is_count, level)):
+        raise ValueError("level does not number the model that wrote each token")
     if not isinstance(line["truncated"], bool):
         raise ValueError(f"truncated is {reprlib.repr(line['truncated'])}")
-    if not isinstance(counts, dict) or not all(
-            all(map(_is_count, value)) if isinstance(value, list) else _is_count(value)
-            for value in counts.values()):
+    if not _are_counts(counts):
         raise ValueError("counts are no whole numbers")
     if bool(tokens) != bool(counts):
         raise ValueError(f"{len(tokens)} tokens, but {len(counts)} counts")
     return Output(**line)
+
+
+def _are_counts(counts: Any) -> bool:
+    """Numbers, lists of numbers, and under "below" the counts of each smaller model of a hierarchy."""
+    return isinstance(counts, dict) and all(
+        all(map(_are_counts if name == "below" else _is_count, value)) if isinstance(value, list)
+        else _is_count(value) for name, value in counts.items())
 
 
 def _is_count(value: Any) -> bool:

@@ -30,12 +30,12 @@ NO_LIMIT = np.int32(2**31 - 1)
 
 
 class Request(NamedTuple):
-    """A text to decode. `method` is the index of its method in the plan's sampler."""
+    """A text to decode. `methods` are the indices of its methods in those of the sampler's levels."""
 
     tokens: Sequence[int]
     settings: Settings
     number: int = 0   # with the seed it fixes the random draws
-    method: int = 0
+    methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
 
@@ -44,6 +44,7 @@ class Result(NamedTuple):
 
     tokens: list[int]
     origin: list[str]
+    level: list[int]
     counts: dict[str, Any]
 
 
@@ -140,8 +141,9 @@ class Scheduler:
         kept = written.tolist() if stopped is None else stopped[0]
         counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else
                   counts_at(history, row, len(kept)))
-        origins = [Origin(o).name.lower() for o in origin[row, :len(kept)]]
-        return Result(kept, origins, row_counts(counts)), stopped is not None
+        levels, origins = np.divmod(origin[row, :len(kept)], len(Origin))
+        names = [Origin(one).name.lower() for one in origins]
+        return Result(kept, names, levels.tolist(), row_counts(counts)), stopped is not None
 
     def _stop(self, rows: list[int]) -> None:
         """Frees these rows before their ends."""
@@ -209,12 +211,13 @@ class Scheduler:
             column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
             column("top_k", 0, np.int32) if plan.max_top_k else None,
             column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
-        levels = (rows, plan.sampler.level)
+        levels = plan.sampler.level
+        alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
+        methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
         return programs.place(Requests._make((
             row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
             column("max_new_tokens", plan.max_new_tokens, np.int32), options,
-            np.broadcast_to(column("alpha", 0, np.float32)[:, None], levels),
-            np.broadcast_to(np.array([request.method for request in asked], np.int32)[:, None], levels))))
+            alphas.reshape(rows, levels), methods.reshape(rows, levels))))
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:
@@ -232,7 +235,11 @@ def row_counts(counts: Any) -> dict[str, Any]:
     if isinstance(counts, Trace):
         return {"log_q": counts.log_q[counts.drawn > 0].tolist()}
     if isinstance(counts, tuple) and not isinstance(counts, Counters):
-        drafter, own = counts
-        values = {name: np.asarray(value).tolist() for name, value in own._asdict().items()}
-        return {"drafter_passes": int(jax.tree.leaves(drafter)[0]), **values}
+        levels = []
+        while isinstance(counts, tuple):
+            counts, own = counts
+            levels.append({name: np.asarray(value).tolist() for name, value in own._asdict().items()})
+        passes = int(jax.tree.leaves(counts)[0])
+        below = {"below": [{"passes": passes}, *reversed(levels[1:])]} if len(levels) > 1 else {}
+        return {"drafter_passes": passes, **levels[0], **below}
     return {"model_passes": int(counts)}

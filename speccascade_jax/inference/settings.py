@@ -2,18 +2,25 @@
 
 import dataclasses
 import math
+from typing import Any, get_args
 
 from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
+from speccascade_jax.core.samplers import HandOver
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How one text is decoded. Configs extend it, flags are its fields, `Cascade.generate` takes it."""
+    """How one text is decoded. Configs extend it, flags are its fields, `Cascade.generate` takes it.
 
-    method: str | Method = "speculative"  # a rule or baseline of --list, or verifier / drafter alone
-    alpha: float = 0.0             # lenience: larger defers less and is cheaper
-    block_size: int = 5            # gamma, the tokens drafted per verifier call
+    With more than two models, method, alpha and block_size are one value for all verifiers, or a tuple of
+    one for each, from the smallest up; "speculative+opt" is a tuple of methods, too.
+    """
+
+    method: str | Method | tuple[str | Method, ...] = "speculative"  # of --list, or verifier / drafter alone
+    alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
+    block_size: int | tuple[int, ...] = 5    # gamma, the tokens drafted per verifier call
+    hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
     temperature: float = 0.0       # 0 is greedy
     top_k: int | None = None       # sample among the k likeliest tokens
     top_p: float | None = None     # sample among the likeliest tokens that reach this mass
@@ -24,35 +31,43 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """The method's name; that of a Method object which METHODS does not hold is `custom`."""
-        if isinstance(self.method, str):
-            return self.method
-        return next((name for name, method in METHODS.items() if method is self.method), "custom")
+        """The method's name, or those of the levels with a + between them; that of a Method object which
+        METHODS does not hold is `custom`."""
+        return self.method if isinstance(self.method, str) else "+".join(map(_name, _each(self.method)))
 
-    def check(self, vocab_size: int) -> None:
-        """Raises ValueError for an unknown method or a value out of its range."""
-        known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
-        method = known.get(self.method) if isinstance(self.method, str) else self.method
-        if method is None and self.method not in SINGLE_MODEL:
-            raise ValueError(f"unknown method {self.method!r}; known: {', '.join([*known, *SINGLE_MODEL])}.")
-        if not isinstance(method, Method | Baseline | None):
-            raise ValueError(f"method is {self.method!r}; give a name or a speccascade_jax.Method.")
-        if method is not None and not method.low <= self.alpha <= method.high:
-            raise ValueError(f"alpha is {self.alpha}; for {self.name} it lies in "
-                             f"[{method.low}, {method.high}].")
+    def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
+        """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up.
+
+        Raises ValueError where there are values for another number of them.
+        """
+        values = _each(getattr(self, field))
+        if len(values) not in (1, levels):
+            raise ValueError(f"{field} has {len(values)} values; {levels + 1} models have {levels} "
+                             f"verifiers: give one value, or {levels}.")
+        return values * levels if len(values) == 1 else values
+
+    def rules(self, levels: int) -> tuple[Method, ...]:
+        """The Method of each of `levels` verifiers."""
+        methods = self.of_levels("method", levels)
+        return tuple(METHODS[one] if isinstance(one, str) else one for one in methods)
+
+    def check(self, vocab_size: int, levels: int | None = None) -> None:
+        """Raises ValueError for an unknown method or a value out of its range, or values for another number
+        of verifiers than `levels`; None: what can be told before models are loaded."""
+        fields = ("method", "alpha", "block_size")
+        most = levels or max(len(_each(getattr(self, field))) for field in fields)
+        for method, alpha, block_size in zip(*(self.of_levels(field, most) for field in fields), strict=True):
+            self._check_level(method, alpha, block_size, most if levels is None else levels)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy).")
-        if isinstance(method, Baseline) and method.greedy and self.temperature != 0:
-            raise ValueError(f"temperature is {self.temperature}; {self.name} decodes greedily: make it 0, "
-                             "or take bild_star.")
+        if self.hand_over not in get_args(HandOver):
+            raise ValueError(f"hand_over is {self.hand_over!r}; known: {', '.join(get_args(HandOver))}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it lies in (0, 1].")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it lies in [0, 1].")
         if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
             raise ValueError(f"top_k is {self.top_k}; it lies in [1, {vocab_size}].")
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1.")
         if not -2**63 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it lies in [-2**63, 2**63).")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -61,3 +76,36 @@ class Settings:
             raise ValueError(f"stop is {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which ends every output: leave it out.")
+
+    def _check_level(self, method: Any, alpha: float, block_size: int, levels: int) -> None:
+        known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
+        rule = known.get(method) if isinstance(method, str) else method
+        if rule is None and method not in SINGLE_MODEL:
+            raise ValueError(f"unknown method {method!r}; known: {', '.join([*known, *SINGLE_MODEL])}.")
+        if not isinstance(rule, Method | Baseline | None):
+            raise ValueError(f"method is {method!r}; give a name or a speccascade_jax.Method.")
+        if not isinstance(rule, Method) and len(_each(self.method)) > 1:
+            raise ValueError(f"{method} is no rule for one level of several: it stands alone.")
+        if isinstance(rule, Baseline) and levels != 1:
+            raise ValueError(f"{method} is made of two models, not of {levels + 1}: take a rule of --list.")
+        if isinstance(rule, Method) and levels == 0 and method != "speculative":
+            raise ValueError(f"{_name(method)} needs a drafter and a verifier: give two models or more.")
+        if rule is not None and not rule.low <= alpha <= rule.high:
+            raise ValueError(f"alpha is {alpha}; for {_name(method)} it lies in [{rule.low}, {rule.high}].")
+        if isinstance(rule, Baseline) and rule.greedy and self.temperature != 0:
+            raise ValueError(f"temperature is {self.temperature}; {method} decodes greedily: make it 0, "
+                             "or take bild_star.")
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1.")
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return tuple(value.split("+"))
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _name(method: str | Method) -> str:
+    if isinstance(method, str):
+        return method
+    return next((name for name, known in METHODS.items() if known is method), "custom")

@@ -1,6 +1,6 @@
 """Text in, text out: Cascade, the API over generate.
 
-    cascade = Cascade.load(drafter_folder, verifier_folder)  # or speccascade_jax.load("demo")
+    cascade = Cascade.load(drafter_folder, verifier_folder)  # or speccascade_jax.load("demo"), or more models
     for output in cascade.generate(["Where is the station?"], method="token_v3", alpha=0.3):
         print(output.text, output.counts)
 """
@@ -22,7 +22,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
+from speccascade_jax.core.methods import SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
 from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
@@ -47,16 +47,18 @@ class Output:
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
     counts: dict[str, Any]        # core.metrics.Counters and the drafter's passes; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
+    level: list[int] = dataclasses.field(default_factory=list)  # which model wrote each token, 0 the smallest
 
 
 @dataclasses.dataclass
 class Cascade:
-    """A drafter, a verifier and their common vocabulary."""
+    """Models of one vocabulary, the smallest first: a drafter and a verifier, or one alone, or a hierarchy.
 
-    drafter: LanguageModel
-    verifier: LanguageModel
-    drafter_params: Any
-    verifier_params: Any
+    Members of one network stand next to each other, and have the same parameters.
+    """
+
+    models: tuple[LanguageModel, ...]
+    params: tuple[Any, ...]       # of each model
     tokenizer: Tokenizer
     prefix: str = ""
     max_source_length: int = 80   # tokens, the one that begins or ends a source included
@@ -67,70 +69,118 @@ class Cascade:
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
+        self._check_networks()
         if self.mesh is not None:
-            self.drafter_params, self.verifier_params = jax.device_put(
-                (self.drafter_params, self.verifier_params), NamedSharding(self.mesh, P()))
+            placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
+            self.params = tuple(placed[id(own)] for own in self.params)
         self.clock, self.programs = Clock(), dict[Plan, Programs]()
 
-    @classmethod
-    def load(cls, drafter: str | Path, verifier: str | Path, *, dtype: Any = jnp.float32,
-             tokenizer: str | Path | None = None, tensor_parallel: int = 1, **fields: Any) -> "Cascade":
-        """From two checkpoints, and a `tokenizer` file that stands for theirs where given. Each model's
-        parameters are cut over `tensor_parallel` devices as they are read.
+    def _check_networks(self) -> None:
+        """Raises ValueError for members of a network that do not stand next to each other in their order."""
+        networks = [getattr(model, "member_of", None) for model in self.models]
+        for n, network in enumerate(networks):
+            if network is None or network not in networks[:n]:
+                continue
+            if network != networks[n - 1] or self.params[n] is not self.params[n - 1]:
+                raise ValueError("members of one network stand next to each other, and two networks of one "
+                                 f"shape do not go together: see models {networks.index(network)} and {n}.")
+            if self.models[n - 1].number >= self.models[n].number:  # type: ignore[attr-defined]
+                names = [network.names[self.models[k].number] for k in (n - 1, n)]  # type: ignore[attr-defined]
+                raise ValueError(f"member {names[0]} comes before member {names[1]}: name each once, the "
+                                 "smallest first.")
 
-        Raises ValueError where the two do not fit each other.
+    @classmethod
+    def load(cls, *paths: str | Path, dtype: Any = jnp.float32, tokenizer: str | Path | None = None,
+             tensor_parallel: int = 1, **fields: Any) -> "Cascade":
+        """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
+        given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
+        read once. Parameters are cut over `tensor_parallel` devices as they are read.
+
+        Raises ValueError where the models do not fit each other.
         """
-        cut = (lambda path: None) if tensor_parallel == 1 else (lambda path: partial(
-            tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(str(path))))
-        small, large = (checkpoints.load(path, dtype, cut(path), packed=wants_packing(dtype))
-                        for path in (drafter, verifier))
-        vocabulary, other = (Tokenizer(tokenizer or model.tokenizer_file()) for model in (large, small))
-        if vocabulary.pieces() != other.pieces():
-            raise ValueError(f"the tokenizers of {drafter} ({other.size} pieces) and {verifier} "
-                             f"({vocabulary.size} pieces) differ; a cascade needs one vocabulary.")
-        sizes = small.model.vocab_size, large.model.vocab_size
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"the drafter's vocabulary has {sizes[0]} entries, the verifier's {sizes[1]}; "
-                             "a cascade needs one vocabulary.")
-        if vocabulary.size > sizes[1]:
-            raise ValueError(f"the tokenizer {tokenizer or large.tokenizer} has {vocabulary.size} pieces, "
-                             f"the models only {sizes[1]}: it belongs to other models.")
-        return cls(small.model, large.model, small.params, large.params, vocabulary, **fields)
+        if not paths:
+            raise ValueError("no models: give a checkpoint, or several, the smallest model's first.")
+        for n, path in enumerate(paths):
+            if path in paths[:n]:
+                raise ValueError(f"{path} is named twice: each model stands once.")
+
+        def cut(path: str) -> Any:
+            return None if tensor_parallel == 1 else partial(
+                tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
+
+        *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, packed=wants_packing(dtype))
+        vocabulary = Tokenizer(tokenizer or largest.tokenizer_file())
+        size = largest.model.vocab_size
+        for one, path in zip(others, paths, strict=False):
+            own = vocabulary if tokenizer else Tokenizer(one.tokenizer_file())
+            if own.pieces() != vocabulary.pieces():
+                raise ValueError(f"the tokenizers of {path} ({own.size} pieces) and {paths[-1]} "
+                                 f"({vocabulary.size} pieces) differ; a cascade needs one vocabulary.")
+            if one.model.vocab_size != size:
+                raise ValueError(f"the vocabulary of {path} has {one.model.vocab_size} entries, that of "
+                                 f"{paths[-1]} {size}; a cascade needs one vocabulary.")
+        if vocabulary.size > size:
+            raise ValueError(f"the tokenizer {tokenizer or largest.tokenizer} has {vocabulary.size} pieces, "
+                             f"the models only {size}: it belongs to other models.")
+        return cls(tuple(one.model for one in loaded), tuple(one.params for one in loaded), vocabulary,
+                   **fields)
 
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
-        """The pair a DecodeConfig names. Raises ValueError with the remedy where it cannot be had."""
-        for role, path in (("drafter", config.drafter), ("verifier", config.verifier)):
-            if not (checkpoints.is_remote(path) or Path(path).is_dir()):
-                raise ValueError(f"the {role}'s checkpoint {path} is missing. "
-                                 f"{config.missing or f'Give its folder with --{role}.'}")
+        """The models a DecodeConfig names. Raises ValueError with the remedy where they cannot be had."""
+        for role, path in config.roles:
+            if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
+                flag = "models" if config.models else role.removeprefix("the ")
+                raise ValueError(f"{role}'s checkpoint {path} is missing. "
+                                 f"{config.missing or f'Give its folder with --{flag}.'}")
         dtype = dtype_of(config)
         for name in ("batch_size", "max_new_tokens", "max_source_length"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
-        return cls.load(config.drafter, config.verifier, dtype=jnp.dtype(dtype),
+        return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype),
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
                         tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
                         stop=config.stop)
 
     @property
+    def drafter(self) -> LanguageModel:
+        return self.models[0]
+
+    @property
+    def verifier(self) -> LanguageModel:
+        return self.models[-1]
+
+    @property
+    def levels(self) -> int:
+        """How many of the models verify."""
+        return len(self.models) - 1
+
+    @property
     def devices(self) -> int:
         """How many share a batch's rows."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def sampler(self, method: str | Method | tuple[Method, ...], block_size: int) -> tuple[Sampler, Any]:
-        """The sampler of a method, or of several that rows choose from, and its parameters."""
-        both = self.drafter_params, self.verifier_params
-        if method == "verifier":
-            return Autoregressive(self.verifier), self.verifier_params
-        if method == "drafter":
-            return Autoregressive(self.drafter), self.drafter_params
-        if isinstance(method, str) and method in BASELINES:
-            sampler = BASELINES[method].sampler(self.drafter, self.verifier)
-            return sampler, self.drafter_params if method in CONFIDENCES else both
-        rule = METHODS[method] if isinstance(method, str) else method
-        return Speculative(Autoregressive(self.drafter), self.verifier, rule, block_size), both
+    def sampler(self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None = None
+                ) -> tuple[Sampler, Any]:
+        """What decodes these settings, and its parameters; methods: those that rows choose from at each
+        level, where they are several."""
+        name = settings.method
+        if self.levels == 0 or name == "verifier":
+            return Autoregressive(self.verifier), self.params[-1]
+        if name == "drafter":
+            return Autoregressive(self.drafter), self.params[0]
+        if isinstance(name, str) and name in BASELINES:
+            sampler: Sampler = BASELINES[name].sampler(self.drafter, self.verifier)
+            return sampler, self.params[0] if name in CONFIDENCES else self.params
+        found = methods or tuple((rule,) for rule in settings.rules(self.levels))
+        sizes = settings.of_levels("block_size", self.levels)
+        sampler, params = Autoregressive(self.drafter), self.params[0]
+        for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
+            sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
+                                  settings.hand_over)
+            params = params if sampler.shares else (params, own)
+        return sampler, params
 
     def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
                ) -> tuple[list[list[int]], list[bool]]:
@@ -183,7 +233,7 @@ class Cascade:
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
         settings = dataclasses.replace(settings, **changes)
-        settings.check(self.verifier.vocab_size)
+        settings.check(self.verifier.vocab_size, self.levels)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
             raise ValueError(f"max_new_tokens is {settings.max_new_tokens}; this cascade was made for at "
                              f"most {self.max_new_tokens}: load it with more.")
@@ -212,18 +262,17 @@ class Cascade:
         by_lane: dict[Any, list[int]] = {}
         for n, (row, settings) in enumerate(zip(rows, each, strict=True)):
             if row:
-                by_lane.setdefault(lane_of(settings), []).append(n)
+                by_lane.setdefault(self.lane_of(settings), []).append(n)
         for key, chosen in by_lane.items():
             decode = partial(self._decode, batch_size=batch_size)
-            asked = [Request(rows[n], each[n], begun + n, lanes[key].number(each[n]), each[n].stop)
+            asked = [Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop)
                      for n in chosen]
-            found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].method in CONFIDENCES else
+            found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].name in CONFIDENCES else
                      decode(lanes[key], asked))
             for n, own in zip(chosen, found, strict=True):
                 stopped = up_to_stop(self.tokenizer, own.tokens, each[n].stop)
                 text = stopped[1] if stopped else self.tokenizer.decode(own.tokens)
-                outputs[n] = dataclasses.replace(outputs[n], text=text, tokens=own.tokens, origin=own.origin,
-                                                 counts=own.counts)
+                outputs[n] = dataclasses.replace(outputs[n], text=text, **own._asdict())
         return outputs
 
     def _decode(self, lane: "Lane", asked: list[Request], batch_size: int) -> list[Result]:
@@ -238,11 +287,11 @@ class Cascade:
     def _rewritten(self, lanes: dict[Any, "Lane"], asked: list[Request],
                    decode: Callable[["Lane", list[Request]], list[Result]]) -> list[Result]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
-        drafts = decode(lanes[lane_of(asked[0].settings)], asked)
+        drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
         deferred = []
         for n, (draft, request) in enumerate(zip(drafts, asked, strict=True)):
             log_q, settings = np.array(draft.counts["log_q"]), request.settings
-            if log_q.size and CONFIDENCES[settings.name](log_q) < 1 - settings.alpha:
+            if log_q.size and CONFIDENCES[settings.name](log_q) < 1 - settings.of_levels("alpha", 1)[0]:
                 deferred.append(n)
         again = [asked[n]._replace(number=asked[n].number + REWRITTEN) for n in deferred]
         rewritten = dict(zip(deferred, decode(lanes["verifier"], again), strict=True))
@@ -256,22 +305,23 @@ class Cascade:
                 counts |= {"rounds": own, "accepted": 0, "deferred": size, "emitted": own}
             kept = rewritten.get(n, draft)
             origin = ["correction" if n in rewritten else "draft"] * len(kept.tokens)
-            found.append(kept._replace(origin=origin, counts=counts))
+            level = [int(n in rewritten)] * len(kept.tokens)
+            found.append(kept._replace(origin=origin, level=level, counts=counts))
         return found
 
     def stream(self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
                ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
         settings = self._checked(settings or Settings(), changes)
-        if settings.method in CONFIDENCES:  # nothing of its text is certain before the end
+        if settings.name in CONFIDENCES:  # nothing of its text is certain before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
         [row], _ = self.encode([text])
         if not row:
             return
-        lane = self._lanes([settings])[lane_of(settings)]
+        lane = self._lanes([settings])[self.lane_of(settings)]
         scheduler = self.scheduler(lane.plan, lane.params, 1)
-        [number] = scheduler.admit([Request(row, settings, index, 0, settings.stop)])
+        [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop)])
         while scheduler.busy:
             scheduler.run(rounds=1)
             result = scheduler.partial(number) or dict(scheduler.finished())[number]
@@ -300,16 +350,17 @@ class Cascade:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
-            groups.setdefault(lane_of(settings), []).append(settings)
-            if settings.method in CONFIDENCES:
-                groups.setdefault("verifier", []).append(settings)
+            groups.setdefault(self.lane_of(settings), []).append(settings)
+            if settings.name in CONFIDENCES:
+                verifier = dataclasses.replace(settings, method="verifier")
+                groups.setdefault("verifier", []).append(verifier)
         lanes = {}
         for key, group in groups.items():
-            methods: tuple[Method, ...] = ()
-            if key not in BASELINES and key not in SINGLE_MODEL:
-                methods = tuple(dict.fromkeys(map(rule_of, group)))
-            sampler, params = self.sampler(methods[0] if len(methods) == 1 else methods or key,
-                                           group[0].block_size)
+            methods: tuple[tuple[Method, ...], ...] = ()
+            if type(key) is tuple:
+                rules = [settings.rules(self.levels) for settings in group]
+                methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
+            sampler, params = self.sampler(group[0], methods)
             most = max((s.top_k or 0 for s in group), default=0)
             plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
                         max_top_k=1 << (most - 1).bit_length() if most else None,
@@ -319,6 +370,12 @@ class Cascade:
             lanes[key] = Lane(plan, params, methods)
         return lanes
 
+    def lane_of(self, settings: Settings) -> Any:
+        """Equal for settings whose requests can share a program."""
+        if self.levels == 0 or settings.name in BASELINES or settings.name in SINGLE_MODEL:
+            return settings.name
+        return settings.of_levels("block_size", self.levels), settings.hand_over
+
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
@@ -326,22 +383,13 @@ class Cascade:
 
 
 class Lane(NamedTuple):
-    """Requests that share a program: its plan, its parameters, and the methods that rows choose from."""
+    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
 
     plan: Plan
     params: Any
-    methods: tuple[Method, ...]
+    methods: tuple[tuple[Method, ...], ...]
 
-    def number(self, settings: Settings) -> int:
-        """Which of them these settings name."""
-        return self.methods.index(rule_of(settings)) if self.methods else 0
-
-
-def rule_of(settings: Settings) -> Method:
-    return METHODS[settings.method] if isinstance(settings.method, str) else settings.method
-
-
-def lane_of(settings: Settings) -> Any:
-    """Equal for settings whose requests can share a program."""
-    name = settings.method
-    return name if name in BASELINES or name in SINGLE_MODEL else ("speculative", settings.block_size)
+    def numbers(self, settings: Settings) -> tuple[int, ...]:
+        """Which of its methods these settings name at each level."""
+        rules = settings.rules(len(self.methods)) if self.methods else ()
+        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))

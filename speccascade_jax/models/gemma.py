@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,15 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
 from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, write
-from speccascade_jax.models.layers import Linear, project, shift_right, skeleton, with_kept
+from speccascade_jax.models.layers import (
+    AfterLayer,
+    Linear,
+    last_written,
+    project,
+    shift_right,
+    skeleton,
+    with_kept,
+)
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 
 Array = jax.Array
@@ -154,8 +163,21 @@ class Gemma(nnx.Module):
         self.layers = nnx.List([Layer(c, dtype=dtype, rngs=rngs) for _ in range(c.num_layers)])
         self.norm = Norm(c)
 
-    def advance(self, tokens: AnyArray, cache: GemmaCache) -> tuple[Array, GemmaCache]:
-        """The last layer's output [B, T, D] for each of `tokens` [B, T], fed at cache.length."""
+    def new_norm(self) -> Norm:
+        return Norm(self.config)
+
+    @property
+    def final_norm(self) -> Norm:
+        return self.norm
+
+    def head_kernel(self) -> Array:
+        """[D, V]: what a linear head is that gives the logits, but for their cap."""
+        return self.embedding[...].T
+
+    def advance(self, tokens: AnyArray, cache: GemmaCache, depth: int | None = None,
+                after: AfterLayer = last_written) -> tuple[Array, GemmaCache]:
+        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
+        cache.length; the layers above write nothing."""
         table = self.embedding.get_value()
         scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
         x = table_rows(table, tokens) * scale.astype(jnp.float32)
@@ -163,21 +185,23 @@ class Gemma(nnx.Module):
         back = positions[:, :, None] - jnp.arange(cache.keys[0].shape[-2])  # [B, T, L] steps back
         everything = back >= 0
         masks = everything & (back < self.config.window), everything
-        keys, values = [], []
-        for n, layer in enumerate(self.layers):
+        keys, values = list(cache.keys), list(cache.values)
+        for n, layer in enumerate(self.layers[:depth]):
             def call(x, k, v, layer=layer, mask=masks[n % 2]):
                 return layer(x, k, v, cache.length, positions, mask)
 
             call = jax.checkpoint(call) if self.remat else call
-            x, k, v = call(x, cache.keys[n], cache.values[n])
-            keys.append(k)
-            values.append(v)
+            new, keys[n], values[n] = call(x, cache.keys[n], cache.values[n])
+            x = after(n, x, new)
         return x, GemmaCache(tuple(keys), tuple(values), cache.length + tokens.shape[1])
 
-    def logits(self, x: Array) -> Array:
-        """[B, T, D] -> [B, T, V], from the embedding, capped."""
-        products = project(self.norm(x), tied_kernel(self.embedding.get_value()), self.dtype)
-        return softcap(products, self.config.logit_softcap)
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
+               ) -> Array:
+        """[B, T, D] -> [B, T, V], from the embedding, capped; a norm and a head may stand for the own
+        ones."""
+        x = self.norm(x) if norm is None else norm(x)
+        table = tied_kernel(self.embedding.get_value())
+        return softcap(project(x, table, self.dtype) if head is None else head(x), self.config.logit_softcap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,26 +233,32 @@ class GemmaModel:
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
+               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
+               ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
-        `source`. Gemma has no dropout: `key` is not read."""
-        _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1])
+        `source`. Gemma has no dropout: `key` is not read. `after` stands between the layers; of the
+        network's passes, that over the target comes last."""
+        _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1], after)
         last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
-        return self.extend(params, shift_right(target, last), cache)[0]
+        return self.extend(params, shift_right(target, last), cache, after)[0]
 
     def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, GemmaCache]:
+                max_length: int, after: AfterLayer = last_written) -> tuple[Prefix, GemmaCache]:
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, nnx.merge(self.graphdef(), params)
         rows, size = inputs.shape
         blank = empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
         cache = GemmaCache((blank,) * c.num_layers, (blank,) * c.num_layers, jnp.zeros((rows,), jnp.int32))
+
+        def read(cache: GemmaCache, part: AnyArray) -> tuple[GemmaCache, None]:
+            return network.advance(part, cache, after=after)[1], None
+
         first = size % self.chunk
         if first:
-            _, cache = network.advance(inputs[:, :first], cache)
+            cache, _ = read(cache, inputs[:, :first])
         if size > first:
             chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
-            cache, _ = lax.scan(lambda cache, part: (network.advance(part, cache)[1], None), cache, chunks)
+            cache, _ = lax.scan(read, cache, chunks)
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
         return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
 
@@ -241,8 +271,8 @@ class GemmaModel:
                         for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
         return GemmaCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache
-               ) -> tuple[Float[Array, "B T V"], GemmaCache]:
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache,
+               after: AfterLayer = last_written) -> tuple[Float[Array, "B T V"], GemmaCache]:
         network = nnx.merge(self.graphdef(), params)
-        x, cache = network.advance(tokens, cache)
+        x, cache = network.advance(tokens, cache, after=after)
         return network.logits(x), cache

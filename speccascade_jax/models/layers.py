@@ -16,6 +16,13 @@ from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
 Dropout = Callable[[Array], Array]
+AfterLayer = Callable[[int, Array, Array], Array]
+"""(number of a layer, its input [B, T, D], its output) -> what the next layer reads."""
+
+
+def last_written(number: int, before: Array, after: Array) -> Array:
+    """Every layer reads what the one below it has written."""
+    return after
 
 
 @jax.custom_vjp

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any, ClassVar
 
@@ -16,10 +17,12 @@ from jaxtyping import Float, Int
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import (
+    AfterLayer,
     Dropout,
     Linear,
     RMSNorm,
     attend,
+    last_written,
     make_dropout,
     project,
     relative_buckets,
@@ -144,7 +147,10 @@ class DecoderLayer(nnx.Module):
 
 
 class T5(nnx.Module):
-    """The encoder-decoder network. `dtype` is the matrix products'; sums and logits are float32."""
+    """The encoder-decoder network. `dtype` is the matrix products'; sums and logits are float32.
+
+    Without encoder layers it is a decoder that reads what another network has encoded.
+    """
 
     def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
         c = config
@@ -154,18 +160,33 @@ class T5(nnx.Module):
                                  for _ in range(c.num_encoder_layers)])
         self.decoder = nnx.List([DecoderLayer(c, dtype=dtype, rngs=rngs)
                                  for _ in range(c.num_decoder_layers)])
-        self.encoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
-        self.decoder_norm = RMSNorm(c.d_model, c.layer_norm_epsilon)
+        if c.num_encoder_layers:
+            self.encoder_norm = self.new_norm()
+        self.decoder_norm = self.new_norm()
 
         def position_table(layers):
             shape = (c.relative_buckets, c.num_heads)
             return nnx.Param(c.d_model**-0.5 * jax.random.normal(
                 rngs.params(), shape if c.shared_position_bias else (layers, *shape)))
 
-        self.encoder_bias = position_table(c.num_encoder_layers)
+        if c.num_encoder_layers:
+            self.encoder_bias = position_table(c.num_encoder_layers)
         self.decoder_bias = position_table(c.num_decoder_layers)
         self.head = None if c.tied_embeddings else Linear(
             c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+
+    def new_norm(self) -> RMSNorm:
+        return RMSNorm(self.config.d_model, self.config.layer_norm_epsilon)
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        return self.decoder_norm
+
+    def head_kernel(self) -> Array:
+        """[D, V]: what a linear head is that gives the logits."""
+        if self.head is not None:
+            return self.head.kernel[...]
+        return self.embedding[...].T * self.config.d_model**-0.5
 
     def _buckets(self, distance: np.ndarray, *, bidirectional: bool) -> np.ndarray:
         return relative_buckets(distance, bidirectional=bidirectional,
@@ -196,35 +217,50 @@ class T5(nnx.Module):
 
         return jax.checkpoint(call)(x) if self.remat else call(x)
 
-    def _logits(self, x: Array) -> Array:
-        if self.head is not None:
-            return self.head(x)
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
+               ) -> Array:
+        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones."""
+        x = self.decoder_norm(x) if norm is None else norm(x)
+        head = self.head if head is None else head
+        if head is not None:
+            return head(x)
         return project(x * self.config.d_model**-0.5, tied_kernel(self.embedding.get_value()), self.dtype)
 
     def __call__(self, source: AnyArray, source_length: AnyArray, target_in: AnyArray,
-                 key: Array | None = None) -> Array:
+                 key: Array | None = None, after: AfterLayer = last_written) -> Array:
         """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]; `key` turns dropout on."""
         dropout = make_dropout(key, self.config.dropout_rate)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = self.encode(source, source_bias, dropout)
+        x = self.decode(encoded, source_bias, target_in, dropout, after)
+        return self.logits(x, lambda x: dropout(self.decoder_norm(x)))
+
+    def decode(self, encoded: Array, source_bias: Array, target_in: AnyArray,
+               dropout: Dropout = lambda x: x, after: AfterLayer = last_written) -> Array:
+        """Teacher forcing: the last layer's output [B, T, D] after each of `target_in` [B, T], given what was
+        encoded [B, S, D]."""
         positions = np.arange(target_in.shape[1])
         distance = positions[None, :] - positions[:, None]
         buckets = self._buckets(distance, bidirectional=False)
         biases = [(jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
                   for bias in self._position_biases(self.decoder_bias, buckets)]
         x = dropout(self._embed(target_in))
-        for layer, bias in zip(self.decoder, cycle(biases), strict=False):
-            x, _ = self._apply(layer, x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
-                               source_bias, dropout)
-        return self._logits(dropout(self.decoder_norm(x)))
+        for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
+            new, _ = self._apply(layer, x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
+                                 source_bias, dropout)
+            x = after(n, x, new)
+        return x
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
-        source_bias = padding_bias(source_length, source.shape[1])
-        encoded = self.encode(source, source_bias)
+        encoded = self.encode(source, padding_bias(source_length, source.shape[1]))
+        return self.start_from(encoded, source_length, max_length, dtype)
+
+    def start_from(self, encoded: Array, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
+        """The empty cache for what was encoded [B, S, D]."""
         cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
         c = self.config
-        blank = empty(source.shape[0], c.num_heads, max_length, c.d_kv, dtype)
+        blank = empty(encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
         buckets = self._buckets(-np.arange(max_length), bidirectional=False)
         return T5Cache(
             keys=(blank,) * c.num_decoder_layers,
@@ -234,30 +270,33 @@ class T5(nnx.Module):
             source_length=jnp.asarray(source_length),
             position_bias=tuple(bias.astype(jnp.float32)
                                 for bias in self._position_biases(self.decoder_bias, buckets)),
-            length=jnp.zeros((source.shape[0],), jnp.int32),
+            length=jnp.zeros((encoded.shape[0],), jnp.int32),
         )
 
     def extend(self, tokens: AnyArray, cache: T5Cache) -> tuple[Array, T5Cache]:
         """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
+        x, cache = self.advance(tokens, cache)
+        return self.logits(x), cache
+
+    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None) -> tuple[Array, T5Cache]:
+        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
+        cache.length; the layers above write nothing."""
         query = cache.length[:, None] + jnp.arange(tokens.shape[1])
         back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
         source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
         x = self._embed(tokens)
-        keys, values = [], []
-        for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
+        keys, values = list(cache.keys), list(cache.values)
+        for n, (layer, bias) in enumerate(zip(self.decoder[:depth], cycle(biases), strict=False)):
             def remember(k, v, n=n):
                 return (write(cache.keys[n], k, cache.length, axis=2),
                         write(cache.values[n], v, cache.length, axis=2))
 
-            x, (k, v) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
-                              source_bias, lambda x: x)
-            keys.append(k)
-            values.append(v)
-        cache = cache._replace(keys=tuple(keys), values=tuple(values),
-                               length=cache.length + tokens.shape[1])
-        return self._logits(self.decoder_norm(x)), cache
+            x, (keys[n], values[n]) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
+                                            source_bias, lambda x: x)
+        return x, cache._replace(keys=tuple(keys), values=tuple(values),
+                                 length=cache.length + tokens.shape[1])
 
 
 def padding_bias(length: AnyArray, size: int) -> Array:
@@ -293,10 +332,16 @@ class T5Model:
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on."""
-        start = jnp.full((target.shape[0],), self.config.pad_id, target.dtype)
-        return nnx.merge(self.graphdef(), params)(source, source_length, shift_right(target, start), key)
+               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
+               ) -> Float[Array, "B T V"]:
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on.
+        `after` stands between the decoder's layers."""
+        network = nnx.merge(self.graphdef(), params)
+        return network(source, source_length, self.decoder_input(target), key, after)
+
+    def decoder_input(self, target: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
+        """`target` behind the start token."""
+        return shift_right(target, jnp.full((target.shape[0],), self.config.pad_id, target.dtype))
 
     def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
                 max_length: int) -> tuple[Prefix, T5Cache]:

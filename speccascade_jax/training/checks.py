@@ -15,13 +15,14 @@ import jax
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import FAMILIES
-from speccascade_jax.config import Task, TrainConfig
-from speccascade_jax.models import model_of
+from speccascade_jax.config import ExitTraining, Task, TrainConfig
+from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.training.distillation import DIVERGENCES
+from speccascade_jax.training.exits import CURRICULA
 
 LARGEST = 2**31 - 1  # what int32 counts
 NAMES = {"optimizer": ("adafactor", "adamw"), "decay": ("constant", "linear"), "divergence": DIVERGENCES,
-         "dtype": ("bfloat16", "float32")}
+         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA}
 LEAST = {"tokenizer_size": 1, "teacher_examples": 1, "steps": 1, "batch_tokens": 1, "accumulate": 1,
          "warmup_steps": 0, "eval_every": 1, "save_every": 1, "log_every": 1, "validation_examples": 0,
          "seed": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}
@@ -31,6 +32,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "weight_decay": (lambda x: x >= 0, "of at least 0"),
     "z_loss": (lambda x: x >= 0, "of at least 0"),
     "clip_norm": (lambda x: x > 0, "above 0"),
+    "exit_weight": (lambda x: x >= 0, "of at least 0"),
+    "layer_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "distillation": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1")}
 
@@ -40,6 +43,7 @@ def check(config: TrainConfig) -> None:
     is not there, a folder that cannot be written, a host that does not answer. Takes no device."""
     check_fields(config)
     check_fields(config.task)
+    check_fields(config.exits)
     FAMILIES[config.model.family].check(f"config {config.name}", config.model)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     checkpoints_read = {"init": None if resumed else config.init, "teacher": config.teacher}
@@ -55,12 +59,14 @@ def check(config: TrainConfig) -> None:
     if config.tokenizer is None and config.init is None:
         raise ValueError("training from scratch needs a tokenizer: name its file with --tokenizer; it is "
                          "trained on the task where it is missing.")
+    if isinstance(config.model, NetworkConfig):
+        check_network(config)
     for split in ("train", "validation"):
         check_split(split, getattr(config.task, split))
     check_outputs(config)
 
 
-def check_fields(config: TrainConfig | Task) -> None:
+def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
     """Raises ValueError naming the first field that is out of its range, no known name or no text."""
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -77,6 +83,21 @@ def check_fields(config: TrainConfig | Task) -> None:
             fits, wanted = RANGES[name]
             if not (isinstance(value, int | float) and math.isfinite(value) and fits(value)):
                 raise ValueError(f"{name} is {value!r}; it must be a number {wanted}.")
+
+
+def check_network(config: TrainConfig) -> None:
+    """Raises ValueError where a network's members cannot be trained so."""
+    resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
+    if config.exits.frozen and config.init is None and not resumed:
+        raise ValueError("the full model is not trained (frozen): give its checkpoint with --init, or train "
+                         "it, too, with --no-frozen.")
+    if config.exits.frozen and isinstance(config.model, ExitsConfig) and config.model.head == "shared":
+        raise ValueError("these exits have nothing of their own (head is shared) and the full model is not "
+                         "trained (frozen): choose another head, or train all with --no-frozen.")
+    if config.export_dir is not None:
+        raise ValueError(f"export_dir is {config.export_dir}, a Hugging Face folder, which cannot hold a "
+                         f"network of several models: leave it out; the run in {config.output_dir} is a "
+                         "checkpoint itself.")
 
 
 def encodable(text: str) -> bool:
@@ -165,13 +186,14 @@ def check_folder(name: str, path: str) -> None:
 
 def check_memory(config: TrainConfig, rows: int) -> None:
     """Raises ValueError where a batch of `rows` rows certainly needs more memory than a device has."""
-    model, task, devices = config.model, config.task, jax.device_count()
+    model, task, devices = full_of(config.model), config.task, jax.device_count()
     stats = jax.local_devices()[0].memory_stats() or {}
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     widest = max(model.vocab_size, model.d_ff, model.num_heads * model.d_kv)
     parameters = model.d_model * widest  # a part of them, for what is too large to be counted exactly
     if 4 * parameters < memory:
-        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(model_of(model).abstract_params()))
+        shapes = jax.tree.leaves(model_of(config.model).abstract_params())
+        parameters = sum(math.prod(x.shape) for x in shapes)
     own, share = 4 * rows // devices, devices if config.split_parameters else 1
     needed = {"the parameters and their gradients": 8 * parameters / share,
               "the logits": own * task.max_target_length * model.vocab_size,

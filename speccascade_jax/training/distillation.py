@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from speccascade_jax.config import Task
+from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.inference.outputs import resume, write_whole
 from speccascade_jax.inference.text import Cascade
@@ -32,7 +33,8 @@ def total_variation(teacher: Array, student: Array) -> Array:
 DIVERGENCES = {"kl": kl_divergence, "tv": total_variation}
 
 
-def distillation_loss(logits: Array, teacher_logits: Array, target_length: Array, divergence: str) -> Array:
+def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyArray, divergence: str
+                      ) -> Array:
     """Sum over real tokens of the divergence from the teacher's distribution (token-level
     distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024).
 

@@ -29,6 +29,7 @@ from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, 
 from speccascade_jax.training import distillation
 from speccascade_jax.training.checks import check, check_memory
 from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
+from speccascade_jax.training.exits import split
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
 from speccascade_jax.training.reporting import Reporter, loss_curve, portable
@@ -78,7 +79,7 @@ def validation_quality(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh, me
         if not examples or metric is None:
             return None
         params = gather(params)
-        cascade = Cascade(model, model, params, params, tokenizer, task.prefix, task.max_source_length,
+        cascade = Cascade((model, model), (params, params), tokenizer, task.prefix, task.max_source_length,
                           task.max_target_length, suffix=task.suffix)
         outputs = cascade.generate([source for source, _ in examples], method="verifier", batch_size=32,
                                    truncate=True)
@@ -93,11 +94,12 @@ def start(config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest:
     step = latest.latest_step() or 0
     if not step:
         params = first_parameters(config, model, mesh)
-        at = tree_sharding(mesh, jax.eval_shape(optimizer.init, params), config.split_parameters)
-        return 0, params, jax.jit(optimizer.init, out_shardings=at)(params)
+        trained = split(config, params)[0]
+        at = tree_sharding(mesh, jax.eval_shape(optimizer.init, trained), config.split_parameters)
+        return 0, params, jax.jit(optimizer.init, out_shardings=at)(trained)
     place = Placement(sharding=placement(config, mesh))
     params = native.read_params(Path(config.output_dir, "latest", str(step)), model, place)
-    shapes = jax.eval_shape(optimizer.init, params)
+    shapes = jax.eval_shape(optimizer.init, split(config, params)[0])
     opt_state = native.restore(latest, "optimizer", jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes,
         tree_sharding(mesh, shapes, config.split_parameters)))
@@ -136,7 +138,7 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
         teacher, teacher_params = load_teacher(config.teacher, config, tokenizer, mesh)
         if config.teacher_outputs is not None:
             path, writer = Path(config.teacher_outputs), Cascade(
-                teacher, teacher, teacher_params, teacher_params, tokenizer, task.prefix,
+                (teacher, teacher), (teacher_params, teacher_params), tokenizer, task.prefix,
                 task.max_source_length, task.max_target_length, suffix=task.suffix)
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples))
             task = distillation.distilled(task, path)

@@ -1,6 +1,5 @@
 """What a run begins with: its tokenizer, its parameters, its teacher."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
-from speccascade_jax.models import Config, Model
+from speccascade_jax.models import Config, Model, Network, full_of, model_of
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
 from speccascade_jax.training.data import texts
 
@@ -39,7 +38,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
                 pass
             train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
                              for text in (source, target)), beside, config.tokenizer_size,
-                            bos=FAMILIES[config.model.family].bos)
+                            bos=FAMILIES[full_of(config.model).family].bos)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -61,10 +60,14 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
-    """Those of config.init, or fresh ones, where the mesh wants them."""
+    """Those of config.init, or fresh ones, where the mesh wants them; what a network has besides its full
+    model is fresh where config.init is that alone."""
+    at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
     if config.init is None:
-        at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
+    if isinstance(model, Network) and checkpoints.config_of(config.init).family != config.model.family:
+        full = load_placed(config.init, config, mesh, full_of(config.model)).params
+        return jax.device_put(model.around(full, config.seed), at)
     return load_placed(config.init, config, mesh, config.model).params
 
 
@@ -89,4 +92,4 @@ def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mes
     if config.distillation and checkpoint.model.vocab_size != config.model.vocab_size:
         raise ValueError(f"the teacher {path} has {checkpoint.model.vocab_size} logits, the model of "
                          f"{config.name} {config.model.vocab_size}: set model.vocab_size to the teacher's.")
-    return dataclasses.replace(checkpoint.model, dtype=config.dtype), checkpoint.params
+    return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params

@@ -10,26 +10,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.models import Model
+from speccascade_jax.models import Model, NetworkConfig
 from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training.data import Batch
 from speccascade_jax.training.distillation import distillation_loss
+from speccascade_jax.training.exits import joined, member_loss, split
+from speccascade_jax.training.losses import token_loss
 
 Array = jax.Array
-
-
-def token_loss(logits: Array, target: Array, target_length: Array, *, label_smoothing: float = 0.0,
-               z_loss: float = 0.0) -> tuple[Array, Array]:
-    """Sum over real tokens of the cross-entropy (+ z_loss * log Z^2), and their number.
-
-    logits [B, T, V], target [B, T]; natural logarithms.
-    """
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    expected = (1.0 - label_smoothing) * chosen + label_smoothing * jnp.mean(logits, axis=-1)
-    mask = jnp.arange(target.shape[1]) < target_length[:, None]
-    losses = log_z - expected + z_loss * jnp.square(log_z)
-    return jnp.sum(losses * mask), jnp.sum(mask)
 
 
 class Steps(NamedTuple):
@@ -43,7 +31,8 @@ class Steps(NamedTuple):
 
 def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
                teacher: Model | None = None) -> Steps:
-    """Gradients are summed over tokens, so that batches of several sizes add up to one step.
+    """Gradients are summed over tokens, so that batches of several sizes add up to one step; they, and the
+    optimizer's state, are of the parameters that are trained.
 
     Dropout is a function of (seed, the batch's number).
     """
@@ -51,37 +40,49 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
-    def gradients(params, batch: Batch, number, teacher_params):
-        def loss_sum(params):
-            key = jax.random.fold_in(jax.random.key(config.seed, impl="rbg"), number)
-            logits = forward(model, params, batch, key)
-            total, count = token_loss(logits, batch.target, batch.target_length,
-                                      label_smoothing=config.label_smoothing, z_loss=config.z_loss)
-            if teacher is not None and config.distillation:
-                distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
-                                              batch.target_length, config.divergence)
-                total = (1.0 - config.distillation) * total + config.distillation * distilled
-            return total, count
+    def model_loss(params, batch: Batch, key, teacher_params):
+        logits = forward(model, params, batch, key)
+        total, count = token_loss(logits, batch.target, batch.target_length,
+                                  label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        if teacher is not None and config.distillation:
+            distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
+                                          batch.target_length, config.divergence)
+            total = (1.0 - config.distillation) * total + config.distillation * distilled
+        return total, count
 
-        (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
+    def gradients(params, batch: Batch, number, teacher_params):
+        trained, frozen = split(config, params)
+
+        def loss_sum(trained):
+            key = jax.random.fold_in(jax.random.key(config.seed, impl="rbg"), number)
+            params = joined(trained, frozen)
+            if isinstance(config.model, NetworkConfig):
+                return member_loss(model, config, params, batch, key, number)
+            return model_loss(params, batch, key, teacher_params)
+
+        (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(trained)
         return grads, loss, count
 
     def update(params, opt_state, grads, count):
+        trained, frozen = split(config, params)
         grads = jax.tree.map(lambda g: g / count, grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(grads, opt_state, trained)
+        return joined(optax.apply_updates(trained, updates), frozen), opt_state, optax.tree.norm(grads)
 
     def losses(params, batch):
+        if isinstance(config.model, NetworkConfig):
+            return member_loss(model, config, params, batch)
         return token_loss(forward(model, params, batch), batch.target, batch.target_length)
 
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
     shapes = model.abstract_params()
-    at = tree_sharding(mesh, shapes, config.split_parameters)
-    opt_at = tree_sharding(mesh, jax.eval_shape(optimizer.init, shapes), config.split_parameters)
+    trained = split(config, shapes)[0]
+    at, grads_at, opt_at = (tree_sharding(mesh, tree, config.split_parameters)
+                            for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained)))
     whole = parameter_sharding(mesh, (), split=False)
-    return Steps(jax.jit(gradients, out_shardings=(at, whole, whole)),
+    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole)),
                  jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
                  jax.jit(losses, out_shardings=whole), jax.jit(finite, out_shardings=whole))
 

@@ -20,7 +20,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
-from speccascade_jax.models import MODELS, model_of
+from speccascade_jax.models import MODELS, ExitsConfig, SharedEncoderConfig, model_of
 
 # Every field differs from its default: a field that a format forgets shows.
 UNLIKE = {
@@ -32,6 +32,12 @@ UNLIKE = {
     "gemma2": [dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6,
                                    bos_id=7),
                dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None)]}
+UNLIKE |= {
+    "exits": [ExitsConfig(UNLIKE["t5"][0], (1,)), ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),
+              ExitsConfig(UNLIKE["t5"][1], (1,), "own"),
+              ExitsConfig(UNLIKE["gemma2"][0], (1, 2), "adapter", 3)],
+    "shared_encoder": [SharedEncoderConfig(UNLIKE["t5"][0], dataclasses.replace(
+        UNLIKE["t5"][0], d_model=24, num_encoder_layers=0, gated=False))]}
 CASES = [(config, to) for family in FAMILIES for config in UNLIKE[family] for to in FAMILIES[family].formats]
 
 

@@ -92,7 +92,7 @@ def test_draw_inverts_the_distribution():
 
 
 def test_zero_never_accepts_what_the_target_excludes():
-    draft = Draft(jnp.array([[2]]), jnp.array([[Q, Q]]))
+    draft = Draft(jnp.array([[2]]), jnp.array([[Q, Q]]), jnp.array([1]))
     pi = jnp.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     assert accepted_prefix(jnp.zeros((1, 1)), draft, pi) == 0
     assert verify(jnp.zeros((1, 1)), jnp.zeros((1, 2)), draft, pi).next_token in (0, 1)
@@ -104,7 +104,7 @@ def test_residual_without_mass_falls_back_to_the_target():
 
 def test_verify_by_hand():
     """x = (0, 1): 0 is accepted where u * .6 < .2, 1 always; the residual of position 0 is {2}."""
-    draft = Draft(jnp.array([[0, 1]] * 3), jnp.tile(Q, (3, 3, 1)))
+    draft = Draft(jnp.array([[0, 1]] * 3), jnp.tile(Q, (3, 3, 1)), jnp.array([2] * 3))
     pi = jnp.tile(P, (3, 3, 1))
     accept_u = jnp.array([[0.34, 0.0], [0.33, 0.99], [0.0, 0.5]])
     verdict = verify(accept_u, jnp.array([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.1]]), draft, pi)

@@ -22,9 +22,10 @@ from speccascade_jax.inference.text import Output
 
 SETTINGS = {"alpha": 0.5, "stop": ("a", "b"), "top_k": None}
 TEXTS = ["ein Satz", "", "noch \u2028 einer"]
-OUTPUTS = [Output(0, TEXTS[0], "a", [5, 6], ["draft", "bonus"], {"rounds": 1, "histogram": [0, 1]}),
+OUTPUTS = [Output(0, TEXTS[0], "a", [5, 6], ["draft", "bonus"], {"rounds": 1, "histogram": [0, 1]},
+                  level=[0, 1]),
            Output(1, TEXTS[1], "", [], [], {}),
-           Output(2, TEXTS[2], "b\u2028\r", [7], ["model"], {"model_passes": 1}, True)]
+           Output(2, TEXTS[2], "b\u2028\r", [7], ["model"], {"model_passes": 1}, True, [0])]
 
 
 @pytest.fixture
@@ -68,6 +69,8 @@ DAMAGE = {
     "origin": lambda line: line | {"origin": ["draft", "drafter"]},
     "origin type": lambda line: line | {"origin": [["draft"], 3]},
     "origin short": lambda line: line | {"origin": ["draft"]},
+    "level": lambda line: line | {"level": ["draft", 1]},
+    "level short": lambda line: line | {"level": [0]},
     "truncated": lambda line: line | {"truncated": 0}, "counts": lambda line: line | {"counts": None},
     "count": lambda line: line | {"counts": {"rounds": "1"}},
     "no counts": lambda line: line | {"counts": {}},

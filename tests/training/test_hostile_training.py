@@ -222,8 +222,8 @@ def test_a_run_has_one_process(toy, refused, tmp_path):
 def teacher(t5_pair):
     checkpoint = checkpoints.load(t5_pair / "verifier")
     model, params = checkpoint.model, checkpoint.params
-    return Cascade(model, model, params, params, Tokenizer(checkpoint.tokenizer_file()), max_source_length=16,
-                   max_new_tokens=4)
+    return Cascade((model, model), (params, params), Tokenizer(checkpoint.tokenizer_file()),
+                   max_source_length=16, max_new_tokens=4)
 
 
 def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, teacher, tmp_path):

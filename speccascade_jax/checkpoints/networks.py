@@ -1,0 +1,77 @@
+"""Networks of several members, which only our own format holds: their shapes and parameters."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from speccascade_jax.checkpoints import gemma, t5
+from speccascade_jax.checkpoints.arrays import ParameterPath
+from speccascade_jax.checkpoints.fields import check_fields
+from speccascade_jax.checkpoints.files import shown
+from speccascade_jax.models.exits import HEADS, ExitsConfig, depth_of
+from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.models.shared_encoder import SharedEncoderConfig
+from speccascade_jax.models.t5 import T5Config
+
+SINGLE: dict[str, Any] = {T5Config.family: t5, GemmaConfig.family: gemma}
+Names = Iterator[tuple[ParameterPath, str, bool]]
+
+
+def refuse(where: Any, *_: Any) -> NoReturn:
+    """What other formats do with a network."""
+    raise ValueError(f"{where}: a network of several models has no other format than our own (model.json).")
+
+
+def check_exits(where: Any, config: ExitsConfig) -> None:
+    """Raises ValueError naming the field of a model with exits that none can have."""
+    check_fields(where, ExitsConfig, vars(config))
+    SINGLE[config.full.family].check(f"{where}: full", config.full)
+    deepest = depth_of(config.full) - 1
+    layers = config.layers
+    if not layers or list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] <= deepest:
+        raise ValueError(f"{where}: layers is {shown(layers)}, not the exits' numbers of layers, the "
+                         f"smallest first, each from 1 to {deepest}.")
+    if config.head not in HEADS:
+        raise ValueError(f"{where}: head is {shown(config.head)}, not one of {', '.join(HEADS)}.")
+
+
+def exits_names(config: ExitsConfig) -> Names:
+    """(path in our parameters, a name, False) of every array."""
+    own = {"shared": [], "norm": [("norm", "scale")], "own": [("norm", "scale"), ("head", "kernel")],
+           "adapter": [("norm", "scale"), ("narrow", "kernel"), ("widen", "kernel")]}[config.head]
+    yield from part("full", config.full)
+    for number in range(len(config.layers)):
+        yield from plain(("exits", number, *path) for path in own)
+
+
+def check_shared_encoder(where: Any, config: SharedEncoderConfig) -> None:
+    """Raises ValueError naming the field of a verifier and its drafter that none can have."""
+    drafter, verifier = config.drafter, config.verifier
+    check_fields(where, SharedEncoderConfig, vars(config))
+    t5.check(f"{where}: verifier", verifier)
+    if drafter.num_encoder_layers != 0:
+        raise ValueError(f"{where}: drafter: num_encoder_layers is {shown(drafter.num_encoder_layers)}, not "
+                         "0: it reads what the verifier encodes.")
+    t5.check(f"{where}: drafter", dataclasses.replace(drafter, num_encoder_layers=1))
+    for name in ("vocab_size", "pad_id", "eos_id"):
+        ours, theirs = getattr(drafter, name), getattr(verifier, name)
+        if ours != theirs:
+            raise ValueError(f"{where}: drafter: {name} is {ours}, the verifier's is {theirs}: they must be "
+                             "the same.")
+
+
+def shared_encoder_names(config: SharedEncoderConfig) -> Names:
+    """(path in our parameters, a name, False) of every array."""
+    yield from part("verifier", config.verifier)
+    yield from part("drafter", config.drafter)
+    yield from plain([("projection", "kernel")])
+
+
+def part(name: str, config: T5Config | GemmaConfig) -> Names:
+    """The arrays of a model that is a part of a network."""
+    yield from plain((name, *path) for path, _, _ in SINGLE[config.family].parameter_names(config))
+
+
+def plain(paths: Any) -> Names:
+    for path in paths:
+        yield path, ".".join(map(str, path)), False

@@ -1,0 +1,244 @@
+"""Which models, and how many tokens each drafts: the hierarchy of least predicted time on this machine.
+
+    python scripts/plan.py --config=demo_hierarchy --check --output plan.py
+    python scripts/decode.py --config=plan.py
+
+Every call is timed, and how often each model accepts another's tokens is read off the largest one's texts.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from speccascade_jax import config as configs
+from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.evaluation.profiling import in_turn
+from speccascade_jax.inference.inputs import read_texts
+from speccascade_jax.inference.outputs import check_targets, write_whole
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds
+from speccascade_jax.planning.planner import best
+from speccascade_jax.planning.prediction import Candidates, Plan, predict, triangle_violations
+from speccascade_jax.training.data import joined_examples
+
+PLANNED = "Planned by scripts/plan.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    run: tyro.conf.OmitArgPrefixes[DecodeConfig]
+    config: str = "demo"
+    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags. All its
+    models are candidates; the last is the target, whose distribution the output follows."""
+    input: str | None = None
+    """Texts to plan for (see decode.py); else the validation split of the config's task, or its examples."""
+    limit: int = 64
+    """So many of them."""
+    max_block: int = 15
+    """The most tokens that a model drafts."""
+    most_models: int | None = None
+    """The most models of a hierarchy."""
+    repetitions: int = 9
+    """Times each call is timed."""
+    check: bool = False
+    """Decode with the best hierarchy, the best pair and the target alone, and print their times."""
+    output: str | None = None
+    """The config file to write for the fastest."""
+
+
+def read_inputs(arguments: Arguments) -> list[str]:
+    run, limit = arguments.run, arguments.limit
+    if arguments.input is not None:
+        return list(read_texts(arguments.input)[:limit])
+    if run.task is not None:
+        task = task_of(arguments.config, run, None, "validation", None)
+        if Path(task.validation).exists():
+            return [source for source, _ in joined_examples(task, task.validation)[:limit]]
+    if not run.examples:
+        raise ValueError(f"config {arguments.config} has neither a task whose texts are here nor examples: "
+                         "give --input.")
+    return list(run.examples[:limit])
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for what cannot be planned, before models are loaded."""
+    a, run = arguments, arguments.run
+    run.check()
+    at_least(1, limit=a.limit, max_block=a.max_block, most_models=a.most_models, repetitions=a.repetitions)
+    at_most(max(WIDTHS) - 1, max_block=a.max_block)
+    if not all(METHODS[name].lossless if name in METHODS else False for name in run.name.split("+")):
+        raise ValueError(f"method is {run.name}; a plan is of lossless decoding: give --method speculative.")
+    if a.output is not None:
+        path = Path(a.output)
+        if path.suffix != ".py":
+            raise ValueError(f"--output is {path}; a config file's name ends in .py.")
+        check_targets({"--output": path}, {"--config": configs.path_of(a.config)})
+        if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
+            raise ValueError(f"--output is {path}, which holds something else: delete it or name another.")
+
+
+def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
+             ) -> Candidates:
+    """The candidates with their costs here and their acceptances on `texts`."""
+    settings = arguments.run.settings
+    alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
+    outputs = list(track(cascade.generate(texts, alone, truncate=True, batch_size=8), "the target's texts",
+                         len(texts), transient=True, console=screen))
+    accepted = acceptances(cascade, outputs, settings)
+    lengths = list(map(len, cascade.encode(texts, truncate=True)[0]))
+    most = arguments.max_block + 1
+    widths = sorted({width for width in WIDTHS if width < most} | {most})
+
+    def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
+        return track(work, name, transient=True, console=screen)
+
+    seconds = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(lengths))),
+                           repetitions=arguments.repetitions, track=shown)
+    return Candidates(names, seconds, accepted)
+
+
+def show_candidates(candidates: Candidates, screen: Console) -> None:
+    names, columns = candidates.names, [n for n in WIDTHS if n < candidates.call_seconds.shape[1]]
+    table = Table("model", *(f"{n} tokens" if n > 1 else "1 token" for n in columns),
+                  title="ms of a call that reads", title_justify="left")
+    for name, seconds in zip(names, candidates.call_seconds, strict=True):
+        table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns))
+    screen.print(table)
+    table = Table("tokens of", *(f"accepted by {name}" for name in names[1:]), title="acceptance",
+                  title_justify="left")
+    for j, name in enumerate(names[:-1]):
+        table.add_row(name, *("" if i <= j else f"{candidates.acceptance[j, i]:.3f}"
+                              for i in range(1, len(names))))
+    screen.print(table)
+    for j, i, k, excess in triangle_violations(candidates.acceptance):
+        screen.print(f"the acceptances of {names[j]}, {names[i]} and {names[k]} break the triangle "
+                     f"inequality by {excess:.3f}: measured on too few texts.")
+
+
+def settings_of(plan: Plan, settings: Settings) -> Settings:
+    """How a cascade of the plan's models decodes."""
+    if len(plan.models) == 1:
+        return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
+    return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=plan.block_sizes,
+                               hand_over=plan.hand_over)
+
+
+def of_plan(cascade: Cascade, names: tuple[str, ...], plan: Plan) -> Cascade:
+    """The plan's models of a cascade."""
+    chosen = [names.index(name) for name in plan.models]
+    return dataclasses.replace(cascade, models=tuple(cascade.models[n] for n in chosen),
+                               params=tuple(cascade.params[n] for n in chosen))
+
+
+def decode(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple[float, Output]:
+    before = cascade.clock.decode_seconds
+    [output] = cascade.generate([text], settings, first_index=index, truncate=True)
+    return cascade.clock.decode_seconds - before, output
+
+
+def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, ...], settings: Settings,
+                   texts: list[str], screen: Console) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Of each plan: seconds a token, and its share of the target's time for the same text (quartiles)."""
+    contestants = {name: partial(decode, of_plan(cascade, names, plan), settings_of(plan, settings))
+                   for name, plan in plans.items()}
+    shapes = {cascade.bucket(len(row)): text for text, row in
+              zip(texts, cascade.encode(texts, truncate=True)[0], strict=True) if row}
+    for contestant in track(contestants.values(), "compiling", transient=True, console=screen):
+        for text in shapes.values():
+            contestant(0, text)
+    found = in_turn(contestants, track(texts, "timing", transient=True, console=screen))
+    kept = [n for n, (_, output) in enumerate(found["target"]) if output.tokens]
+    times = {}
+    for name, runs in found.items():
+        seconds, tokens = (np.array([value(runs[n]) for n in kept], float) for value in
+                           (lambda run: run[0], lambda run: len(run[1].tokens)))
+        own = np.array([found["target"][n][0] for n in kept]) / seconds
+        times[name] = float(seconds.sum() / tokens.sum()), tuple(np.percentile(own, [25, 75]))
+    return times
+
+
+def show_plans(plans: dict[str, Plan], times: dict[str, Any], screen: Console) -> None:
+    table = Table(Column("plan", no_wrap=True), "models", "block sizes", "predicted ms", "times as fast",
+                  *(("measured ms", "speedup (quartiles)") if times else ()), title="time a token",
+                  title_justify="left")
+    whole = plans["target"].seconds_per_token
+    for name, plan in plans.items():
+        row = [name, ", ".join(plan.models), ", ".join(map(str, plan.block_sizes)) or "-",
+               f"{1e3 * plan.seconds_per_token:.3f}", f"{whole / plan.seconds_per_token:.2f}"]
+        if times:
+            own, (low, high) = times[name]
+            row += [f"{1e3 * own:.3f}", f"{times['target'][0] / own:.2f} ({low:.2f} to {high:.2f})"]
+        table.add_row(*row)
+    screen.print(table)
+
+
+def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str], largest: str) -> None:
+    """A config file that loads `config` with the plan's models and block sizes."""
+    loaded, run = configs.load(arguments.config), arguments.run
+    chosen = dataclasses.replace(
+        run, models=tuple(paths[name] for name in plan.models), method="speculative", alpha=0.0,
+        block_size=plan.block_sizes if plan.block_sizes else 1, hand_over=plan.hand_over)
+    changed = [f"{field.name}={getattr(chosen, field.name)!r}" for field in dataclasses.fields(chosen)
+               if getattr(chosen, field.name) != getattr(loaded, field.name)]
+    write_whole(
+        path, f"# {PLANNED} from {arguments.config!r}: {1e3 * plan.seconds_per_token:.3f} ms a token "
+        "predicted.\n\nimport dataclasses\n\nfrom speccascade_jax.config import load\n\n"
+        f"config = dataclasses.replace(\n    load({arguments.config!r}),\n    " + ",\n    ".join(changed)
+        + ")\n")
+
+
+def plan(arguments: Arguments) -> None:
+    check(arguments)
+    run, screen, texts = arguments.run, console(), read_inputs(arguments)
+    cascade = Cascade.from_config(run)
+    paths = short_names([path for _, path in run.roles])
+    names = tuple(paths)
+    candidates = measured(arguments, cascade, names, texts, screen)
+    show_candidates(candidates, screen)
+    plans = {"hierarchy": best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}
+    if len(names) > 1:
+        pair = best(candidates, arguments.max_block, run.hand_over, 2)
+        plans["pair"] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
+    plans["target"] = predict(candidates, names[-1:], (), run.hand_over)
+    times = (measured_times(plans, cascade, names, run.settings, texts, screen) if arguments.check else {})
+    show_plans(plans, times, screen)
+    chosen = plans["hierarchy"]
+    if len(chosen.models) == 1:
+        screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")
+    if arguments.output is not None:
+        write_config(arguments.output, arguments, chosen, paths, names[-1])
+        screen.print(f"written: {arguments.output}; decode with --config={arguments.output}")
+
+
+def _any_pair(candidates: Candidates, max_block: int) -> Plan:
+    """The best pair, where the target alone is better."""
+    names = candidates.names
+    return min((predict(candidates, (name, names[-1]), (size,)) for name in names[:-1]
+                for size in range(1, max_block + 1)), key=lambda plan: plan.seconds_per_token)
+
+
+def short_names(paths: list[str]) -> dict[str, str]:
+    """Name -> path: the paths' last parts, or the whole paths where those are not all different."""
+    last = [Path(path).name for path in paths]
+    return dict(zip(last if len(set(last)) == len(paths) else paths, paths, strict=True))
+
+
+def parse(argv: list[str]) -> Arguments:
+    name, run = config_of(argv, DecodeConfig, "demo")
+    run = dataclasses.replace(run, method="speculative", alpha=0.0, block_size=1)
+    return tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="plan.py", description=__doc__)
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: plan(parse(argv)))

@@ -1,0 +1,231 @@
+"""Early exits of one network: the first layers of a model as smaller models (LayerSkip: Elhoushi et al. 2024,
+arXiv 2404.16710).
+
+An exit reads the residual stream after some decoder layers through a norm and a head. Keys and values are
+cached once: what an exit has written into the lower layers a deeper member writes over when it reads the same
+tokens, and so no exit has to catch up with a deeper one.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
+from speccascade_jax.models.cache import GemmaCache, T5Cache
+from speccascade_jax.models.gemma import Gemma, GemmaConfig, GemmaModel
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, skeleton
+from speccascade_jax.models.members import Member, beneath, members
+from speccascade_jax.models.t5 import T5, T5Config, T5Model
+
+Array = jax.Array
+HEADS = "shared", "norm", "adapter", "own"
+FULL: dict[str, Any] = {T5Config.family: T5Model, GemmaConfig.family: GemmaModel}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitsConfig:
+    """A model and its exits.
+
+    head: what of its own each exit has besides the full model's norm and head: nothing ("shared", as in
+    LayerSkip), a norm ("norm"), a norm and a low-rank residual layer of `rank` ("adapter"), or a norm and a
+    head ("own").
+    """
+
+    family: ClassVar[str] = "exits"
+    full_part: ClassVar[str] = "full"  # where the full model's parameters are
+    full: T5Config | GemmaConfig = dataclasses.field(default_factory=T5Config)
+    layers: tuple[int, ...] = (4,)  # how many decoder layers each exit has, the fewest first
+    head: str = "shared"
+    rank: int = 64  # of adapters
+
+    @property
+    def vocab_size(self) -> int:
+        return self.full.vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        return self.full.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        return self.full.eos_id
+
+
+def depth_of(config: T5Config | GemmaConfig) -> int:
+    """How many layers a model's decoder has."""
+    return config.num_decoder_layers if isinstance(config, T5Config) else config.num_layers
+
+
+class ExitsCache(NamedTuple):
+    """What a network with exits remembers."""
+
+    full: T5Cache | GemmaCache     # what all members write; its own length is the longest member's
+    lengths: Int[Array, "B M"]  # of each member's part, the smallest member first
+
+    @property
+    def length(self) -> Int[Array, " B"]:
+        """The longest member's."""
+        return jnp.max(self.lengths, axis=1)
+
+
+class ExitHead(nnx.Module):
+    """What an exit has of its own. An untrained adapter changes nothing."""
+
+    def __init__(self, full: T5 | Gemma, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
+        def linear(inputs: int, outputs: int, std: float) -> Linear:
+            return Linear(inputs, outputs, std=std, dtype=dtype, rngs=rngs)
+
+        width, kind, adapts = config.full.d_model, config.head, config.head == "adapter"
+        self.norm = None if kind == "shared" else full.new_norm()
+        self.narrow = linear(width, config.rank, width**-0.5) if adapts else None
+        self.widen = linear(config.rank, width, 0.0) if adapts else None
+        self.head = linear(width, config.vocab_size, width**-0.5) if kind == "own" else None
+
+    def __call__(self, x: Array, full: T5 | Gemma) -> Array:
+        """The residual stream [B, T, D] -> logits [B, T, V]."""
+        norm = full.final_norm if self.norm is None else self.norm
+
+        def normed(x: Array) -> Array:
+            x = norm(x)
+            if self.narrow is None or self.widen is None:
+                return x
+            return x + self.widen(jax.nn.gelu(self.narrow(x), approximate=True))
+
+        return full.logits(x, normed, self.head)
+
+    def begin_as(self, full: T5 | Gemma) -> None:
+        """Takes the values of the full model's norm and head, to be trained from there."""
+        if self.norm is not None:
+            self.norm.scale[...] = full.final_norm.scale[...]
+        if self.head is not None:
+            self.head.kernel[...] = full.head_kernel()
+
+
+class Exits(nnx.Module):
+    """The full model's network and its exits'."""
+
+    def __init__(self, config: ExitsConfig, full: T5 | Gemma, *, dtype: Any, rngs: nnx.Rngs):
+        self.full = full
+        self.exits = nnx.List([ExitHead(full, config, dtype=dtype, rngs=rngs) for _ in config.layers])
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitsModel:
+    """A network whose members are its exits, named by their numbers of layers, and the full model.
+
+    Used by itself it is the full model.
+    """
+
+    config: ExitsConfig
+    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
+    cache_dtype: str = "float32"  # of remembered keys and values
+    remat: bool = False           # recompute each layer in the backward pass
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def full(self) -> Any:
+        """The full model without exits."""
+        return FULL[self.config.full.family](self.config.full, self.dtype, self.cache_dtype, self.remat)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *map(str, self.config.layers), str(depth_of(self.config.full))
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return members(self)
+
+    def missing(self, name: str) -> str:
+        depths = " and ".join(self.names[:-1])
+        return (f"has exits after {depths} of its {self.names[-1]} layers, not after {name}: name one of "
+                "these, or the folder without @ for the full model")
+
+    def network(self, rngs: nnx.Rngs) -> Exits:
+        return Exits(self.config, self.full.network(rngs), dtype=jnp.dtype(self.dtype), rngs=rngs)
+
+    def graphdef(self) -> nnx.GraphDef:
+        return skeleton(self)[0]
+
+    def init(self, seed: int) -> nnx.State:
+        """Fresh parameters; those of the full model are its own with that seed."""
+        return nnx.split(self.network(nnx.Rngs(seed)))[1]
+
+    def abstract_params(self) -> nnx.State:
+        """The parameters' shapes, without memory."""
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+
+    def around(self, full: nnx.State, seed: int) -> nnx.State:
+        """Parameters with the full model's `full`, the same arrays, and exits that begin with its norm and
+        its head."""
+        def begun(full: nnx.State) -> nnx.State:
+            network = self.network(nnx.Rngs(seed))
+            nnx.update(network.full, full)
+            for one in network.exits:
+                one.begin_as(network.full)
+            return nnx.state(network.exits)
+
+        return nnx.from_flat_state(beneath("full", full) | beneath("exits", jax.jit(begun)(full)))
+
+    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
+               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
+        """The full model's teacher forcing."""
+        return self.full.forced(params["full"], source, source_length, target, key)
+
+    def forced_members(self, params: nnx.State, source: Int[AnyArray, "B S"],
+                       source_length: Int[AnyArray, " B"], target: Int[AnyArray, "B T"],
+                       key: Array | None = None, after: AfterLayer = last_written
+                       ) -> tuple[Float[Array, "B T V"], ...]:
+        """forced() of every member, from one pass of the full model; `after` stands between its layers."""
+        streams: dict[int, Array] = {}
+
+        def kept(number: int, before: Array, new: Array) -> Array:
+            streams[number + 1] = after(number, before, new)
+            return streams[number + 1]
+
+        logits = self.full.forced(params["full"], source, source_length, target, key, kept)
+        network = nnx.merge(self.graphdef(), params)
+        return (*(one(streams[depth], network.full)
+                  for one, depth in zip(network.exits, self.config.layers, strict=True)), logits)
+
+    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, ExitsCache]:
+        """The full model's, once for all members."""
+        prefix, cache = self.full.prefill(params["full"], inputs, input_length, max_length)
+        return prefix, ExitsCache(cache, jnp.repeat(cache.length[:, None], len(self.names), axis=1))
+
+    def lengths(self, cache: ExitsCache) -> Int[Array, "B M"]:
+        return cache.lengths
+
+    def roll_back(self, cache: ExitsCache, length: Int[AnyArray, " B"]) -> ExitsCache:
+        return with_lengths(cache.full, jnp.minimum(cache.lengths, jnp.asarray(length)[:, None]))
+
+    def insert(self, cache: ExitsCache, fresh: ExitsCache, slots: Int[AnyArray, " R"], like_fresh: bool
+               ) -> ExitsCache:
+        return ExitsCache(self.full.insert(cache.full, fresh.full, slots, like_fresh),
+                          insert_rows(cache.lengths, fresh.lengths, slots, like_fresh))
+
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
+               ) -> tuple[Float[Array, "B T V"], ExitsCache]:
+        """The full model's."""
+        return self.extend_member(len(self.config.layers), params, tokens, cache)
+
+    def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
+                      ) -> tuple[Float[Array, "B T V"], ExitsCache]:
+        """extend() by one member, which has then written for all smaller ones, too."""
+        network, is_exit = nnx.merge(self.graphdef(), params), number < len(self.config.layers)
+        own = cache.full._replace(length=cache.lengths[:, number])
+        x, own = network.full.advance(tokens, own, self.config.layers[number] if is_exit else None)
+        logits = network.exits[number](x, network.full) if is_exit else network.full.logits(x)
+        written = jnp.where(jnp.arange(cache.lengths.shape[1]) <= number, own.length[:, None], 0)
+        return logits, with_lengths(own, jnp.maximum(cache.lengths, written))
+
+
+def with_lengths(cache: T5Cache | GemmaCache, lengths: Int[Array, "B M"]) -> ExitsCache:
+    return ExitsCache(cache._replace(length=jnp.max(lengths, axis=1)), lengths)

@@ -1,0 +1,116 @@
+"""Several language models that are one network: one set of parameters, one cache, one prefill.
+
+A network is the LanguageModel of its largest member, and `Member`s stand for each of them where they work
+together.
+"""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+from flax import nnx
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.typing import AnyArray, Array, Cache, Params, Prefix
+
+
+@runtime_checkable
+class Network(Protocol):
+    """A LanguageModel, too. Between two calls of roll_back() all members read the same text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its members, the smallest first, the full model last."""
+        ...
+
+    def missing(self, name: str) -> str:
+        """What is said of a name that no member has: "has ..., not ..."."""
+        ...
+
+    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, Cache]:
+        """Once for all members."""
+        ...
+
+    def extend_member(self, number: int, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
+                      ) -> tuple[Float[Array, "B T V"], Cache]:
+        """extend() by one member, from where its own part of the cache ends."""
+        ...
+
+    def lengths(self, cache: Cache) -> Int[Array, "B M"]:
+        """How many positions each member's part of the cache covers."""
+        ...
+
+    def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
+        """Every member's part covers `length` positions, or what it covers now if that is less."""
+        ...
+
+    def insert(self, cache: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One model of a network: a LanguageModel whose parameters and cache are those of the whole network."""
+
+    member_of: Network
+    number: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.member_of.vocab_size
+
+    @property
+    def config(self) -> Any:
+        """The network's."""
+        return self.member_of.config
+
+    def extend(self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
+               ) -> tuple[Float[Array, "B T V"], Cache]:
+        return self.member_of.extend_member(self.number, params, tokens, cache)
+
+    def length(self, cache: Cache) -> Int[Array, " B"]:
+        """How many positions this member's part of the cache covers."""
+        return self.member_of.lengths(cache)[:, self.number]
+
+    # What all members have in common is the network's.
+
+    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, Cache]:
+        return self.member_of.prefill(params, inputs, input_length, max_length)
+
+    def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
+        return self.member_of.roll_back(cache, length)
+
+    def insert(self, cache: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
+        return self.member_of.insert(cache, fresh, slots, like_fresh)
+
+
+def members(network: Network) -> tuple[Member, ...]:
+    """All members, the smallest first, the full model last."""
+    return tuple(Member(network, number) for number in range(len(network.names)))
+
+
+def member(model: Any, name: str | None, where: Any) -> Any:
+    """The member `name` of a network; its full model without a name. Any other model is its only member.
+
+    Raises ValueError, naming the checkpoint `where`, for a name that it has not.
+    """
+    if not hasattr(model, "names"):
+        if name is None:
+            return model
+        raise ValueError(f"{where} holds one model, not several with a {name!r} among them: name the folder "
+                         f"without @{name}, or fit exits to it with scripts/finetune.py.")
+    name = model.names[-1] if name is None else name
+    if name not in model.names:
+        raise ValueError(f"{where} {model.missing(name)}.")
+    return Member(model, model.names.index(name))
+
+
+def beneath(name: str, state: nnx.State) -> dict[tuple[Any, ...], Any]:
+    """The parameters of a part, by their paths in the network: the same objects."""
+    return {(name, *path): value for path, value in nnx.to_flat_state(state)}

@@ -1,0 +1,1 @@
+"""Which models, thresholds and block sizes have the least predicted time."""

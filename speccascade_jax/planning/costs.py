@@ -1,0 +1,113 @@
+"""What a plan is made of: what each model's calls take here, and how often each accepts another's tokens."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from speccascade_jax.core import loop
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Block, Origin, Rows, Sampler, Speculative
+from speccascade_jax.core.sampling import token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.inference.tokenizer import pad
+from speccascade_jax.planning.timing import Given, Part, round_part, time_parts
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; what lies between is interpolated
+Track = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A drafter that takes no time: the same `width` tokens in every round. Its level's rounds cost what
+    reading, verifying and sampling does."""
+
+    model: LanguageModel
+    width: int
+    level: int = dataclasses.field(default=0, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def models(self) -> LanguageModel:
+        return self.model
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Any]:
+        columns = jnp.full((len(rows.start), self.width), Origin.MODEL, jnp.int32)
+        laws = jnp.broadcast_to(params, (*columns.shape, params.shape[-1]))
+        size = jnp.minimum(rows.room, self.width)
+        return Block(columns, laws, laws, columns, size), caches, size
+
+
+def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *, source_length: int,
+                 repetitions: int = 9, track: Track = lambda work, name: work) -> Float[np.ndarray, "M N"]:
+    """Seconds of a call of each model that reads n = 1 .. max(widths) tokens, with all that a round does
+    besides; column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other.
+    """
+    found = []
+    for model, params in track(list(zip(cascade.models, cascade.params, strict=True)), "timing calls"):
+        parts = {str(width): _part(cascade, model, params, width, settings, source_length)
+                 for width in widths}
+        timings = time_parts(parts, repetitions)
+        # A difference of two times may be negative on a busy machine.
+        known = [max(timings[str(width)].median, 1e-7) for width in widths]
+        every = np.arange(max(widths) + 1)
+        found.append(np.where(every > 0, np.interp(every, widths, known), 0))
+    return np.array(found)
+
+
+def _part(cascade: Cascade, model: LanguageModel, params: Any, width: int, settings: Settings,
+          source_length: int) -> Part:
+    sampler: Sampler = Autoregressive(model)
+    if width > 1:
+        given: LanguageModel = Given(model.vocab_size)
+        sampler = Speculative(Written(given, width), model, METHODS["speculative"], width - 1)
+        params = jnp.full(model.vocab_size, 1 / model.vocab_size), params
+    inputs, lengths = jnp.full((1, source_length), 2, jnp.int32), jnp.full(1, source_length, jnp.int32)
+    asked = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
+                          options_of(settings), np.zeros(sampler.level), None, None,
+                          cascade.max_new_tokens)
+    begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
+    return round_part(sampler, params, begin(params, asked))
+
+
+def options_of(settings: Settings) -> SamplingOptions:
+    return SamplingOptions(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
+
+
+def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
+                ) -> Float[np.ndarray, "M M"]:
+    """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
+    sum_v min(p_j(v), p_i(v)) over the positions of `outputs`, texts of the largest model, which all models
+    read. Raises ValueError where these are empty.
+    """
+    kept = [output for output in outputs if output.tokens]
+    if not kept:
+        raise ValueError("there is no text to compare the models on: give inputs that are not blank.")
+    options = options_of(settings)
+    size = max(len(output.tokens) for output in kept)
+    rows, _ = cascade.encode([output.source for output in kept], truncate=True)
+    width = cascade.bucket(max(map(len, rows)))
+
+    def overlaps(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> jax.Array:
+        laws = []
+        for model, own in zip(cascade.models, params, strict=True):
+            prefix, cache = model.prefill(own, inputs, length, inputs.shape[1] + size + 1)
+            last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
+            logits, _ = model.extend(own, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
+            laws.append(token_probs(logits, options))
+        inside = jnp.arange(size) < count[:, None]
+        return jnp.array([[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws])
+
+    program, total = jax.jit(overlaps), np.zeros((len(cascade.models),) * 2)
+    for row, output in zip(rows, kept, strict=True):
+        inputs, length = pad([row], width, cascade.tokenizer.pad_id)
+        tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
+        total += np.asarray(program(cascade.params, inputs, length, tokens, count))
+    return np.clip(total / sum(len(output.tokens) for output in kept), 0, 1)

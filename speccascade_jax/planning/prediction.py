@@ -1,0 +1,222 @@
+"""What a hierarchy of models costs: predicted seconds per token.
+
+A hierarchy (Mohri et al., arXiv 2510.19705) is a chain of models from small to large. The smallest drafts
+token by token. Each other model verifies blocks that the model below it has collected, and collects what it
+emits itself until it has as many tokens as the model above asks for. The last is the target, whose law the
+output follows; every level is lossless. Here the models of a chain are 0 .. K, s_i is how many tokens model
+i + 1 asks model i for (the block size), a_i is the probability that model i accepts a token of model i - 1,
+and c_i is the seconds of one call of model i. The predictions take a_i to be the same everywhere; where some
+passages are easy to draft and others hard, they are too low.
+
+A hand-over rule says what a model does with tokens beyond those it was asked for:
+
+- `truncate` throws them away;
+- `need` never has any: with r tokens to go it verifies min(s, r - 1) drafts. The text is that of `truncate`,
+  from fewer drafts;
+- `keep` hands them over too, which makes blocks longer.
+
+Calls have a static width: each costs what the longest block costs, however few tokens it holds this time.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, get_args
+
+import numpy as np
+from jaxtyping import Float
+
+from speccascade_jax.core.samplers import HandOver
+
+Array = np.ndarray
+HAND_OVER = get_args(HandOver)
+Chain = tuple[tuple[int, ...], tuple[int, ...]]  # models, smallest first, and their block sizes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidates:
+    """The models that a plan may take, and what was measured of them. The last is the target.
+
+    names: smallest first. call_seconds[i][n]: seconds of one call of model i that reads n >= 1 tokens; column
+    0 is not read. acceptance[j][i]: probability that model i accepts a token of model j < i, the mean of
+    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. Raises ValueError for other shapes, a name
+    given twice, seconds that are not positive numbers, and acceptances outside [0, 1].
+    """
+
+    names: tuple[str, ...]
+    call_seconds: Float[Array, "M columns"]
+    acceptance: Float[Array, "M M"]
+
+    def __post_init__(self) -> None:
+        names, count = tuple(self.names), len(self.names)
+        seconds, acceptance = (np.array(x, np.float64) for x in (self.call_seconds, self.acceptance))
+        if count == 0 or len(set(names)) < count:
+            raise ValueError(f"{count} names, {len(set(names))} different; give each model its own name.")
+        if seconds.ndim != 2 or len(seconds) != count or seconds.shape[1] < 2:
+            raise ValueError(f"call_seconds has shape {seconds.shape}; {count} models need ({count}, N + 1), "
+                             "where N >= 1 is the most tokens of a timed call.")
+        if acceptance.shape != (count, count):
+            raise ValueError(f"acceptance has shape {acceptance.shape}; {count} models need "
+                             f"({count}, {count}).")
+        for i, n in np.argwhere(~(np.isfinite(seconds) & (seconds > 0))[:, 1:])[:1]:
+            raise ValueError(f"call_seconds of {names[i]} for {n + 1} tokens is {seconds[i, n + 1]}; it must "
+                             "be a positive number: time that call.")
+        acceptance = np.triu(acceptance, 1)
+        for j, i in np.argwhere(~((acceptance >= 0) & (acceptance <= 1)))[:1]:
+            raise ValueError(f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}; it "
+                             "lies in [0, 1].")
+        for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance)):
+            object.__setattr__(self, field, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A chain of models and what is predicted of it. The target without a drafter has no block sizes."""
+
+    models: tuple[str, ...]       # smallest first
+    block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
+    hand_over: HandOver
+    seconds_per_token: float
+    passes_per_token: tuple[float, ...]  # each model's calls per committed token, to compare with counters
+
+
+def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
+    """(1 - a^(n+1)) / (1 - a): tokens that a verification of n drafts emits if each passes with chance a."""
+    return sum(np.asarray(a, np.float64)**x for x in range(n + 1))
+
+
+def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
+    """gamma(a, n, m): how many verifications of n drafts each it takes to collect at least m tokens, in mean.
+
+    gamma(m) = 1 + sum_x P(X = x) gamma(m - x) and gamma(m <= 0) = 0, where X is what one verification emits:
+    P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises ValueError for a negative n or m.
+    """
+    if n < 0 or m < 0:
+        raise ValueError(f"{n} drafts and {m} tokens; neither may be negative.")
+    return renewals(np.asarray(a, np.float64), n, m)[..., m]
+
+
+def renewals(a: Float[Array, "*A"], n: int, most: int) -> Float[Array, "*A columns"]:
+    """renewal(a, n, m) for m = 0 .. most."""
+    law = _law(a[..., None]**np.arange(n + 1))
+    rounds = np.zeros((*a.shape, most + 1))
+    for m in range(1, most + 1):
+        x = np.arange(1, min(n + 1, m - 1) + 1)
+        rounds[..., m] = 1 + np.sum(law[..., x] * rounds[..., m - x], axis=-1)
+    return rounds
+
+
+def _law(survives: Float[Array, "*A L"]) -> Float[Array, "*A L+1"]:
+    """P(X = x) for x = 0 .. L from P(X > x)."""
+    return -np.diff(survives, axis=-1, prepend=1.0, append=0.0)
+
+
+def triangle_violations(acceptance: Float[Array, "M M"], tolerance: float = 0.02
+                        ) -> list[tuple[int, int, int, float]]:
+    """(j, i, k, excess), j < i < k, where excess = (1 - a_jk) - (1 - a_ji) - (1 - a_ik) > tolerance; the
+    largest first. 1 - a is a total variation distance, which obeys the triangle inequality in every context:
+    an excess says that the three were measured on different texts, or on too few."""
+    distance = 1 - np.asarray(acceptance, np.float64)
+    excess = distance[:, None, :] - distance[:, :, None] - distance[None, :, :]
+    j, i, k = np.indices(excess.shape)
+    found = np.argwhere((j < i) & (i < k) & (excess > tolerance)).tolist()
+    return sorted(((j, i, k, float(excess[j, i, k])) for j, i, k in found), key=lambda one: -one[3])
+
+
+def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int],
+            hand_over: HandOver = "need") -> Plan:
+    """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls.
+
+    models: names, smallest first; block_sizes: one for each but the smallest. For `truncate` and `need` the
+    mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are
+    fixed, and the number of rounds is a stopping time. For `keep` it is an approximation, because the length
+    of a block says something about its tokens. A call of model i reads s_(i-1) + 1 tokens, with `keep`
+    s_0 + .. + s_(i-1) + 1. Raises ValueError for an unknown model or rule, models out of order, block sizes
+    below 1 or another number of them, and calls wider than those timed.
+    """
+    check_rule(hand_over)
+    unknown = [name for name in models if name not in candidates.names]
+    if unknown or not models:
+        raise ValueError(f"of the models {list(models)}, {unknown} are unknown; name at least one of "
+                         f"{', '.join(candidates.names)}.")
+    chosen = tuple(candidates.names.index(name) for name in models)
+    if list(chosen) != sorted(set(chosen)):
+        raise ValueError(f"models are {list(models)}; the candidates' order, each at most once, is "
+                         f"{[candidates.names[i] for i in sorted(set(chosen))]}.")
+    if len(block_sizes) != len(chosen) - 1:
+        raise ValueError(f"{len(chosen)} models need {len(chosen) - 1} block sizes, got {len(block_sizes)}.")
+    if any(not isinstance(size, int | np.integer) or size < 1 for size in block_sizes):
+        raise ValueError(f"block sizes are {list(block_sizes)}; each is a whole number of at least 1.")
+    sizes = tuple(map(int, block_sizes))
+    widest, timed = max(reads(sizes, hand_over)), candidates.call_seconds.shape[1] - 1
+    if widest > timed:
+        raise ValueError(f"these block sizes need calls that read {widest} tokens, and {timed} is the most "
+                         "that was timed; time wider calls or take smaller blocks.")
+    return predict_chain(candidates, (chosen, sizes), hand_over)
+
+
+def check_rule(hand_over: HandOver) -> None:
+    if hand_over not in HAND_OVER:
+        raise ValueError(f"hand_over is {hand_over!r}; the rules are {', '.join(HAND_OVER)}.")
+
+
+def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> Plan:
+    """predict() without its checks."""
+    chosen, sizes = chain
+    passes = _passes(np.array([candidates.acceptance[pair] for pair in pairwise(chosen)]), sizes, hand_over)
+    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes)
+    names = tuple(candidates.names[i] for i in chosen)
+    return Plan(names, sizes, hand_over, seconds, tuple(map(float, passes)))
+
+
+def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
+    """How many tokens each model's call reads: the last committed one and the longest block below."""
+    longest = np.cumsum(sizes, dtype=int) if hand_over == "keep" else sizes
+    return (1, *(int(size) + 1 for size in longest))
+
+
+def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str) -> Float[Array, " K+1"]:
+    """Each model's calls per committed token."""
+    unit = np.eye(len(sizes) + 1)
+    if not sizes:
+        return unit[0]
+    if hand_over == "keep":
+        calls, at_least = sizes[0] * unit[0], np.ones(sizes[0] + 1)  # P(a block holds x tokens or more)
+        for i in range(1, len(sizes)):
+            number, at_least = _first_passage(_survives(a[i - 1], at_least), sizes[i])
+            calls = number * (unit[i] + calls)
+        return (unit[-1] + calls) / _survives(a[-1], at_least).sum()
+    most = max(sizes)
+    calls = np.arange(most + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
+    for i in range(1, len(sizes)):
+        rounds, drafts = renewals(a[i - 1], sizes[i - 1], most), sizes[i - 1]
+        if hand_over == "need":
+            below = begins(rounds) @ calls[np.minimum(drafts, np.arange(most))]
+            calls = rounds[:, None] * unit[i] + np.pad(below, ((1, 0), (0, 0)))
+        else:
+            calls = rounds[:, None] * (unit[i] + calls[drafts])
+    return (unit[-1] + calls[sizes[-1]]) / expected_tokens(a[-1], sizes[-1])
+
+
+def _survives(a: float, at_least: Float[Array, " L"]) -> Float[Array, " L"]:
+    """P(a verification emits more than x tokens): the block has x drafts or more and the first x pass."""
+    return a**np.arange(len(at_least)) * at_least
+
+
+def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Float[Array, " D"]]:
+    """The mean number of verifications until `need` tokens are there, and P(there are x or more then)."""
+    law = _law(survives)
+    visits = np.zeros(need + len(law) - 1)  # [x]: the probability of ever having x tokens
+    visits[0] = 1.0
+    for x in range(need):
+        visits[x:x + len(law)] += visits[x] * law
+    rounds, visits[:need] = float(visits[:need].sum()), 0.0
+    return rounds, np.cumsum(visits[::-1])[::-1]
+
+
+def begins(rounds: Float[Array, "*A columns"]) -> Float[Array, "*A R R"]:
+    """[r - 1, q - 1]: the probability that one of the rounds that collect r tokens begins with q left. It is
+    a function of r - q whose sum over q is gamma(r), so it is gamma's difference."""
+    lag = np.arange(rounds.shape[-1] - 1)
+    lag = lag[:, None] - lag
+    return np.where(lag >= 0, np.diff(rounds, axis=-1)[..., np.maximum(lag, 0)], 0.0)

@@ -1,0 +1,107 @@
+"""Training the members of a network: exits and full model together, or the small members next to a full model
+that stays as it is.
+"""
+
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from speccascade_jax.config import TrainConfig
+from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of
+from speccascade_jax.models.exits import depth_of
+from speccascade_jax.models.layers import AfterLayer, last_written
+from speccascade_jax.training.data import Batch
+from speccascade_jax.training.distillation import distillation_loss
+from speccascade_jax.training.losses import token_loss
+
+Array = jax.Array
+CURRICULA = "all", "rotational", "gradual"
+
+
+def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The parameters that are trained, and those that are not: a frozen full model's. The same arrays."""
+    if not (isinstance(config.model, NetworkConfig) and config.exits.frozen):
+        return params, nnx.State({})
+    trained: dict[Any, Any] = {}
+    frozen: dict[Any, Any] = {}
+    for path, value in nnx.to_flat_state(params):
+        (frozen if path[0] == config.model.full_part else trained)[path] = value
+    return nnx.from_flat_state(trained), nnx.from_flat_state(frozen)
+
+
+def joined(trained: nnx.State, frozen: nnx.State) -> nnx.State:
+    """The parameters that split() has split."""
+    flat = dict(nnx.to_flat_state(frozen))
+    return nnx.from_flat_state(flat | dict(nnx.to_flat_state(trained))) if flat else trained
+
+
+def layer_dropout(key: Array, rate: float, layers: int, rows: int) -> AfterLayer:
+    """Leaves out layer l of each row with probability rate * (exp(l ln 2 / (layers - 1)) - 1): never the
+    first of the `layers`, the last with probability `rate` (LayerSkip: Elhoushi et al. 2024, section 4.1)."""
+    keys = jax.random.split(jax.random.fold_in(key, layers), layers)
+
+    def after(number: int, before: Array, new: Array) -> Array:
+        chance = rate * (math.exp(number * math.log(2) / max(layers - 1, 1)) - 1)
+        left_out = jax.random.bernoulli(keys[number], chance, (rows, 1, 1))
+        return jnp.where(left_out, before, new) if chance else new
+
+    return after
+
+
+def weights(config: TrainConfig, number: Array | None) -> Array:
+    """The weight of each member's loss in batch `number`, float32 [M], the full model's last; they sum to 1.
+    Without a number every exit counts.
+
+    Next to a frozen model all small members count alike. Else an exit after l of L layers has the weight
+    exit_weight * (1 + ... + l), the full model L - 1 + exit_weight * (1 + ... + L - 1), as in LayerSkip
+    (Elhoushi et al. 2024, section 4.1) with layers counted from 1. Its two curricula: "rotational" trains one
+    exit a step, in turn; "gradual" adds one after another, the deepest first, until half of the steps are
+    done.
+    """
+    own, model = config.exits, cast(NetworkConfig, config.model)
+    layers = model.layers if isinstance(model, ExitsConfig) else (depth_of(model.drafter),)
+    count, depth = len(layers), depth_of(full_of(model))
+    if own.frozen:
+        return jnp.array([1 / count] * count + [0.0])
+    below = jnp.array([own.exit_weight * n * (n + 1) / 2 for n in layers])
+    if number is not None and own.curriculum != "all":
+        step, place = number // config.accumulate, jnp.arange(count)
+        begins = (count - place) * config.steps / (2 * count)
+        chosen = step % count == place if own.curriculum == "rotational" else step >= begins
+        below = jnp.where(chosen, below, 0.0)
+    every = jnp.append(below, depth - 1 + own.exit_weight * depth * (depth - 1) / 2)
+    return every / jnp.sum(every)
+
+
+def member_loss(model: Any, config: TrainConfig, params: nnx.State, batch: Batch, key: Array | None = None,
+                number: Array | None = None) -> tuple[Array, Array]:
+    """Sum over real tokens of the members' losses, weighted, and the number of tokens; `key` turns dropout
+    on.
+
+    A small member's loss is (1 - distillation) times that of the data plus distillation times its divergence
+    from the full model, the full model's is that of the data.
+    """
+    own, train = config.exits, key is not None
+    if own.frozen and isinstance(config.model, ExitsConfig):
+        key = None  # exits learn from the full model as it decodes
+    after: AfterLayer = last_written
+    if key is not None and own.layer_dropout:
+        after = layer_dropout(key, own.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
+    *small, full = model.forced_members(params, batch.source, batch.source_length, batch.target, key, after)
+
+    def data_loss(logits: Array) -> Array:
+        return token_loss(logits, batch.target, batch.target_length, z_loss=config.z_loss if train else 0.0,
+                          label_smoothing=config.label_smoothing if train else 0.0)[0]
+
+    def small_loss(logits: Array) -> Array:
+        share, total = config.distillation, jnp.zeros(())
+        if share:
+            total += share * distillation_loss(logits, jax.lax.stop_gradient(full), batch.target_length,
+                                               config.divergence)
+        return total + (1.0 - share) * data_loss(logits) if share < 1 else total
+
+    losses = [*map(small_loss, small), jnp.zeros(()) if own.frozen else data_loss(full)]
+    return jnp.sum(weights(config, number) * jnp.stack(losses)), jnp.sum(batch.target_length)

@@ -1,0 +1,108 @@
+"""Every command takes three models: --models, a value a level, and what they print of the levels."""
+
+import gzip
+import json
+
+import pytest
+from corpora import SENTENCES
+
+from speccascade_jax import config as configs
+from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
+from speccascade_jax.inference.text import Cascade
+
+
+@pytest.fixture(scope="module")
+def run(t5_pair, tmp_path_factory):
+    """A config of three models with a task, as a file."""
+    folder = tmp_path_factory.mktemp("hierarchy")
+    texts = SENTENCES[:6]
+    with gzip.open(folder / "split.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"source": text, "target": text}) + "\n" for text in texts)
+    split = str(folder / "split.jsonl.gz")
+    (folder / "task.py").write_text(
+        "from speccascade_jax.config import Task, TrainConfig\n"
+        "from speccascade_jax.models.t5 import T5Config\n"
+        f"config = TrainConfig(name='x', output_dir='x', model=T5Config(), "
+        f"task=Task(train={split!r}, validation={split!r}, test={split!r}))\n")
+    models = tuple(str(t5_pair / name) for name in ("drafter", "middle", "verifier"))
+    (folder / "three.py").write_text(
+        "from speccascade_jax.config import DecodeConfig\n"
+        f"config = DecodeConfig(models={models!r}, block_size=(2, 3), max_source_length=48, "
+        f"max_new_tokens=24, task={str(folder / 'task.py')!r}, examples=({SENTENCES[0]!r},))\n")
+    return folder / "three.py"
+
+
+def test_decode(run, tmp_path, capsys):
+    out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
+    assert decode.main([f"--config={run}", f"--output={out}", f"--summary={summary}",
+                        "--temperature", "1", "--method", "opt", "speculative", "--alpha", "0.1", "0.0",
+                        "--block-size", "3", "4"]) == 0
+    [line] = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(line["level"]) == len(line["tokens"]) and set(line["level"]) <= {0, 1, 2}
+    levels = json.loads(summary.read_text())["levels"]
+    assert [sorted(level) for level in levels] == [["passes"], *[["accepted", "drafted", "passes"]] * 2]
+    assert levels[2]["passes"] == line["counts"]["rounds"]
+    assert "model 1" in capsys.readouterr().out
+    before = out.read_bytes()
+    assert decode.main([f"--config={run}", f"--output={out}"]) == 2  # those were other settings
+    assert out.read_bytes() == before
+
+
+def test_models_by_flag(run, t5_pair, capsys):
+    pair = [str(t5_pair / name) for name in ("middle", "verifier")]
+    assert decode.main([f"--config={run}", "--models", *pair, "--block-size", "2"]) == 0
+    assert decode.main([f"--config={run}", "--models", pair[1], "--block-size", "2"]) == 0
+    capsys.readouterr()
+    assert decode.main([f"--config={run}", "--models", *pair]) == 2  # whose config has two block sizes
+    assert "block_size has 2 values; 2 models have 1 verifiers" in " ".join(capsys.readouterr().err.split())
+
+
+def test_evaluate(run, tmp_path):
+    summary = tmp_path / "summary.jsonl"
+    assert evaluate.main([f"--config={run}", "--methods", "verifier", "speculative", "speculative+opt",
+                          f"--summary={summary}"]) == 0
+    alone, lossless, mixed = [json.loads(line) for line in summary.read_text().splitlines()]
+    assert alone["bleu"] == lossless["bleu"] and "levels" not in alone
+    assert len(lossless["levels"]) == len(mixed["levels"]) == 3
+
+
+@pytest.mark.full
+def test_tradeoff(run, tmp_path):
+    flags = [f"--config={run}", "--methods", "speculative", "opt", "--alphas", "0.1", "--temperatures", "0",
+             "--timed", "2", "--trials", "1", f"--output={tmp_path}"]
+    assert tradeoff.main(flags) == 0
+    again = (tmp_path / "table.txt").read_text()
+    assert "(2, 3)" in again
+    assert tradeoff.main(flags) == 0
+    assert (tmp_path / "table.txt").read_text() == again
+
+
+@pytest.mark.full
+def test_benchmark(run, tmp_path, capsys):
+    out = tmp_path / "figures.jsonl"
+    assert benchmark.main([f"--config={run}", "--input", str(run.with_name("split.jsonl.gz")),
+                           "--min-tokens", "1", "--block-sizes", "2", f"--output={out}"]) == 0
+    figures = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"gamma 2"}
+    assert benchmark.main([f"--config={run}"]) == 2
+    assert "give --input alone" in " ".join(capsys.readouterr().err.split())
+
+
+def test_plan(run, tmp_path, capsys):
+    out = tmp_path / "planned.py"
+    flags = [f"--config={run}", "--limit", "3", "--max-block", "2", "--repetitions", "1"]
+    assert plan.main([*flags, f"--output={out}", "--check"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in ("hierarchy", "pair", "target", "middle"))
+    planned = configs.load(out)
+    assert planned.models[-1].endswith("verifier")
+    cascade = Cascade.from_config(planned)
+    [output] = cascade.generate(planned.examples, planned.settings)
+    three = Cascade.from_config(configs.load(run))
+    assert output.tokens == next(iter(three.generate(planned.examples, method="verifier"))).tokens
+    other = tmp_path / "other.py"
+    other.write_text("config = 1\n")
+    for wrong, said in ((["--output", str(other)], "holds something else"), (["--max-block=99"], "at most"),
+                        (["--output", "plan.txt"], "ends in .py"), (["--method", "opt"], "lossless")):
+        assert plan.main([*flags, *wrong]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,132 @@
+"""Three models and one through the text API: the array level's laws are in tests/core."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from corpora import SENTENCES
+
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade
+
+LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
+ORDER = "drafter", "middle", "verifier"
+
+
+@pytest.fixture(scope="module")
+def three(t5_pair):
+    return Cascade.load(*(t5_pair / name for name in ORDER), **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def pair(t5_pair):
+    return Cascade.load(t5_pair / "drafter", t5_pair / "verifier", **LIMITS)
+
+
+def tokens(cascade, **options):
+    return [output.tokens for output in cascade.generate(SENTENCES, **options)]
+
+
+@pytest.mark.parametrize("hand_over", ["need", pytest.param("truncate", marks=pytest.mark.full),
+                                       pytest.param("keep", marks=pytest.mark.full)])
+def test_greedy_hierarchies_write_the_verifiers_tokens(three, hand_over):
+    alone = tokens(three, method="verifier")
+    for block_size, batch_size in (((2, 4), 1), ((3, 2), 6)):
+        assert tokens(three, block_size=block_size, batch_size=batch_size, hand_over=hand_over) == alone
+
+
+def test_counts_of_every_level(three):
+    for output in three.generate(SENTENCES, block_size=(2, 4), temperature=1.0):
+        [base, middle], top = output.counts["below"], output.counts
+        assert top["emitted"] == len(output.tokens) == len(output.level)
+        assert sum(middle["histogram"]) == middle["rounds"] and sum(top["histogram"]) == top["rounds"]
+        assert middle["emitted"] >= top["drafted"] >= top["accepted"]  # all that is verified was handed over
+        assert base["passes"] == output.counts["drafter_passes"] >= middle["drafted"]
+        written = np.bincount(output.level, minlength=3)
+        assert written[2] == output.origin.count("correction") + output.origin.count("bonus")
+        assert written[0] + written[1] == top["accepted"] == output.origin.count("draft")
+        assert written[0] <= middle["accepted"]
+
+
+def test_every_level_writes(three):
+    levels = [level for output in three.generate(SENTENCES, block_size=(2, 4), temperature=1.0)
+              for level in output.level]
+    assert set(levels) == {0, 1, 2}
+
+
+def test_levels_of_a_pair_and_of_one_model(pair):
+    for output in pair.generate(SENTENCES[:3], temperature=1.0):
+        assert output.level == [int(origin != "draft") for origin in output.origin]
+    for method, level in (("verifier", 0), ("token_cascade", None), ("sequence", None)):
+        for output in pair.generate(SENTENCES[:3], method=method, alpha=0.5 if level is None else 0.0):
+            assert output.level == [level if level is not None else int(o != "draft") for o in output.origin]
+
+
+def test_one_value_stands_for_all_levels(three):
+    each = tokens(three, method=("opt", "opt"), alpha=(0.3, 0.3), block_size=(3, 3), temperature=1.0)
+    assert each == tokens(three, method="opt", alpha=0.3, block_size=3, temperature=1.0)
+    assert each == tokens(three, method="opt+opt", alpha=0.3, block_size=3, temperature=1.0)
+    assert each == tokens(three, method=(METHODS["opt"], "opt"), alpha=0.3, block_size=3, temperature=1.0)
+    assert each != tokens(three, method="speculative+opt", alpha=0.3, block_size=3, temperature=1.0)
+
+
+def test_rows_of_a_batch_follow_their_own_levels(three):
+    settings = [Settings(method=method, alpha=alpha, block_size=(2, 3), temperature=1.0)
+                for method, alpha in (("speculative", 0.0), ("opt", (0.0, 0.3)),
+                                      ("speculative+token_v3", 0.4), ("chow+speculative", (0.5, 0.0)))]
+    together = list(three.generate(SENTENCES[:4], settings, batch_size=4))
+    for n, (text, own) in enumerate(zip(SENTENCES[:4], settings, strict=True)):
+        [alone] = three.generate([text], own, first_index=n)
+        assert (together[n].tokens, together[n].counts) == (alone.tokens, alone.counts)
+
+
+def test_streaming_a_hierarchy(three):
+    settings = Settings(block_size=(2, 3), temperature=1.0)
+    [output] = three.generate(SENTENCES[:1], settings)
+    assert list(three.stream(SENTENCES[0], settings))[-1] == output.text
+
+
+def test_one_model_is_a_cascade_of_one(pair, t5_pair):
+    one = Cascade.load(t5_pair / "verifier", **LIMITS)
+    assert tokens(one) == tokens(pair, method="verifier")
+    assert tokens(one, method="drafter", temperature=1.0) == tokens(one, temperature=1.0)
+
+
+@pytest.mark.parametrize("options,said", [
+    ({"block_size": (2, 3, 4)}, "block_size has 3 values; 3 models have 2 verifiers"),
+    ({"alpha": (0.1,) * 3, "method": "opt"}, "alpha has 3 values"),
+    ({"method": ("opt", "opt", "opt")}, "method has 3 values"),
+    ({"method": ("opt", "bild")}, "bild is no rule for one level"),
+    ({"method": "opt+verifier"}, "verifier is no rule for one level"),
+    ({"method": "token_cascade"}, "token_cascade is made of two models, not of 3"),
+    ({"method": "opt+nothing"}, "unknown method 'nothing'"),
+    ({"method": "opt", "alpha": (0.1, -1.0)}, "alpha is -1.0; for opt"),
+    ({"block_size": (2, 0)}, "block_size is 0")])
+def test_values_that_fit_no_hierarchy(three, options, said):
+    with pytest.raises(ValueError, match=said):
+        three.generate(SENTENCES, **options)
+
+
+def test_rules_need_two_models(t5_pair):
+    one = Cascade.load(t5_pair / "verifier", **LIMITS)
+    with pytest.raises(ValueError, match="opt needs a drafter and a verifier"):
+        one.generate(SENTENCES, method="opt")
+
+
+def test_models_that_do_not_go_together(t5_pair):
+    with pytest.raises(ValueError, match="is named twice"):
+        Cascade.load(t5_pair / "drafter", t5_pair / "drafter")
+    with pytest.raises(ValueError, match="no models"):
+        Cascade.load()
+    with pytest.raises(ValueError, match="a config names a drafter and a verifier, or models"):
+        DecodeConfig(drafter="a")
+    run = DecodeConfig(models=tuple(str(t5_pair / name) for name in ORDER), block_size=(1, 2, 3))
+    with pytest.raises(ValueError, match="block_size has 3 values"):
+        run.check()
+    with pytest.raises(ValueError, match="hand_over is 'some'; known: need, truncate, keep"):
+        dataclasses.replace(run, block_size=2, hand_over="some").check()
+    run = dataclasses.replace(run, block_size=2, models=("missing", *run.models[1:]))
+    with pytest.raises(ValueError, match=r"model 0's checkpoint missing is missing.*--models"):
+        Cascade.from_config(run)
