@@ -13,6 +13,7 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.evaluation.rates import check_identities
 
 VOCAB, EOS, STEPS = 4, 3, 4
+HAND_OVERS = ("need", "truncate", "keep")
 FAIL_BELOW = 1e-4
 PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
 TABLES = [table(seed, VOCAB) for seed in (39, 40, 41, 42)]  # rules defer in about half of their contexts
@@ -64,3 +65,8 @@ def p_value(methods, alphas, block_sizes, *, rows, **options):
 def quick(*parameters, among):
     """Parameters of which the quick suite runs those `among`, a setting each; the rest is for --full."""
     return [pytest.param(*p, marks=() if p in among else pytest.mark.full) for p in parameters]
+
+
+def with_rules(hierarchies):
+    """Each with one of the rules of handing over."""
+    return [(*one, HAND_OVERS[number % 3]) for number, one in enumerate(hierarchies)]
