@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hierarchy_reference import MODULUS, Hierarchy, Uniforms, deviation
-from joint_laws import EOS, FAIL_BELOW, HAND_OVERS, LENIENCE, PROMPTS, TABLES, VOCAB, p_value, quick, with_rules
+from joint_laws import EOS, FAIL_BELOW, LENIENCE, PROMPTS, TABLES, VOCAB, p_value, quick, with_rules
 from toys import TableCache, TableLM, sequence_law, table
 
 from speccascade_jax.core import samplers
@@ -23,7 +23,7 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models.cache import write
 from speccascade_jax.planning.prediction import Candidates, predict, renewal
 
-SURE, LONG = "speculative", 24
+SURE, LONG, HAND_OVERS = "speculative", 24, ("need", "truncate", "keep")
 
 # The recursion, enumerated
 
