@@ -19,6 +19,8 @@ install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines",
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
+    parser.addoption("--rest", action="store_true", help="with --full: leave out what the quick suite runs in "
+                                                         "the same way")
 
 
 def is_quick(item) -> bool:
@@ -27,10 +29,17 @@ def is_quick(item) -> bool:
     return mark is None or (hasattr(item, "callspec") and item.callspec.id in mark.kwargs.get("quick", ()))
 
 
+def is_larger(item) -> bool:
+    """Whether a test runs with --full only, or in another way."""
+    return not is_quick(item) or not {"full", "rows"}.isdisjoint(item.fixturenames)
+
+
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full"):
-        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
-        items[:] = [item for item in items if is_quick(item)]
+    wanted = is_quick
+    if config.getoption("--full"):
+        wanted = is_larger if config.getoption("--rest") else bool
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = [item for item in items if wanted(item)]
 
 
 @pytest.fixture(scope="session")
