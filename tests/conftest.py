@@ -19,8 +19,7 @@ install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines",
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
-    parser.addoption("--rest", action="store_true", help="with --full: leave out what the quick suite runs in "
-                                                         "the same way")
+    parser.addoption("--rest", action="store_true", help="with --full: not what the quick suite runs as well")
 
 
 def is_quick(item) -> bool:

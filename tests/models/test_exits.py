@@ -43,22 +43,22 @@ def up_to(number):
     return range(number + 1)
 
 
-@pytest.mark.full(quick=["t5", "gemma"])
+@pytest.mark.full(quick=["gemma"])
 def test_every_member_obeys_the_laws(network):
     check_members(*network, up_to)
 
 
-@pytest.mark.full(quick=["t5", "gemma"])
+@pytest.mark.full(quick=["t5"])
 def test_members_may_read_in_any_order(network):
     check_interleaved(*network, up_to)
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full
 def test_rows_are_independent_and_can_be_replaced(network):
     check_rows(*network)
 
 
-@pytest.mark.full(quick=["t5", "gemma"])
+@pytest.mark.full(quick=["t5"])
 def test_the_full_member_is_the_plain_model_bit_for_bit(network):
     model, params = network
     plain, own = model.full, params["full"]
@@ -108,6 +108,7 @@ def test_an_adapter_matters():
     np.testing.assert_array_equal(a[2], b[2])
 
 
+@pytest.mark.full(quick=["t5"])
 @pytest.mark.parametrize("config", NETWORKS.values(), ids=NETWORKS)
 def test_nothing_is_copied(config):
     """A network around a model has its arrays, and besides those what the exits have of their own."""
@@ -216,7 +217,7 @@ def test_damaged_shapes_are_named(change, said, tmp_path):
         checkpoints.config_of(str(tmp_path))
 
 
-@pytest.mark.full(quick=["t5-int8-0.5", "gemma-bfloat16-0.2"])
+@pytest.mark.full
 @pytest.mark.parametrize("dtype,within", [("bfloat16", 0.2), ("int8", 0.5)])
 @pytest.mark.parametrize("name", ["t5", "gemma"])
 def test_exits_decode_in_fewer_bits(name, dtype, within, tmp_path):

@@ -40,10 +40,12 @@ def test_both_members_obey_the_laws(network):
     check_members(*network, own)
 
 
+@pytest.mark.full
 def test_members_may_read_in_any_order(network):
     check_interleaved(*network, own)
 
 
+@pytest.mark.full
 def test_rows_are_independent_and_can_be_replaced(network):
     check_rows(*network)
 
@@ -126,7 +128,7 @@ def test_damaged_shapes_are_named(change, said, tmp_path):
         checkpoints.config_of(str(tmp_path))
 
 
-@pytest.mark.full(quick=["int8-0.5"])
+@pytest.mark.full
 @pytest.mark.parametrize("dtype,within", [("bfloat16", 0.2), ("int8", 0.5)])
 def test_both_decode_in_fewer_bits(dtype, within, tmp_path):
     model = model_of(CONFIG)

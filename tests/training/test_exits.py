@@ -66,6 +66,7 @@ def member_losses(config, params, batch):
     return data, far
 
 
+@pytest.mark.full(quick=["drafter"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_the_full_model_stays_as_it_is_bit_for_bit(name):
     """Only what the small members have of their own is trained, and they come closer to the full model."""
@@ -114,7 +115,7 @@ def test_exits_learn_from_the_full_model_without_dropout():
     assert abs(noisy - member_loss(model, together, params, batch)[0]) > 1e-3  # the control
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full
 @pytest.mark.parametrize("model", [ExitsConfig(T5, (1, 2)), ExitsConfig(GEMMA, (1, 2))], ids=["t5", "gemma"])
 def test_exits_and_full_model_learn_together(model):
     config = run_of(model, distillation=0.0, exits=ExitTraining(
