@@ -179,7 +179,7 @@ def caches_of(caches):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("methods,sizes,hand_over", with_rules(COMPILED[2:]))
+@pytest.mark.parametrize("methods,sizes,hand_over", with_rules(COMPILED[2:])[::2])
 def test_caches_hold_the_text(methods, sizes, hand_over):
     """After each round: a prefix of the committed text, short of it by no more than is read again."""
     for rows in (1, 8):
