@@ -100,10 +100,6 @@ class Cascade:
         """
         if not paths:
             raise ValueError("no models: give a checkpoint, or several, the smallest model's first.")
-        for n, path in enumerate(paths):
-            if path in paths[:n]:
-                raise ValueError(f"{path} is named twice: each model stands once.")
-
         def cut(path: str) -> Any:
             return None if tensor_parallel == 1 else partial(
                 tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
