@@ -36,17 +36,13 @@ from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Contestant, slope
-from speccascade_jax.evaluation.rates import (
-    expected_tokens_per_call,
-    position_acceptance,
-    relative_cost,
-    summarize,
-)
+from speccascade_jax.evaluation.rates import position_acceptance, relative_cost, summarize
 from speccascade_jax.inference.outputs import append_line, check_targets
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.training.data import joined_examples
 
 
@@ -319,7 +315,7 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Seque
         "predicted, a scoring call as one step": predicted,
         f"predicted, with {profiling.scoring(gamma)} and the rules as timed": with_parts,
         "the same, by the tokens a call as counted":  # without ends of texts and dependent acceptances
-            with_parts * expected_tokens_per_call(acceptance, gamma) / per_call,
+            with_parts * expected_tokens(acceptance, gamma) / per_call,
         "and with whole rounds as timed":  # what both models in one round cost besides their parts
             part["round"] / per_call}
 

@@ -145,7 +145,7 @@ def summary_of(run: DecodeConfig, outputs: Sequence[Output], resumed: int, casca
                ) -> dict[str, Any]:
     """The figures of a run, whose first `resumed` outputs an earlier one has decoded."""
     summary: dict[str, Any] = summarize([output.counts for output in outputs])
-    if run.name in METHODS and not METHODS[run.name].defers:
+    if not run.defers:
         summary["deferral_rate"] = None
     seconds, tokens = cascade.clock.decode_seconds, sum(len(output.tokens) for output in outputs[resumed:])
     return summary | {

@@ -1,6 +1,7 @@
 """Which models, and how many tokens each drafts: the hierarchy of least predicted time on this machine.
 
-    python scripts/plan.py --config=demo_hierarchy --check --output plan.py
+    python scripts/plan.py --config=demo --check --output plan.py
+    python scripts/plan.py --config=demo --models SMALL MIDDLE LARGE
     python scripts/decode.py --config=plan.py
 
 Every call is timed, and how often each model accepts another's tokens is read off the largest one's texts.
@@ -183,7 +184,7 @@ def show_plans(plans: dict[str, Plan], times: dict[str, Any], screen: Console) -
     screen.print(table)
 
 
-def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str], largest: str) -> None:
+def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str]) -> None:
     """A config file that loads `config` with the plan's models and block sizes."""
     loaded, run = configs.load(arguments.config), arguments.run
     chosen = dataclasses.replace(
@@ -217,7 +218,7 @@ def plan(arguments: Arguments) -> None:
     if len(chosen.models) == 1:
         screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")
     if arguments.output is not None:
-        write_config(arguments.output, arguments, chosen, paths, names[-1])
+        write_config(arguments.output, arguments, chosen, paths)
         screen.print(f"written: {arguments.output}; decode with --config={arguments.output}")
 
 

@@ -54,6 +54,6 @@ METHODS: dict[str, Method] = {
     "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
     "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
     "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(rules.lossy_tuned, 0, 0.999, "lossy speculative sampling, tuned", defers=False),
+    "lossy_tuned": Method(rules.lossy_tuned, 0, 0.999, "as lossy, with a tuned beta", defers=False),
     "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
 }

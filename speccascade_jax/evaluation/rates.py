@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.planning.prediction import expected_tokens
 
 
 def check_identities(counters: Counters) -> None:
@@ -81,12 +81,6 @@ def position_acceptance(origins: list[list[str]]) -> float:
     return accepted / max(accepted + sum(origin.count("correction") for origin in origins), 1)
 
 
-def expected_tokens_per_call(acceptance: Float[np.ndarray, "..."] | float, block_size: int) -> Any:
-    """(1 - a^(gamma+1)) / (1 - a): tokens per verifier call with independent acceptance a."""
-    a = np.asarray(acceptance, np.float64)
-    return np.sum([a**i for i in range(block_size + 1)], axis=0)
-
-
 def relative_cost(acceptance: float, block_size: int, step_ratio: float, overhead: float = 0.0) -> float:
     """Predicted time per token relative to the verifier's.
 
@@ -94,4 +88,4 @@ def relative_cost(acceptance: float, block_size: int, step_ratio: float, overhea
     verifier step, in verifier steps.
     """
     cost = (block_size + 1) * step_ratio + 1.0 + overhead
-    return float(cost / expected_tokens_per_call(acceptance, block_size))
+    return float(cost / expected_tokens(acceptance, block_size))

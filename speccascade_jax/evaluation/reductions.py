@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.sweep import Latency, Quality, alone, gamma
@@ -50,11 +50,10 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
             time = Time(float(own.seconds.sum() / large.seconds.sum()), interval(ratios),
                         cost_a_token(point, q, step_ratio) * float(own.tokens.sum() / large.tokens.sum()))
         accepted = q.rate("accepted", "drafted")
-        defers = point.name not in METHODS or METHODS[point.name].defers
         found.append(Result(
             point, score(metric, q.statistics.sum(axis=0)),
             bootstrap(metric, q.statistics, verifier.statistics),
-            q.rate("deferred", "drafted") if defers else None,
+            q.rate("deferred", "drafted") if point.defers else None,
             None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time))
     return found
 

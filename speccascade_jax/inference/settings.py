@@ -35,6 +35,12 @@ class Settings:
         METHODS does not hold is `custom`."""
         return self.method if isinstance(self.method, str) else "+".join(map(_name, _each(self.method)))
 
+    @property
+    def defers(self) -> bool:
+        """Whether there are deferrals to count: some method is a deferral rule, or no Method at all."""
+        rules = [METHODS.get(one) if isinstance(one, str) else one for one in _each(self.method)]
+        return any(rule is None or rule.defers for rule in rules)
+
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
         """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up.
 

@@ -10,6 +10,11 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.models.exits import ExitsConfig, ExitsModel
+from speccascade_jax.models.members import Member
+from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
+from speccascade_jax.models.t5 import T5Config, T5Model
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
 ORDER = "drafter", "middle", "verifier"
@@ -92,6 +97,12 @@ def test_streaming_a_hierarchy(three):
     assert list(three.stream(SENTENCES[0], settings))[-1] == output.text
 
 
+def test_only_rules_have_a_deferral_rate():
+    assert [Settings(method=method).defers for method in (
+        "lossy", "lossy+lossy", "lossy+opt", "opt", METHODS["lossy"], "bild", "verifier")] == [
+        False, False, True, True, False, True, True]
+
+
 def test_one_model_is_a_cascade_of_one(pair, t5_pair):
     one = Cascade.load(t5_pair / "verifier", **LIMITS)
     assert tokens(one) == tokens(pair, method="verifier")
@@ -132,3 +143,61 @@ def test_models_that_do_not_go_together(t5_pair):
     run = dataclasses.replace(run, block_size=2, models=("missing", *run.models[1:]))
     with pytest.raises(ValueError, match=r"model 0's checkpoint missing is missing.*--models"):
         Cascade.from_config(run)
+
+
+T5 = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+              num_decoder_layers=3)
+NETWORKS = {"exits": ExitsModel(ExitsConfig(T5, (1, 2))), "shared encoder": SharedEncoderModel(
+    SharedEncoderConfig(T5, dataclasses.replace(T5, num_encoder_layers=0, num_decoder_layers=1)))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A member with a cache that no other member reads."""
+
+    own: Member
+
+    @property
+    def vocab_size(self):
+        return self.own.vocab_size
+
+    def prefill(self, *arguments):
+        return self.own.prefill(*arguments)
+
+    def extend(self, *arguments):
+        return self.own.extend(*arguments)
+
+    def roll_back(self, *arguments):
+        return self.own.roll_back(*arguments)
+
+
+@pytest.mark.parametrize("hand_over,temperature", [
+    ("need", 0.0), *(pytest.param(rule, t, marks=pytest.mark.full) for rule in ("truncate", "keep")
+                     for t in (0.0, 1.0))])
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_members_of_a_network_draft_for_each_other(network, hand_over, temperature, spiece):
+    """They write what copies of them write that share nothing, and at temperature 0 the full model's text."""
+    params = network.init(0)
+    members, count = network.members, len(network.members)
+    together = Cascade(members, (params,) * count, Tokenizer(spiece), **LIMITS)
+    settings = {"block_size": (2, 3)[-count + 1:], "hand_over": hand_over, "temperature": temperature}
+    sampler, nest = together.sampler(Settings(**settings))
+    assert sampler.models == network and nest is params  # held once
+    apart = Cascade(tuple(map(Alone, members)), (params,) * count,
+                    Tokenizer(spiece), **LIMITS)
+    found = tokens(together, **settings)
+    assert found == tokens(apart, **settings)
+    if temperature == 0:
+        assert found == tokens(together, method="verifier")
+
+
+def test_members_stand_in_their_order(spiece):
+    network = NETWORKS["exits"]
+    params, other, (small, middle, full) = object(), object(), network.members
+    for models, held, said in (
+            ((middle, small, full), (params,) * 3, "member 2 comes before member 1"),
+            ((small, small), (params,) * 2, "member 1 comes before member 1"),
+            ((small, full), (params, other), "two networks of one shape do not go together"),
+            ((small, T5Model(T5), full), (params, other, params), "stand next to each other")):
+        with pytest.raises(ValueError, match=said):
+            Cascade(models, held, Tokenizer(spiece), **LIMITS)
