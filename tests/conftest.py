@@ -5,6 +5,9 @@ import gc
 import json
 import os
 
+# Programs here are tiny and run few times: what they are compiled to need not be fast. Read when jax starts.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import numpy as np
 import pytest

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Key
 
-from speccascade_jax.core.samplers import NO_TOKEN, Counts, Origin, Rows, Sampler, add, after, placed_at
+from speccascade_jax.core.samplers import NO_TOKEN, Counts, Origin, Rows, Sampler, add, after, placed_at, step
 from speccascade_jax.core.sampling import noise
 from speccascade_jax.core.typing import (
     AnyArray,
@@ -105,7 +105,7 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
     rows = Rows(noise(asked.keys, sampler.level + 1, length), asked.options, asked.alphas, asked.methods,
                 jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
                 prefix.length, room)
-    shapes = jax.eval_shape(lambda: sampler.step(params, caches, rows, NO_TOKEN)[2])
+    shapes = jax.eval_shape(lambda: step(sampler, params, caches, rows, NO_TOKEN)[2])
     nothing = jnp.zeros_like(room)
 
     def zeros(*extra: int) -> Counts:
@@ -127,7 +127,7 @@ def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) ->
 
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
     """One round: every unfinished row commits one block."""
-    block, caches, counted = sampler.step(params, state.caches, state.rows, eos_id)
+    block, caches, counted = step(sampler, params, state.caches, state.rows, eos_id)
     recent = after(block, state.rows.recent)
     finished = (block.size > 0) & (recent[:, -1] == eos_id)
     rows = state.rows._replace(recent=recent, start=state.rows.start + block.size,
@@ -150,9 +150,8 @@ def run(sampler: Sampler, params: Params, state: State, finished: Any, rounds: A
     busy = state.rows.room.shape[0] - finished
 
     def goes_on(carry: tuple[State, Array]) -> Array:
-        state, done = carry
-        on = jnp.sum(state.rows.room > 0) > busy
-        return on if rounds is None else on & (done < rounds)
+        on = jnp.sum(carry[0].rows.room > 0) > busy
+        return on if rounds is None else on & (carry[1] < rounds)
 
     def one_more(carry: tuple[State, Array]) -> tuple[State, Array]:
         return advance(sampler, params, carry[0], eos_id=eos_id), carry[1] + 1

@@ -111,6 +111,12 @@ class Sampler(Protocol):
         ...
 
 
+@partial(jax.jit, static_argnums=(0, 4))
+def step(sampler: Sampler, params: Params, caches: Cache, rows: Rows, eos_id: int) -> Any:
+    """sampler.step(), which is traced once however many levels and loops ask for it."""
+    return sampler.step(params, caches, rows, eos_id)
+
+
 @dataclasses.dataclass(frozen=True)
 class Autoregressive:
     """One model, one token a step. Counts its passes, [B]."""
@@ -257,21 +263,21 @@ class Speculative:
                 at = at._replace(room=jnp.where((left > 0) & (extra == 0), NO_LIMIT, left))
             elif self.hand_over == "need" and drafter.width > 1:
                 at = at._replace(want=left)
-            block, caches, counts = drafter.step(params, caches, at, eos_id)
+            block, caches, counts = step(drafter, params, caches, at, eos_id)
             return block, caches, after(block, recent), counts
 
         if drafter.width == 1 and rows.want is None:  # a known number of steps
-            def step(carry: Any, n: Int[Array, ""]) -> Any:
+            def another(carry: Any, n: Int[Array, ""]) -> Any:
                 block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)
                 return carry, (block, counts)
 
             first, *begun, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
             steps = jnp.arange(1, self.block_size + (not all(lossless)))
-            (caches, _), (blocks, counts) = lax.scan(step, begun, steps)
+            (caches, _), (blocks, counts) = lax.scan(another, begun, steps)
             blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
             found = (jnp.moveaxis(x[:self.width, :, 0], 0, 1) for x in blocks[:-1])
             size = jnp.where(rows.room > 0, self.block_size, 0)
-            return Block._make((*found, size)), caches, add(passes, add_up(counts))
+            return Block._make((*found, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
 
         def busy(carry: Any) -> Array:
             return (carry[0].size < need) & ~carry[3]
@@ -340,8 +346,7 @@ def written(draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: in
             ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
     """The round's tokens, the accepted draft and then the next token, and their origins."""
     column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
-    tokens = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(column == stop, verdict.next_token[:, None], tokens)
+    tokens = jnp.where(column == stop, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
     own = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
     kept = origin - origin % len(Origin) + Origin.DRAFT  # its writer's level stays
     return tokens, jnp.where(column < stop, kept, own).astype(jnp.int32)
@@ -370,11 +375,6 @@ def after(block: Block, recent: Int[Array, "B R"]) -> Int[Array, "B R"]:
 
 def add(a: Counts, b: Counts) -> Counts:
     return jax.tree.map(jnp.add, a, b)
-
-
-def add_up(counts: Counts) -> Counts:
-    """The sum over a leading axis of steps."""
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
 
 
 def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:

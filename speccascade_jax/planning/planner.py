@@ -12,7 +12,6 @@ from speccascade_jax.planning.prediction import (
     Plan,
     begins,
     check_rule,
-    expected_tokens,
     predict_chain,
     reads,
     renewals,
@@ -29,7 +28,8 @@ def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "nee
     For `truncate` and `need` this is the least. What a chain takes to collect r tokens rises with what the
     chain below it takes, so of the chains up to a model only those are kept that no other beats: for
     `truncate`, where one r counts, at some r; for `need`, where every r up to the block size counts, at all r
-    together. Those may be many; should the search take long, bound most_models. For `keep` it is the best end
+    together, as where models add to what a text costs. Those may be many; should the search take long, bound
+    most_models. For `keep` it is the best end
     of a local search from the `truncate` plans of max_block and every smaller one, and from the best pair.
     Raises ValueError for an unknown rule, bounds below 1, and calls of max_block + 1 tokens that were not
     timed.
@@ -56,26 +56,32 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int)
     target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.call_seconds[:, 2:max_block + 2]
-    # For each drafter: chains that end with it, and the seconds [chain, r - 1] they take to collect r tokens.
+    own = candidates.once
+    one_r = hand_over == "truncate" and not own[:-1].any()
+    # For each drafter: chains that end with it, the seconds [chain, r - 1] they take to collect r tokens, and
+    # [chain] their share of what a text costs.
     chains: list[list[Chain]] = [[((i,), ())] for i in range(target)]
     seconds = [ones[i] * np.array([sizes]) for i in range(target)]
+    once = [own[i:i + 1] for i in range(target)]
     alone, bounded = list(seconds), most <= target
     # One pass lengthens chains by one model; it may use what it has just found if their length has no bound.
     for _ in range(most - 2 if bounded else 1):
-        below, times = (list(chains), list(seconds)) if bounded else (chains, seconds)
+        below, times, shares = (map(list, (chains, seconds, once)) if bounded else (chains, seconds, once))
         for i in range(1, target):
             shorter = [chain for j in range(i) for chain in below[j]]
             every = np.concatenate([alone[i], *(_collect(hand_over, rounds[j, i], calls[i], times[j])
                                                 for j in range(i))])
-            kept = np.unique(np.argmin(every, axis=0)) if hand_over == "truncate" else _unbeaten(every)
-            seconds[i] = every[kept]
+            share = own[i] + np.concatenate([[0.0], *(np.repeat(shares[j], max_block) for j in range(i))])
+            kept = np.unique(np.argmin(every, axis=0)) if one_r else _unbeaten(np.c_[every, share])
+            seconds[i], once[i] = every[kept], share[kept]
             chains[i] = [_longer(shorter[(k - 1) // max_block], i, (k - 1) % max_block) if k else ((i,), ())
                          for k in kept.tolist()]
     found: Chain = (target,), ()
-    least = ones[target]
+    least = ones[target] + own[target]
     for j in range(target if most > 1 else 0):
-        tokens = np.array([expected_tokens(candidates.acceptance[j, target], size) for size in sizes])
-        per_token = (calls[target] + seconds[j]) / tokens
+        rounds_per_token = np.array([candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
+                                     for size in sizes])
+        per_token = (calls[target] + seconds[j]) * rounds_per_token + once[j][:, None] + own[target]
         number, size = divmod(int(np.argmin(per_token)), max_block)
         if per_token[number, size] < least:
             found, least = _longer(chains[j][number], target, size), per_token[number, size]

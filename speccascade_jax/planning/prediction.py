@@ -16,6 +16,8 @@ A hand-over rule says what a model does with tokens beyond those it was asked fo
 - `keep` hands them over too, which makes blocks longer.
 
 Calls have a static width: each costs what the longest block costs, however few tokens it holds this time.
+A text costs more than its rounds: every model of the chain reads the source, and the last round's surplus is
+lost. Given the texts' lengths and what they cost besides, both are part of the prediction.
 """
 
 import dataclasses
@@ -39,17 +41,22 @@ class Candidates:
 
     names: smallest first. call_seconds[i][n]: seconds of one call of model i that reads n >= 1 tokens; column
     0 is not read. acceptance[j][i]: probability that model i accepts a token of model j < i, the mean of
-    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. Raises ValueError for other shapes, a name
-    given twice, seconds that are not positive numbers, and acceptances outside [0, 1].
+    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. lengths: the tokens of typical texts; none:
+    one text without end. text_seconds[i]: what a text costs besides its calls where model i takes part, the
+    target's with all that every text costs; read where there are lengths. Raises ValueError for other shapes,
+    a name given twice, seconds that are not positive numbers, acceptances outside [0, 1], lengths below 1.
     """
 
     names: tuple[str, ...]
     call_seconds: Float[Array, "M columns"]
     acceptance: Float[Array, "M M"]
+    lengths: tuple[int, ...] = ()
+    text_seconds: Float[Array, " M"] | None = None
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
         seconds, acceptance = (np.array(x, np.float64) for x in (self.call_seconds, self.acceptance))
+        once = np.zeros(count) if self.text_seconds is None else np.array(self.text_seconds, np.float64)
         if count == 0 or len(set(names)) < count:
             raise ValueError(f"{count} names, {len(set(names))} different; give each model its own name.")
         if seconds.ndim != 2 or len(seconds) != count or seconds.shape[1] < 2:
@@ -65,8 +72,26 @@ class Candidates:
         for j, i in np.argwhere(~((acceptance >= 0) & (acceptance <= 1)))[:1]:
             raise ValueError(f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}; it "
                              "lies in [0, 1].")
-        for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance)):
+        if once.shape != (count,) or not (np.isfinite(once) & (once >= 0)).all():
+            raise ValueError(f"text_seconds is {once.tolist()}; {count} models need {count} numbers, each at "
+                             "least 0.")
+        if min(self.lengths, default=1) < 1:
+            raise ValueError(f"lengths has {min(self.lengths)}; a text has at least one token.")
+        for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance),
+                             ("text_seconds", once)):
             object.__setattr__(self, field, value)
+
+    @property
+    def once(self) -> Float[Array, " M"]:
+        """Of text_seconds, a token's share."""
+        return np.asarray(self.text_seconds) / np.mean(self.lengths) if self.lengths else np.zeros(len(self.names))
+
+    def rounds(self, survives: Float[Array, "*A L"]) -> Float[Array, "*A"]:
+        """The target's calls per token, where P(one emits more than x tokens) is survives[x]."""
+        if not self.lengths:
+            return 1 / survives.sum(axis=-1)
+        rounds = _renewals(_law(survives), max(self.lengths))[..., self.lengths]
+        return rounds.mean(axis=-1) / np.mean(self.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +101,7 @@ class Plan:
     models: tuple[str, ...]       # smallest first
     block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
     hand_over: HandOver
-    seconds_per_token: float
+    seconds_per_token: float      # with a token's share of what a text costs
     passes_per_token: tuple[float, ...]  # each model's calls per committed token, to compare with counters
 
 
@@ -98,10 +123,15 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
 
 def renewals(a: Float[Array, "*A"], n: int, most: int) -> Float[Array, "*A columns"]:
     """renewal(a, n, m) for m = 0 .. most."""
-    law = _law(a[..., None]**np.arange(n + 1))
-    rounds = np.zeros((*a.shape, most + 1))
+    return _renewals(_law(a[..., None]**np.arange(n + 1)), most)
+
+
+def _renewals(law: Float[Array, "*A L"], most: int) -> Float[Array, "*A columns"]:
+    """How many draws of X it takes until their sum is at least m, in mean, for m = 0 .. most; P(X = x) is
+    law[x], P(X = 0) = 0."""
+    rounds = np.zeros((*law.shape[:-1], most + 1))
     for m in range(1, most + 1):
-        x = np.arange(1, min(n + 1, m - 1) + 1)
+        x = np.arange(1, min(law.shape[-1], m))
         rounds[..., m] = 1 + np.sum(law[..., x] * rounds[..., m - x], axis=-1)
     return rounds
 
@@ -125,7 +155,8 @@ def triangle_violations(acceptance: Float[Array, "M M"], tolerance: float = 0.02
 
 def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int],
             hand_over: HandOver = "need") -> Plan:
-    """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls.
+    """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls, and
+    a token's share of what a text costs besides.
 
     models: names, smallest first; block_sizes: one for each but the smallest. For `truncate` and `need` the
     mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are
@@ -163,8 +194,10 @@ def check_rule(hand_over: HandOver) -> None:
 def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> Plan:
     """predict() without its checks."""
     chosen, sizes = chain
-    passes = _passes(np.array([candidates.acceptance[pair] for pair in pairwise(chosen)]), sizes, hand_over)
-    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes)
+    acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
+    passes = _passes(acceptances, sizes, hand_over, candidates.rounds)
+    once = candidates.once[list(chosen)].sum()
+    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes + once)
     names = tuple(candidates.names[i] for i in chosen)
     return Plan(names, sizes, hand_over, seconds, tuple(map(float, passes)))
 
@@ -175,7 +208,8 @@ def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
     return (1, *(int(size) + 1 for size in longest))
 
 
-def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str) -> Float[Array, " K+1"]:
+def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, rounds_per_token: Any
+            ) -> Float[Array, " K+1"]:
     """Each model's calls per committed token."""
     unit = np.eye(len(sizes) + 1)
     if not sizes:
@@ -185,7 +219,7 @@ def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str) -> Fl
         for i in range(1, len(sizes)):
             number, at_least = _first_passage(_survives(a[i - 1], at_least), sizes[i])
             calls = number * (unit[i] + calls)
-        return (unit[-1] + calls) / _survives(a[-1], at_least).sum()
+        return (unit[-1] + calls) * rounds_per_token(_survives(a[-1], at_least))
     most = max(sizes)
     calls = np.arange(most + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
     for i in range(1, len(sizes)):
@@ -195,7 +229,7 @@ def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str) -> Fl
             calls = rounds[:, None] * unit[i] + np.pad(below, ((1, 0), (0, 0)))
         else:
             calls = rounds[:, None] * (unit[i] + calls[drafts])
-    return (unit[-1] + calls[sizes[-1]]) / expected_tokens(a[-1], sizes[-1])
+    return (unit[-1] + calls[sizes[-1]]) * rounds_per_token(_survives(a[-1], np.ones(sizes[-1] + 1)))
 
 
 def _survives(a: float, at_least: Float[Array, " L"]) -> Float[Array, " L"]:

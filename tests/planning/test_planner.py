@@ -131,6 +131,29 @@ def test_independent_acceptances(acceptances, sizes, hand_over, full):
 
 
 @pytest.mark.parametrize("hand_over", HAND_OVER)
+@pytest.mark.parametrize("acceptances,sizes", CHAINS[:3])
+def test_texts_end(acceptances, sizes, hand_over, full):
+    """The last round's surplus is lost, and every model that takes part costs something once."""
+    lengths, count, members = (1, 7, 20), 4000 if full else 1000, chain(acceptances)
+    models = dataclasses.replace(members, lengths=lengths, text_seconds=3.0 - np.arange(len(sizes) + 1))
+    plan = predict(models, models.names, sizes, hand_over)
+    process = Coins(np.random.default_rng(1), acceptances)
+    texts = np.zeros((count, len(sizes) + 1))
+    for length in lengths:
+        calls, tokens = play(process, sizes, hand_over, count * length)
+        calls, ends = calls.reshape(count, length, -1), tokens.reshape(count, length).cumsum(axis=1)
+        needed = np.arange(length) <= np.sum(ends < length, axis=1)[:, None]
+        texts += np.sum(calls * needed[..., None], axis=1)
+    mean, error = texts.mean(0) / sum(lengths), texts.std(0) / sum(lengths) / np.sqrt(count)
+    assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
+    once = 3 * models.text_seconds.sum() / sum(lengths)
+    assert plan.seconds_per_token == pytest.approx(plan.passes_per_token @ models.call_seconds[:, 1] + once)
+    endless, without = (predict(one, one.names, sizes, hand_over).passes_per_token for one in
+                        (dataclasses.replace(models, lengths=(100_000,)), members))
+    np.testing.assert_allclose(endless, without, rtol=1e-3)
+
+
+@pytest.mark.parametrize("hand_over", HAND_OVER)
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 2, 4)])
 def test_speculative_sampling(sizes, hand_over, full):
     """A token's acceptances at two levels depend on each other. `truncate` and `need` are exact all the same;
@@ -231,6 +254,9 @@ def instances(full):
         rng = np.random.default_rng(seed)
         count, most, max_block = int(rng.integers(2, 6)), [None, None, 4, 3, 2, 1][seed % 6], 4
         models = candidates(rng, count, max_block + 6, flat=seed % 3 == 0, measured=seed % 4 > 0)
+        if seed % 5 < 2:  # models that also cost something once a text, in no order of theirs
+            models = dataclasses.replace(models, lengths=(3, 9), text_seconds=rng.uniform(
+                0, 4 * models.call_seconds[:, 1].mean(), count))
         yield models, max_block, most
 
 
@@ -320,6 +346,9 @@ def test_triangle_violations():
     ({"acceptance": np.full((3, 3), 1.1)}, "a's tokens by b is 1.1"),
     ({"acceptance": np.triu(np.full((3, 3), np.nan), 2)}, "a's tokens by c is nan"),
     ({"acceptance": np.full((3, 3), -0.1)}, "is -0.1"),
+    ({"text_seconds": np.ones(2)}, "3 models need 3 numbers"),
+    ({"text_seconds": np.array([1, -1, 1])}, r"\[1.0, -1.0, 1.0\]"),
+    ({"lengths": (4, 0)}, "lengths has 0"),
 ])
 def test_what_cannot_be_measured(changed, message):
     fine = {"names": ("a", "b", "c"), "call_seconds": np.ones((3, 9)), "acceptance": np.ones((3, 3))}
