@@ -84,7 +84,7 @@ class Candidates:
     @property
     def once(self) -> Float[Array, " M"]:
         """Of text_seconds, a token's share."""
-        return np.asarray(self.text_seconds) / np.mean(self.lengths) if self.lengths else np.zeros(len(self.names))
+        return np.asarray(self.text_seconds) / (np.mean(self.lengths) if self.lengths else np.inf)
 
     def rounds(self, survives: Float[Array, "*A L"]) -> Float[Array, "*A"]:
         """The target's calls per token, where P(one emits more than x tokens) is survives[x]."""

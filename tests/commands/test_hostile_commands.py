@@ -292,7 +292,8 @@ def test_an_interrupt_while_modules_load_is_quiet(folder):
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 from speccascade_jax import commands
 print("begun", flush=True)
 sys.exit(commands.main(["decode", "--list"]))
