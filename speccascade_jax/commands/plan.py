@@ -8,13 +8,14 @@ Every call is timed, and how often each model accepts another's tokens is read o
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
+from jaxtyping import Float
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
@@ -23,7 +24,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.evaluation.profiling import in_turn
+from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.settings import Settings
@@ -34,6 +35,7 @@ from speccascade_jax.planning.prediction import Candidates, Plan, predict, trian
 from speccascade_jax.training.data import joined_examples
 
 PLANNED = "Planned by scripts/plan.py"
+TRIALS = 3  # times that a text is decoded where plans are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,24 +99,43 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
     outputs = list(track(cascade.generate(texts, alone, truncate=True, batch_size=8), "the target's texts",
                          len(texts), transient=True, console=screen))
     accepted = acceptances(cascade, outputs, settings)
-    lengths = list(map(len, cascade.encode(texts, truncate=True)[0]))
+    rows = cascade.encode(texts, truncate=True)[0]
     most = arguments.max_block + 1
     widths = sorted({width for width in WIDTHS if width < most} | {most})
 
     def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
         return track(work, name, transient=True, console=screen)
 
-    seconds = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(lengths))),
-                           repetitions=arguments.repetitions, track=shown)
-    return Candidates(names, seconds, accepted)
+    seconds = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(
+        list(map(len, rows))))), repetitions=arguments.repetitions, track=shown)
+    return Candidates(names, seconds, accepted,
+                      lengths=tuple(len(output.tokens) for output in outputs if output.tokens),
+                      text_seconds=text_seconds(cascade, names, seconds, settings, texts, screen))
+
+
+def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
+                 settings: Settings, texts: list[str], screen: Console) -> Float[np.ndarray, " M"]:
+    """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. Texts are
+    cut after one token, and what that costs is taken off."""
+    short = dataclasses.replace(settings, max_new_tokens=1)
+    alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), short))
+    contestants = {names[-1]: alone}
+    for name in names[:-1]:
+        pair = of_models(cascade, names, (name, names[-1]))
+        contestants[name] = partial(decode, pair, settings_of((1,), short))
+    found = in_turn_here(contestants, cascade, texts, screen)
+    spent = np.array([found[name][0].mean() for name in names])
+    once = spent[-1] - seconds[-1, 1]
+    drafters = spent[:-1] - seconds[:-1, 1] - seconds[-1, 2] - once
+    return np.maximum([*drafters, once], 0)
 
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
     names, columns = candidates.names, [n for n in WIDTHS if n < candidates.call_seconds.shape[1]]
     table = Table("model", *(f"{n} tokens" if n > 1 else "1 token" for n in columns),
-                  title="ms of a call that reads", title_justify="left")
-    for name, seconds in zip(names, candidates.call_seconds, strict=True):
-        table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns))
+                  "a text besides", title="ms of a call that reads", title_justify="left")
+    for name, seconds, once in zip(names, candidates.call_seconds, candidates.text_seconds, strict=True):
+        table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns), f"{1e3 * once:.2f}")
     screen.print(table)
     table = Table("tokens of", *(f"accepted by {name}" for name in names[1:]), title="acceptance",
                   title_justify="left")
@@ -127,17 +148,16 @@ def show_candidates(candidates: Candidates, screen: Console) -> None:
                      f"inequality by {excess:.3f}: measured on too few texts.")
 
 
-def settings_of(plan: Plan, settings: Settings) -> Settings:
-    """How a cascade of the plan's models decodes."""
-    if len(plan.models) == 1:
+def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
+    """How a cascade with these block sizes decodes; without any, the target does alone."""
+    if not block_sizes:
         return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
-    return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=plan.block_sizes,
-                               hand_over=plan.hand_over)
+    return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=block_sizes)
 
 
-def of_plan(cascade: Cascade, names: tuple[str, ...], plan: Plan) -> Cascade:
-    """The plan's models of a cascade."""
-    chosen = [names.index(name) for name in plan.models]
+def of_models(cascade: Cascade, names: tuple[str, ...], models: Sequence[str]) -> Cascade:
+    """Those of a cascade's models."""
+    chosen = [names.index(name) for name in models]
     return dataclasses.replace(cascade, models=tuple(cascade.models[n] for n in chosen),
                                params=tuple(cascade.params[n] for n in chosen))
 
@@ -148,24 +168,32 @@ def decode(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple
     return cascade.clock.decode_seconds - before, output
 
 
-def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, ...], settings: Settings,
-                   texts: list[str], screen: Console) -> dict[str, tuple[float, tuple[float, float]]]:
-    """Of each plan: seconds a token, and its share of the target's time for the same text (quartiles)."""
-    contestants = {name: partial(decode, of_plan(cascade, names, plan), settings_of(plan, settings))
-                   for name, plan in plans.items()}
+def in_turn_here(contestants: dict[str, Contestant], cascade: Cascade, texts: list[str], screen: Console
+                 ) -> dict[str, tuple[Float[np.ndarray, " texts"], list[Output]]]:
+    """Of each contestant: seconds for each text, the median of TRIALS, and the outputs."""
     shapes = {cascade.bucket(len(row)): text for text, row in
               zip(texts, cascade.encode(texts, truncate=True)[0], strict=True) if row}
     for contestant in track(contestants.values(), "compiling", transient=True, console=screen):
         for text in shapes.values():
             contestant(0, text)
-    found = in_turn(contestants, track(texts, "timing", transient=True, console=screen))
-    kept = [n for n, (_, output) in enumerate(found["target"]) if output.tokens]
+    numbered = {name: (lambda n, text, own=own: own(n % len(texts), text))
+                for name, own in contestants.items()}
+    found = in_turn(numbered, track(texts * TRIALS, "timing", transient=True, console=screen))
+    return {name: (np.median(np.reshape([seconds for seconds, _ in runs], (TRIALS, -1)), axis=0),
+                   [output for _, output in runs[:len(texts)]]) for name, runs in found.items()}
+
+
+def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, ...], settings: Settings,
+                   texts: list[str], screen: Console) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Of each plan: seconds a token, and its share of the target's time for the same text (quartiles)."""
+    found = in_turn_here({name: partial(decode, of_models(cascade, names, plan.models), settings_of(
+        plan.block_sizes, dataclasses.replace(settings, hand_over=plan.hand_over)))
+        for name, plan in plans.items()}, cascade, texts, screen)
     times = {}
-    for name, runs in found.items():
-        seconds, tokens = (np.array([value(runs[n]) for n in kept], float) for value in
-                           (lambda run: run[0], lambda run: len(run[1].tokens)))
-        own = np.array([found["target"][n][0] for n in kept]) / seconds
-        times[name] = float(seconds.sum() / tokens.sum()), tuple(np.percentile(own, [25, 75]))
+    for name, (seconds, outputs) in found.items():
+        tokens = np.array([len(output.tokens) for output in outputs])
+        shares = (found["target"][0] / seconds)[tokens > 0]
+        times[name] = float(seconds.sum() / tokens.sum()), tuple(np.percentile(shares, [25, 75]))
     return times
 
 
@@ -201,7 +229,10 @@ def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, s
 
 def plan(arguments: Arguments) -> None:
     check(arguments)
-    run, screen, texts = arguments.run, console(), read_inputs(arguments)
+    run, screen = arguments.run, console()
+    texts = [text for text in read_inputs(arguments) if text.strip()]
+    if not texts:
+        raise ValueError("all inputs are blank: give texts to plan for.")
     cascade = Cascade.from_config(run)
     paths = short_names([path for _, path in run.roles])
     names = tuple(paths)

@@ -51,7 +51,7 @@ class Candidates:
     call_seconds: Float[Array, "M columns"]
     acceptance: Float[Array, "M M"]
     lengths: tuple[int, ...] = ()
-    text_seconds: Float[Array, " M"] | None = None
+    text_seconds: Any = None  # [M]; None: nothing
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
@@ -84,7 +84,7 @@ class Candidates:
     @property
     def once(self) -> Float[Array, " M"]:
         """Of text_seconds, a token's share."""
-        return np.asarray(self.text_seconds) / (np.mean(self.lengths) if self.lengths else np.inf)
+        return self.text_seconds / (np.mean(self.lengths) if self.lengths else np.inf)
 
     def rounds(self, survives: Float[Array, "*A L"]) -> Float[Array, "*A"]:
         """The target's calls per token, where P(one emits more than x tokens) is survives[x]."""

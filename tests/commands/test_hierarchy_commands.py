@@ -94,6 +94,7 @@ def test_plan(run, tmp_path, capsys):
     assert plan.main([*flags, f"--output={out}", "--check"]) == 0
     printed = capsys.readouterr().out
     assert all(f" {name} " in printed for name in ("hierarchy", "pair", "target", "middle"))
+    assert "a text besides" in " ".join(printed.split())
     planned = configs.load(out)
     assert planned.models[-1].endswith("verifier")
     cascade = Cascade.from_config(planned)
