@@ -115,19 +115,25 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
 
 def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
                  settings: Settings, texts: list[str], screen: Console) -> Float[np.ndarray, " M"]:
-    """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. Texts are
-    cut after one token, and what that costs is taken off."""
-    short = dataclasses.replace(settings, max_new_tokens=1)
-    alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), short))
+    """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
+    what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
+    Python, and that the first rounds of a text are slower than those that are timed for long."""
+    block = min(4, seconds.shape[1] - 2)
+    alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), settings))
     contestants = {names[-1]: alone}
     for name in names[:-1]:
         pair = of_models(cascade, names, (name, names[-1]))
-        contestants[name] = partial(decode, pair, settings_of((1,), short))
+        contestants[name] = partial(decode, pair, settings_of((block,), settings))
     found = in_turn_here(contestants, cascade, texts, screen)
-    spent = np.array([found[name][0].mean() for name in names])
-    once = spent[-1] - seconds[-1, 1]
-    drafters = spent[:-1] - seconds[:-1, 1] - seconds[-1, 2] - once
-    return np.maximum([*drafters, once], 0)
+
+    def besides(name: str, own: Float[np.ndarray, " N"]) -> float:
+        spent, outputs = found[name]
+        return float(np.mean(spent - [
+            output.counts["drafter_passes"] * own[1] + output.counts["rounds"] * seconds[-1, block + 1]
+            if "rounds" in output.counts else len(output.tokens) * own[1] for output in outputs]))
+
+    *drafters, once = map(besides, names, seconds)
+    return np.maximum([*(own - once for own in drafters), once], 0)
 
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
