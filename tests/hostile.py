@@ -13,7 +13,7 @@ from processes import REPOSITORY
 SECONDS, GIGABYTES = 10, 2
 DEEP = b"[" * 100_000
 READ = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from speccascade_jax import checkpoints
 from speccascade_jax.inference.tokenizer import Tokenizer
@@ -28,7 +28,8 @@ for line in sys.stdin:
         kind, said = "loaded", ""
     except BaseException as error:
         kind, said = type(error).__name__, str(error)
-    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    memory = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    gigabytes = int(memory["VmHWM"].split()[0]) / 2**20  # getrusage()'s would count the parent's, too
     print(json.dumps([kind, ascii(said), gigabytes]), flush=True)
 """
 
