@@ -8,6 +8,8 @@ from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
 
+MOST_TOKENS = 2**17  # a text's
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -76,8 +78,9 @@ class Settings:
             raise ValueError(f"top_k is {self.top_k}; it lies in [1, {vocab_size}].")
         if not -2**63 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it lies in [-2**63, 2**63).")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
+        if self.max_new_tokens is not None and not 1 <= self.max_new_tokens <= MOST_TOKENS:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1, and at most "
+                             f"{MOST_TOKENS}: no model's texts are longer.")
         if isinstance(self.stop, str):
             raise ValueError(f"stop is {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
         if "" in self.stop:

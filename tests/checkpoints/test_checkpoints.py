@@ -17,7 +17,7 @@ import pytest
 import tensorstore
 from corpora import SENTENCES
 from flax import nnx, serialization, traverse_util
-from processes import REPOSITORY, run
+from processes import REPOSITORY, devices, run
 from safetensors.numpy import load_file, save_file
 from shapes import TINY_T5, TINY_T5_1_0
 from tiny_models import random_checkpoint, transformers_t5
@@ -274,7 +274,7 @@ for to in checkpoints.FORMATS:
         assert a.sharding == sharding((), a.shape) and a.dtype == "bfloat16"
         np.testing.assert_array_equal(a, b)
 print("split", jax.tree.leaves(split)[0].addressable_shards[0].data.shape)"""
-    assert run(script, XLA_FLAGS="--xla_force_host_platform_device_count=4") == "split (12, 64)"
+    assert run(script, XLA_FLAGS=devices(4)) == "split (12, 64)"
 
 
 def test_importing_the_package_imports_no_checkpoint_library():

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import SCRIPTS
+from processes import SCRIPTS, devices
 
 from speccascade_jax.commands import evaluate
 
@@ -63,8 +63,8 @@ def texts(output):
     return {name: (output / f"{name}.jsonl").read_bytes() for name in ("token_v3", "sequence_mean")}
 
 
-def environment(tmp_path, devices=1):
-    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+def environment(tmp_path, count=1):
+    return {**os.environ, "XLA_FLAGS": devices(count),
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 

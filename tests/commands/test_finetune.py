@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from processes import SCRIPTS
+from processes import SCRIPTS, devices
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import native
@@ -57,8 +57,8 @@ def command(toy, run, *flags):
     return [sys.executable, str(SCRIPT), f"--config={toy / 'toy.py'}", f"--output-dir={run}", *flags]
 
 
-def environment(toy, devices=1):
-    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+def environment(toy, count=1):
+    return os.environ | {"XLA_FLAGS": devices(count),
                          "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(toy / "compiled"),
                          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 

@@ -1,15 +1,15 @@
-"""Both models' parameters cut over eight devices: the same tokens as on one."""
+"""All models' parameters cut over eight devices: the same tokens as on one."""
 
 import dataclasses
 
 import pytest
 from corpora import SENTENCES
-from processes import run
+from processes import devices, run
 from shapes import TINY_T5
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
-from speccascade_jax.models import model_of
+from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.parallel import tensor_mesh
 
@@ -36,8 +36,8 @@ def held(params, device):
                if shard.device == device)
 
 limits = dict(max_source_length=32, max_new_tokens=12, dtype={dtype!r})
-alone, shared = (Cascade.load({drafter!r}, {verifier!r}, tensor_parallel=n, **limits) for n in (1, 8))
-share = held(shared.verifier_params, jax.devices()[3]) / held(alone.verifier_params, jax.devices()[0])
+alone, shared = (Cascade.load(*{paths!r}, tensor_parallel=n, **limits) for n in (1, 8))
+share = held(shared.params[-1], jax.devices()[3]) / held(alone.params[-1], jax.devices()[0])
 first, second = outputs(alone), outputs(shared)
 assert first == second and first[0] != first[1]
 programs = [program.as_text() for made in shared.programs.values() for program in made.compiled.values()]
@@ -47,16 +47,20 @@ print(share)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8")])
+@pytest.mark.parametrize("family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8"),
+                                          ("exits", "float32")])
 def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocabulary, tmp_path):
     tokenizer = gemma_vocabulary if family == "gemma" else spiece
-    models = [model_of(config) for config in CONFIGS[family]]
-    for name, model in zip(("drafter", "verifier"), models, strict=True):
+    small, large = (tmp_path / name for name in ("drafter", "verifier"))
+    configs = CONFIGS[family if family in CONFIGS else "t5"]
+    if family == "exits":
+        configs, small = (ExitsConfig(configs[-1], (1,)),), f"{large}@1"
+    for path, config in zip((small, large)[-len(configs):], configs, strict=True):
+        model = model_of(config)
         made = Checkpoint(model, model.init(0), tokenizer, "memory")
-        checkpoints.save(tmp_path / name, made, "huggingface")
-    share = run(SCRIPT.format(dtype=dtype, sentences=SENTENCES, drafter=str(tmp_path / "drafter"),
-                              verifier=str(tmp_path / "verifier")),
-                XLA_FLAGS="--xla_force_host_platform_device_count=8")
+        checkpoints.save(path, made, "native" if family == "exits" else "huggingface")
+    share = run(SCRIPT.format(dtype=dtype, sentences=SENTENCES, paths=(str(small), str(large))),
+                XLA_FLAGS=devices(8))
     # Norms, relative positions and the scales of what is cut by rows are whole.
     assert 1 / 8 <= float(share) < (0.2 if dtype == "int8" else 0.16)
 

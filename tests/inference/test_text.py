@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import SENTENCES
+from processes import devices
 
 from speccascade_jax.core.methods import METHODS, Method
 from speccascade_jax.core.rules import target_probs
@@ -70,7 +71,7 @@ def test_eight_devices_decode_as_one(t5_pair, cascade):
     options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
     done = subprocess.run([sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
                           capture_output=True, text=True, env={
-                              **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+                              **os.environ, "XLA_FLAGS": devices(8)})
     assert done.returncode == 0, done.stderr
     outputs, streamed = json.loads(done.stdout)
     expected = list(cascade.generate(texts, **options))
