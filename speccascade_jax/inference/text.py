@@ -237,7 +237,7 @@ class Cascade:
 
     def _generate(self, texts: Iterator[str], each: list[Settings], one: bool, batch_size: int,
                   truncate: bool, first_index: int) -> Iterator[Output]:
-        lanes = self._lanes(each)
+        lanes = self.lanes(each)
         # Rows are sorted by length within a window, so that a batch pads little.
         rows = batch_size * self.devices
         capacity = 1 if rows == 1 else 8 * rows
@@ -315,7 +315,7 @@ class Cascade:
         [row], _ = self.encode([text])
         if not row:
             return
-        lane = self._lanes([settings])[self.lane_of(settings)]
+        lane = self.lanes([settings])[self.lane_of(settings)]
         scheduler = self.scheduler(lane.plan, lane.params, 1)
         [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop)])
         while scheduler.busy:
@@ -329,10 +329,10 @@ class Cascade:
         and the values of temperature, top_p and min_p do not matter."""
         settings = self._checked(settings or Settings(), changes)
         widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
-        for lane in self._lanes([settings]).values():
+        for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
-    def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
+    def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
         programs = self.programs.pop(plan, None)
         if programs is None:
@@ -340,9 +340,9 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[plan] = programs
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
 
-    def _lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
+    def lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
