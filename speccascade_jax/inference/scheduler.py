@@ -21,7 +21,7 @@ from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.metrics import Counters, Tally
 from speccascade_jax.core.samplers import Origin
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference.programs import Programs, row_keys
+from speccascade_jax.inference.programs import Plan, Programs, row_keys
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, pad, up_to_stop
 
@@ -217,35 +217,36 @@ class Scheduler:
     def _begun(self, placed: dict[int, Request], count: int, width: int) -> Any:
         """`count` rows a device of which these are asked for."""
         programs = self.programs
-        asked, size = self._requests(placed, count, width), count * programs.devices
-        sizes = [placed[row].settings.of_levels("block_size", programs.plan.sampler.level)[-1] if row in placed
-                 else 1 for row in range(size)] if programs.plan.ragged else []
-        want = np.array(sizes, np.int32) + 1 if programs.plan.ragged else None
-        return programs.call(programs.begin(count, width), programs.params, asked, programs.place(want))
-
-    def _requests(self, placed: dict[int, Request], count: int, width: int) -> Requests:
-        """The arguments of begin() for `count` rows a device; a row that nobody has asked for is empty."""
-        programs, rows = self.programs, count * self.programs.devices
         plan, empty = programs.plan, Request((), Settings())
-        asked = [placed.get(row, empty) for row in range(rows)]
-        own = [request.settings for request in asked]
+        rows = [placed.get(row, empty) for row in range(count * programs.devices)]
+        want = None
+        if plan.ragged:
+            sizes = [one.settings.of_levels("block_size", plan.sampler.level)[-1] for one in rows]
+            want = np.array(sizes, np.int32) + 1
+        asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
+        return programs.call(programs.begin(count, width), programs.params, asked, want)
 
-        def column(name: str, off: float, dtype: Any) -> np.ndarray:
-            with np.errstate(over="ignore"):  # 1e308 is as good as infinite
-                return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
 
-        inputs, lengths = pad([request.tokens for request in asked], width, self.tokenizer.pad_id)
-        options = SamplingOptions(
-            column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
-            column("top_k", 0, np.int32) if plan.max_top_k else None,
-            column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
-        levels = plan.sampler.level
-        alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
-        methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
-        return programs.place(Requests._make((
-            row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
-            column("max_new_tokens", plan.max_new_tokens, np.int32), options,
-            alphas.reshape(rows, levels), methods.reshape(rows, levels))))
+def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> Requests:
+    """The requests as begin() takes them, inputs padded to `width`; one without tokens is an empty row."""
+    own = [request.settings for request in asked]
+
+    def column(name: str, off: float, dtype: Any) -> np.ndarray:
+        with np.errstate(over="ignore"):  # 1e308 is as good as infinite
+            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+
+    inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
+    options = SamplingOptions(
+        column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
+        column("top_k", 0, np.int32) if plan.max_top_k else None,
+        column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+    rows, levels = len(asked), plan.sampler.level
+    alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
+    methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
+    return Requests._make((
+        row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
+        column("max_new_tokens", plan.max_new_tokens, np.int32), options,
+        alphas.reshape(rows, levels), methods.reshape(rows, levels)))
 
 
 def truncates(settings: Settings) -> bool:

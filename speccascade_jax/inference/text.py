@@ -215,7 +215,7 @@ class Cascade:
                 raise ValueError(f"{name} is {value}; it must be at least {least}.")
         one = settings is None or isinstance(settings, Settings)
         given: Any = [settings or Settings()] if one else settings
-        each = [self._checked(own, changes) for own in given]
+        each = [self.checked(own, changes) for own in given]
         if not one:
             texts = list(texts)
             if len(texts) != len(each):
@@ -223,7 +223,7 @@ class Cascade:
                                  "each text.")
         return self._generate(iter(texts), each, one, batch_size, truncate, first_index)
 
-    def _checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
+    def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they have none of their own."""
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
@@ -308,7 +308,7 @@ class Cascade:
     def stream(self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
                ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
-        settings = self._checked(settings or Settings(), changes)
+        settings = self.checked(settings or Settings(), changes)
         if settings.name in CONFIDENCES:  # nothing of its text is certain before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
@@ -327,7 +327,7 @@ class Cascade:
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
         """Compiles what generate() with these arguments will run, for every source length. alpha, seed
         and the values of temperature, top_p and min_p do not matter."""
-        settings = self._checked(settings or Settings(), changes)
+        settings = self.checked(settings or Settings(), changes)
         widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
         for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
