@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -32,6 +32,7 @@ POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 
           "form-action 'none'")
 HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache",
            "X-Content-Type-Options": "nosniff"}
+UNREAD = 32  # times the largest body: so much is read and dropped, since few clients listen while they send
 GRACE = 5.0  # seconds that a reader has for the rest, once a request's time is up
 log = logging.getLogger("speccascade_jax.serving")
 
@@ -147,16 +148,22 @@ class Service:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused("send JSON, and say so: Content-Type: application/json.", status=415)
-        found = bytearray()
+        found, size = bytearray(), 0
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():
-                    found += chunk
-                    if len(found) > most:
-                        raise Refused(f"the body has more than {most} bytes.", status=413)
+                    size += len(chunk)
+                    if size <= most:
+                        found += chunk
+                    elif size > UNREAD * most:
+                        break
         except TimeoutError:
             raise Refused(f"the body did not come within {self.limits.body_seconds:g} s.",
                           status=408) from None
+        except ClientDisconnect:
+            raise Refused("the body is cut off.", status=400) from None
+        if size > most:
+            raise Refused(f"the body has more than {most} bytes.", status=413)
         return bytes(found)
 
     # What the server says of itself
