@@ -41,8 +41,8 @@ def serving(*models, max_queue=64, ready=True, **limits):
     """Serves the models from a thread: the URL and the engine."""
     metrics = Metrics()
     engine = Engine([lane for model in models for lane in model.lanes.values()], max_queue, 2, metrics.heard)
-    config = uvicorn.Config(create_app(models, engine, metrics, Limits(**limits)), log_config=None, lifespan="on")
-    server = uvicorn.Server(config)
+    app = create_app(models, engine, metrics, Limits(**limits))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "memory", "plan",
-         "serve")
+         "serve", "load")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -165,17 +165,14 @@ def served(programs):
 
 def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, monkeypatch):
     """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled."""
-    sizes = [1 + number % 3 for number in range(len(requests))]
     asked = [request._replace(settings=dataclasses.replace(
-        request.settings, block_size=size, top_p=0.9 if number % 5 == 4 else None))
-        for number, (request, size) in enumerate(zip(requests, sizes, strict=True))]
-    expected = []
-    for request in asked:
-        plan = dataclasses.replace(programs.plan, top_p=request.settings.top_p is not None,
-                                   sampler=dataclasses.replace(programs.plan.sampler,
-                                                               block_size=request.settings.block_size))
-        own = programs if plan == programs.plan else Programs(plan, programs.params, None, Clock())
-        expected += [result.tokens for result in alone(own, [request])]
+        request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number % 3 else None))
+        for number, request in enumerate(requests)]
+    plan = dataclasses.replace(programs.plan, top_p=True, history=0)
+    in_ones = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, block_size=1))
+    by_size = {3: Programs(plan, programs.params, None, Clock()),
+               1: Programs(in_ones, programs.params, None, Clock())}
+    expected = [alone(by_size[request.settings.block_size], [request])[0].tokens for request in asked]
     scheduler, found, order = Scheduler(served, 3, Letters(), bucket, WIDTHS[-1]), {}, []
     scheduler.precompile(WIDTHS)
     before, called = served.clock.compilations, calls(served, monkeypatch)

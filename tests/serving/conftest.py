@@ -28,7 +28,8 @@ class Server:
         clean = {name: value for name, value in os.environ.items() if name != "SPECCASCADE_API_KEY"}
         self.process = subprocess.Popen(
             [sys.executable, SCRIPTS / "serve.py", "--port=0", *flags], text=True, stdout=subprocess.PIPE,
-            stderr=self.log, env={**clean, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment})
+            stderr=self.log, env={**clean, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu",
+                                  **environment})
         self.url = self.process.stdout.readline().strip()
 
     def until_ready(self):

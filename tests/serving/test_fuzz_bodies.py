@@ -1,4 +1,4 @@
-"""Bodies nobody meant, drawn from the OpenAPI description and bent: each wrong one is a 4xx with a sentence."""
+"""Bodies nobody meant: each is answered, and each wrong one by a 4xx with a sentence."""
 
 import json
 
@@ -16,7 +16,14 @@ VALUES = st.one_of(
     st.recursive(st.one_of(st.none(), st.integers(-1, 5), st.text(max_size=5)), lambda inner: st.one_of(
         st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)), max_leaves=8))
 NAMES = st.one_of(st.sampled_from(sorted(FIELDS["completion"] | FIELDS["chat"])), st.text(max_size=12))
+NEARLY = st.fixed_dictionaries({"prompt": st.sampled_from(["1", "201", "", ["1", "2"]])}, optional={
+    "n": st.integers(0, 4), "temperature": st.floats(-0.5, 2), "max_tokens": st.integers(0, 4),
+    "method": st.sampled_from(["opt", "speculative", "verifier", "chow"]), "alpha": st.floats(-1, 2),
+    "block_size": st.integers(0, 3), "top_k": st.integers(-2, 5), "top_p": st.floats(0, 1.1),
+    "logprobs": st.integers(0, 6), "stop": st.one_of(st.text("0123", max_size=3), st.lists(st.text())),
+    "stream": st.just(False), "origin": st.booleans(), "seed": st.integers(-2**64, 2**64)})
 BODIES = st.one_of(
+    NEARLY,
     st.dictionaries(NAMES, VALUES, max_size=5),
     st.dictionaries(NAMES, VALUES, min_size=1, max_size=3).map(lambda own: {"prompt": "201", **own}),
     VALUES)
@@ -41,7 +48,7 @@ def test_every_body_is_answered(path, toy, full):
 
         check()
         assert gauges(url) == [0, 0]
-    assert path.endswith("/chat/completions") or right
+    assert path.endswith("/chat/completions") or len(right) > 3
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
 """The official client against a server process: what it gets is what Cascade.generate gives."""
 
 import concurrent.futures
-import dataclasses
 
 import numpy as np
 import pytest
@@ -101,7 +100,8 @@ def test_several_answers_and_several_prompts(client, cascade):
     """Answer i is what line i of a file would give."""
     answer = client.completions.create(model="tiny", prompt=["the cat", "", "a dog"], n=3, temperature=1.2,
                                        seed=5, max_tokens=10)
-    settings = Settings(method="token_v3", alpha=0.3, block_size=3, temperature=1.2, seed=5, max_new_tokens=10)
+    settings = Settings(method="token_v3", alpha=0.3, block_size=3, temperature=1.2, seed=5,
+                        max_new_tokens=10)
     wanted = [one.text for prompt in ("the cat", "", "a dog")
               for one in cascade.generate([prompt] * 3, settings)]
     assert [choice.text for choice in answer.choices] == wanted
@@ -124,13 +124,14 @@ def test_log_probabilities_are_those_of_the_target(client, cascade):
             "max_tokens": 12}
     whole = client.completions.create(**body).choices[0].logprobs
     parts = [event.choices[0].logprobs for event in client.completions.create(stream=True, **body)]
-    assert sum((part.tokens for part in parts), []) == whole.tokens and len(whole.tokens) > 3
-    np.testing.assert_allclose(sum((part.token_logprobs for part in parts), []), whole.token_logprobs,
-                               atol=1e-4)
+    joined = {name: [one for part in parts for one in getattr(part, name)]
+              for name in ("tokens", "token_logprobs", "text_offset")}
+    assert joined["tokens"] == whole.tokens and len(whole.tokens) > 3
+    np.testing.assert_allclose(joined["token_logprobs"], whole.token_logprobs, atol=1e-4)
     assert all(-50 < value <= 0 for value in whole.token_logprobs)
     for likeliest in whole.top_logprobs:
         assert 0 < np.exp(list(likeliest.values())).sum() < 1 + 1e-5
-    assert sum((part.text_offset for part in parts), []) == whole.text_offset
+    assert joined["text_offset"] == whole.text_offset
 
 
 def test_errors_are_the_clients_own(client, methods):
@@ -141,7 +142,7 @@ def test_errors_are_the_clients_own(client, methods):
             ({"model": "tiny", "extra_body": {"block_size": 4}}, openai.BadRequestError, "at most 3"),
             ({"model": "tiny", "extra_body": {"method": "diff"}}, openai.BadRequestError, "not served"),
             ({"model": "tiny", "max_tokens": 25}, openai.BadRequestError, "at most 24"),
-            ({"model": "tiny", "prompt": "the cat " * 40}, openai.BadRequestError, "more tokens than the 32")):
+            ({"model": "tiny", "prompt": "the cat " * 40}, openai.BadRequestError, "more tokens than")):
         with pytest.raises(kind, match=words):
             client.completions.create(**{"prompt": "the cat", **body})
     with pytest.raises(openai.BadRequestError, match="no chat template"):
