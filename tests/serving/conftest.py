@@ -68,6 +68,21 @@ def served_config(t5_pair, tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def make_server():
+    """Server(...), whose process does not outlive the test."""
+    made = []
+
+    def make(*arguments, **environment):
+        made.append(Server(*arguments, **environment))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.process.kill()
+        server.process.wait()
+
+
 @pytest.fixture(scope="session")
 def methods(full):
     """What the server serves; the quick suite leaves out what takes a program of its own."""
