@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from speccascade_jax.inference.scheduler import Result
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+from speccascade_jax.serving.protocol import UNFINISHED
 
 
 class Piece(NamedTuple):
@@ -28,15 +27,16 @@ class Pieces:
         self.tokenizer, self.stop = tokenizer, stop
         self.ends: list[int] = []   # where each token's text ends
         self.text = ""              # of all tokens but what is unfinished at its end
+        self.solid = 0              # tokens up to the last one that ends with a whole character
         self.given = 0              # tokens
 
     def of(self, result: Result, finished: bool) -> list[Piece]:
         """The pieces that have become certain: those of a whole number of tokens."""
         tokens = result.tokens
         for n in range(len(self.ends), len(tokens)):
-            text = self.tokenizer.decode(tokens[:n + 1]).rstrip(UNFINISHED)
-            if text.startswith(self.text):
-                self.text = text
+            text = self.tokenizer.decode(tokens[:n + 1])
+            if text.startswith(self.text) and not text.endswith(UNFINISHED):
+                self.text, self.solid = text, n + 1
             self.ends.append(len(self.text))
         if finished:
             stopped = up_to_stop(self.tokenizer, tokens, self.stop)
@@ -47,7 +47,7 @@ class Pieces:
         else:
             text, ends = self.text, self.ends
             safe = len(text) - held_back(text, self.stop)
-            certain = next((n for n, end in enumerate(ends) if end > safe), len(ends))
+            certain = next((n for n, end in enumerate(ends[:self.solid]) if end > safe), self.solid)
         begin, self.given = self.given, max(certain, self.given)
         return [Piece(text[ends[n - 1] if n else 0:ends[n]], tokens[n], result.origin[n], result.level[n])
                 for n in range(begin, certain)]

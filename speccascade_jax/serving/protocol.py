@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.inference.inputs import check_text, parse_json
 from speccascade_jax.inference.settings import Settings
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop texts a request, characters each
 MOST_PROMPTS = 128
 
@@ -163,6 +164,9 @@ def _changes(given: dict[str, Any]) -> dict[str, Any]:
     if "stop" in changes:
         stop = changes["stop"]
         changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(UNFINISHED in one for one in changes["stop"]):
+            raise Refused("stop holds U+FFFD, which stands for an unfinished character: leave it out.",
+                          "stop")
     for name, off in (("top_k", 1), ("top_p", 1e-9)):
         if changes.get(name, off) < off:  # others' way to say: all tokens; a top_p of 0 keeps the likeliest
             changes[name] = None if name == "top_k" else off

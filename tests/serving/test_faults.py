@@ -24,6 +24,7 @@ WRONG = {  # a body -> its status, and a word of the sentence
     b'{"prompt": null}': (400, "prompt is missing"), b"{}": (400, "prompt is missing"),
     b'{"prompt": "1", "n": true}': (400, "n is true"), b'{"prompt": "1", "n": 0}': (400, "n is 0"),
     b'{"prompt": "1", "n": 128}': (400, "at most"), b'{"prompt": "1", "n": 1.5}': (400, "whole number"),
+    b'{"prompt": "1", "stop": "x\xef\xbf\xbd"}': (400, "U+FFFD"),
     b'{"prompt": "1", "stop": ""}': (400, "0 characters"), b'{"prompt": "1", "stop": [[]]}': (400, "stop[0]"),
     b'{"prompt": "1", "stream": "yes"}': (400, "true or false"),
     b'{"prompt": "1", "stream_options": {"include_usage": true}}': (400, "stream: true"),

@@ -85,7 +85,7 @@ def test_streams_of_unfinished_characters_join_to_the_whole(client, full):
     broken = 0
     for seed in range(500 if full else 24):
         body = {"model": "tiny", "prompt": "🦜 naïve façade", "temperature": 2.0, "seed": seed,
-                "stop": ["a", "é", "\ufffd\ufffd"] if seed % 3 == 0 else None}
+                "stop": ["a", "é"] if seed % 3 == 0 else None}
         whole = client.completions.create(**body)
         events = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **body))
         assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
