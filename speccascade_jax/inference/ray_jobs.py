@@ -1,8 +1,8 @@
 """Files decoded by many machines: shards of their inputs, an actor a machine, a whole file for each shard.
 
 Ray Data places the actors, hands out the shards, and hands out again those of a worker that is lost. A
-shard's file is filled when it is complete, and its content depends on the inputs and settings only: a job that
-lost its driver goes on with the shards that are missing.
+shard's file is filled when it is complete, and its content depends on the inputs and settings only: a job
+that lost its driver goes on with the shards that are missing.
 """
 
 import dataclasses

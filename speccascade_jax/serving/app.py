@@ -229,6 +229,9 @@ class Events(Response):
             said = writing.result() if writing.done() else "left" if leaving.done() else "not read"
         except OSError:  # the client is gone
             said = "left"
+        except Exception as error:
+            said = "failed"
+            log.error("a stream failed", exc_info=error, extra={"fields": {"event": "stream_failed"}})
         finally:
             for task in (writing, leaving):
                 task.cancel()
