@@ -163,6 +163,7 @@ def served(programs):
     return Programs(plan, programs.params, None, Clock())
 
 
+@pytest.mark.full
 def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, monkeypatch):
     """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled."""
     asked = [request._replace(settings=dataclasses.replace(

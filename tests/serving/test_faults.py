@@ -82,6 +82,31 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
     assert sound(url) == before != [] and gauges(url) == [0, 0]
 
 
+def test_metrics_count_what_usage_says(impatient):
+    url, _ = impatient
+    names = {"generation_tokens": "completion_tokens", "prompt_tokens": "prompt_tokens",
+             "spec_decode_num_drafts": "verifier_calls", "spec_decode_num_draft_tokens": "drafted",
+             "spec_decode_num_accepted_tokens": "accepted"}
+
+    def counted():
+        lines = [line.split() for line in ask(url, path="/metrics")[1].splitlines() if line[:1] != "#"]
+        values = {name: float(value) for name, value in lines}
+        return {name: values.get(f'vllm:{name}_total{{model_name="toy"}}', 0) for name in names} | {
+            "deferred": values.get('speccascade:deferred_tokens_total{method="opt",model_name="toy"}', 0),
+            "positions": sum(value for name, value in values.items() if "per_pos_total{" in name)}
+
+    before, wanted = counted(), dict.fromkeys([*names.values(), "deferred"], 0)
+    for seed in range(20):
+        usage = ask(url, {"prompt": "201", "method": "opt", "alpha": 0.05, "seed": seed})[1]["usage"]
+        for name in wanted:
+            wanted[name] += usage[name]
+    after = counted()
+    for name, own in names.items():
+        assert after[name] - before[name] == wanted[own] > 0
+    assert after["deferred"] - before["deferred"] == wanted["deferred"] > 0
+    assert after["positions"] - before["positions"] == wanted["accepted"]
+
+
 def test_clients_that_vanish_free_their_rows(impatient, full):
     url, engine = impatient
     before = sound(url)
