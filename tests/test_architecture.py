@@ -11,7 +11,8 @@ COMMANDS = {path.stem for path in (REPOSITORY / "scripts").glob("*.py")}
 LONGEST, CORE_TOTAL, SCRIPT = 400, 1200, 8
 """Lines at most: a file, core/ in all, a script."""
 
-LOWER = ["core", "models", "checkpoints", "baselines", "inference", "planning", "training", "evaluation"]
+LOWER = ["core", "models", "checkpoints", "baselines", "inference", "serving", "planning", "training",
+         "evaluation"]
 SHARED = ["config", "parallel"]
 MAY_IMPORT = {  # a folder or file of the package -> what it may import of ours, besides its own folder
     "core": [],
@@ -19,9 +20,10 @@ MAY_IMPORT = {  # a folder or file of the package -> what it may import of ours,
     "checkpoints": LOWER[:2],
     "baselines": ["core"],
     "inference": [*LOWER[:4], *SHARED],
+    "serving": [*LOWER[:5], *SHARED, "__init__"],
     "planning": [*LOWER[:5], *SHARED],
-    "training": [*LOWER[:6], *SHARED],
-    "evaluation": [*LOWER[:7], *SHARED],
+    "training": [*LOWER[:5], "planning", *SHARED],
+    "evaluation": [*LOWER[:5], "planning", "training", *SHARED],
     "commands": [*LOWER, *SHARED, "__init__"],
     "config": ["inference.settings", "models"],
     "parallel": [],
@@ -110,6 +112,9 @@ def test_imports_run_downwards():
     ("inference/text.py", "import importlib\nimportlib.import_module('speccascade_jax.training.loop')"),
     ("inference/text.py", "from ..evaluation import quality"),
     ("inference/text.py", "from speccascade_jax import commands"),
+    ("inference/scheduler.py", "from speccascade_jax.serving.engine import Engine"),
+    ("serving/app.py", "from speccascade_jax.evaluation.load import ask"),
+    ("training/loop.py", "from speccascade_jax.serving import protocol"),
     ("planning/planner.py", "from speccascade_jax.evaluation.profiling import in_turn"),
     ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
     ("training/loop.py", "import speccascade_jax.commands.decode as decode"),

@@ -35,6 +35,8 @@ from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
 from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
+from speccascade_jax.inference.ray_jobs import cut, finished, read_shards
+from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.parallel import local_mesh
@@ -59,6 +61,13 @@ class Arguments:
     """Write the figures of the run to this JSON file."""
     limit: int | None = None
     """Decode only the first so many inputs."""
+    ray: str | None = None
+    """Decode on the Ray cluster at this address, or `local`; --input may be a pattern such as 'news-*.txt',
+    and --output is a folder."""
+    ray_workers: int | None = None
+    """Processes that decode; one on each machine unless given."""
+    shard_size: int = 256
+    """With --ray: inputs in each file of --output."""
     precompile: bool = False
     """Compile all programs of these settings, keep them for later runs, and stop."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
@@ -168,6 +177,9 @@ def decode(arguments: Arguments) -> None:
         return
     run.check()
     at_least(1, limit=arguments.limit)
+    if arguments.ray is not None:
+        decode_on_ray(arguments, arguments.ray)
+        return
     mesh = local_mesh() if run.batch_size > 1 and run.tensor_parallel == 1 else None
     if arguments.precompile:
         precompile(run, Cascade.from_config(run, mesh), screen)
@@ -177,8 +189,7 @@ def decode(arguments: Arguments) -> None:
     with contextlib.ExitStack() as stack:
         file, done = None, list[Output]()
         if arguments.output is not None:
-            settings = {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
-            file, done = open_output(arguments.output, settings, texts)
+            file, done = open_output(arguments.output, settings_of(run), texts)
             stack.enter_context(file)
         cascade = Cascade.from_config(run, mesh)
         if not run.truncate:  # better now than after hours of decoding
@@ -200,6 +211,28 @@ def decode(arguments: Arguments) -> None:
         screen.print(table_of(summary, title))
         if arguments.summary is not None:
             write_whole(arguments.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def decode_on_ray(arguments: Arguments, address: str) -> None:
+    """Writes --output/part-00000.jsonl and so on; files that are complete are left as they are."""
+    run, screen = arguments.run, console()
+    at_least(1, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
+    if arguments.input is None or arguments.output is None or arguments.summary is not None:
+        raise ValueError("--ray reads --input and writes --output, and takes no --summary.")
+    texts = read_shards(arguments.input)[:arguments.limit]
+    settings = settings_of(run)
+    shards = cut(texts, arguments.shard_size, arguments.output)
+    todo = [shard for shard in shards if finished(shard, settings) is None]
+    screen.print(f"{len(shards)} shards, {len(shards) - len(todo)} of them done before", soft_wrap=True)
+    if not todo:
+        return
+    for number, first in enumerate(on_ray(address, arguments.ray_workers, run, settings, todo), 1):
+        screen.print(f"{number} of {len(todo)}: inputs from {first} on", soft_wrap=True)
+
+
+def settings_of(run: DecodeConfig) -> dict[str, Any]:
+    """What the lines of an output are made of."""
+    return {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -50,6 +50,7 @@ class Plan:
     top_p: bool = False
     min_p: bool = False
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
+    ragged: bool = False  # rows have block sizes of their own, up to the sampler's
 
     def requests(self, rows: int, width: int) -> loop.Requests:
         """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
@@ -79,24 +80,29 @@ class Programs:
         self.states: dict[tuple[int, int], Any] = {}
 
     def begin(self, rows: int, width: int) -> Any:
-        """(params, Requests) -> State. Raises ValueError where the devices' memory cannot hold it."""
+        """(params, Requests, one more than each row's block size or None) -> State.
+
+        Raises ValueError where the devices' memory cannot hold it.
+        """
         def compiled() -> Any:
-            asked = self._placed(self.plan.requests(rows * self.devices, width))
-            self._check_memory(rows, jax.eval_shape(self._begin, self.params, asked))
-            return jax.jit(self._begin).lower(self.params, asked)
+            asked = self._asked(rows, width)
+            self._check_memory(rows, jax.eval_shape(self._begin, self.params, *asked))
+            return jax.jit(self._begin).lower(self.params, *asked)
 
         return self._once(("begin", rows, width), compiled)
 
-    def run(self, rows: int, width: int) -> Any:
-        """(params, State, finished rows, rounds) -> State, in the first one's memory."""
+    def run(self, rows: int, width: int, plain: bool = False) -> Any:
+        """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
+        of which no unfinished row truncates: it leaves the sorts out."""
         def compiled() -> Any:
             state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
-            function = partial(loop.run, self.plan.sampler, eos_id=self.plan.eos_id)
+            decode = run_plainly if plain else loop.run
+            function = partial(decode, self.plan.sampler, eos_id=self.plan.eos_id)
             mapped = self._mapped(function, P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
                 self.params, state, number, number)
 
-        return self._once(("run", rows, width), compiled)
+        return self._once(("run", rows, width, plain), compiled)
 
     def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
         """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
@@ -136,8 +142,19 @@ class Programs:
     @property
     def _begin(self) -> Callable[..., Any]:
         plan = self.plan
-        return self._mapped(partial(loop.begin, plan.sampler, max_new_tokens=plan.max_new_tokens,
-                                    history=plan.history), P(), P(AXIS))
+
+        def begin(params: Any, asked: loop.Requests, want: Any) -> loop.State:
+            state = loop.begin(plan.sampler, params, asked, max_new_tokens=plan.max_new_tokens,
+                               history=plan.history)
+            return state._replace(rows=state.rows._replace(want=want))
+
+        return self._mapped(begin, P(), P(AXIS), P(AXIS))
+
+    def _asked(self, rows: int, width: int) -> tuple[Any, Any]:
+        """The shapes of begin()'s arguments but the parameters."""
+        size = rows * self.devices
+        want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
+        return self._placed((self.plan.requests(size, width), want))
 
     def _mapped(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         if self.mesh is None:
@@ -155,8 +172,7 @@ class Programs:
         """The shapes of a State, and where begin() has put its parts: there they stay."""
         if (rows, width) not in self.states:
             where = self.begin(rows, width).output_shardings
-            asked = self._placed(self.plan.requests(rows * self.devices, width))
-            found = jax.eval_shape(self._begin, self.params, asked)
+            found = jax.eval_shape(self._begin, self.params, *self._asked(rows, width))
             self.states[rows, width] = jax.tree.map(
                 lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where)
         return self.states[rows, width]
@@ -179,6 +195,14 @@ class Programs:
                 f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
                 f"about {need / GIGABYTE:.1f} GB on each device, {free / GIGABYTE:.1f} GB are free: lower "
                 "batch_size, max_new_tokens or block_size.")
+
+
+def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
+    """loop.run() without top-k, top-p and min-p, which stay in the state for other rows."""
+    options = state.rows.options
+    plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
+    done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
+    return done._replace(rows=done.rows._replace(options=options))
 
 
 def shardings(shapes: Any) -> Any:

@@ -21,7 +21,7 @@ from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.metrics import Counters, Tally
 from speccascade_jax.core.samplers import Origin
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference.programs import Programs, row_keys
+from speccascade_jax.inference.programs import Plan, Programs, row_keys
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, pad, up_to_stop
 
@@ -54,13 +54,18 @@ class Scheduler:
     Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
     become narrower. A result depends on its request only, never on what else is decoded (in float32: other
     dtypes round a product of another shape in another way).
+
+    With `steady_width`, for a server: requests take rows one by one as they become free, in the order they
+    came, and the batch keeps that width, which must hold the longest of them.
     """
 
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int]):
+                 bucket: Callable[[int], int], steady_width: int = 0):
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
-        self.share = max(batch_size // 4, 1)  # of a device's rows that are idle before others take them
-        self.waiting: list[tuple[int, Request]] = []       # the longest last
+        self.steady_width = steady_width
+        # How many of a device's rows are idle before others take them.
+        self.share = 1 if steady_width else max(batch_size // 4, 1)
+        self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
         self.done: list[tuple[int, Result]] = []
         self.state: Any = None
@@ -76,7 +81,9 @@ class Scheduler:
         """Queues the requests and returns their ids, in order."""
         new = list(enumerate(requests, self.admitted))
         self.admitted += len(new)
-        self.waiting = sorted([*self.waiting, *new], key=lambda one: (len(one[1].tokens), one[0]))
+        self.waiting = [*self.waiting, *new]
+        self.waiting.sort(key=lambda one: (0 if self.steady_width else len(one[1].tokens),
+                                           -one[0] if self.steady_width else one[0]))
         return [number for number, _ in new]
 
     def cancel(self, number: int) -> None:
@@ -108,8 +115,10 @@ class Scheduler:
         most = min(most, np.int32(LOOK_EVERY)) if stops else most
         enough = self.share if self.waiting else self.batch_size
         programs = self.programs
-        self.state = programs.call(programs.run(self.batch_size, self.width), programs.params, self.state,
-                                   np.int32(enough), most)
+        plain = bool(self.steady_width) and not any(
+            truncates(request.settings) for _, request in self.running.values())
+        self.state = programs.call(programs.run(self.batch_size, self.width, plain), programs.params,
+                                   self.state, np.int32(enough), most)
         state = self.state
         self.seen = programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room, state.counts,
                                     state.history))
@@ -159,25 +168,28 @@ class Scheduler:
     def _place(self) -> None:
         """Gives waiting requests the idle rows, where a share of every device's rows is idle."""
         programs, devices, rows = self.programs, self.programs.devices, self.batch_size
+        if self.steady_width and self.state is None:
+            self.state, self.width = self._begun({}, rows, self.steady_width), self.steady_width
         while self.waiting:
             idle = [[row for row in range(rows) if device * rows + row not in self.running]
                     for device in range(devices)]
-            anew = not self.running
+            anew = not self.running and not self.steady_width
             count = rows if anew else self.share
-            if min(map(len, idle)) < count:
+            if (max if self.steady_width else min)(map(len, idle)) < count:
                 return
-            chosen = [self.waiting.pop() for _ in range(min(count * devices, len(self.waiting)))]
-            width = self.bucket(len(chosen[0][1].tokens))
-            placed = {k % devices * count + k // devices: one for k, one in enumerate(chosen)}
-            asked = self._requests({row: request for row, (_, request) in placed.items()}, count, width)
-            fresh = programs.call(programs.begin(count, width), programs.params, asked)
+            places = [device * count + k for k in range(count) for device in range(devices)
+                      if k < len(idle[device])]
+            placed = {place: self.waiting.pop() for place in places[:len(self.waiting)]}
+            width = self.bucket(max(len(request.tokens) for _, request in placed.values()))
+            fresh = self._begun({place: request for place, (_, request) in placed.items()}, count, width)
             if anew:
                 self.state, self.width, self.running = fresh, width, placed
                 continue
-            slots = [row for local in idle for row in local[:count]]
-            self.running |= {row // count * rows + slots[row]: one for row, one in placed.items()}
+            slots = [row for local in idle for row in [*local, *[rows] * count][:count]]  # `rows`: none
+            self.running |= {place // count * rows + slots[place]: one for place, one in placed.items()}
             needed = max(self.bucket(len(request.tokens)) for _, request in self.running.values())
-            like_fresh = width > self.width or (width < self.width and needed <= width)
+            like_fresh = not self.steady_width and (
+                width > self.width or (width < self.width and needed <= width))
             refill = programs.refill(rows, self.width, count, width, like_fresh)
             self.state = programs.call(refill, self.state, fresh, programs.place(np.array(slots, np.int32)))
             self.width = width if like_fresh else self.width
@@ -186,6 +198,13 @@ class Scheduler:
         """Compiles every program that requests of these (ascending) widths may need."""
         programs, rows = self.programs, self.batch_size
         stops = programs.plan.history > 0
+        if self.steady_width:
+            for plain in (False, True):
+                programs.run(rows, self.steady_width, plain)
+            programs.stop(rows, self.steady_width)
+            for width in widths:
+                programs.refill(rows, self.steady_width, self.share, width, False)
+            return
         for width in widths:
             programs.run(rows, width)
             if stops:
@@ -195,29 +214,44 @@ class Scheduler:
                 if other < width:
                     programs.refill(rows, width, self.share, other, True)
 
-    def _requests(self, placed: dict[int, Request], count: int, width: int) -> Requests:
-        """The arguments of begin() for `count` rows a device; a row that nobody has asked for is empty."""
-        programs, rows = self.programs, count * self.programs.devices
+    def _begun(self, placed: dict[int, Request], count: int, width: int) -> Any:
+        """`count` rows a device of which these are asked for."""
+        programs = self.programs
         plan, empty = programs.plan, Request((), Settings())
-        asked = [placed.get(row, empty) for row in range(rows)]
-        own = [request.settings for request in asked]
+        rows = [placed.get(row, empty) for row in range(count * programs.devices)]
+        want = None
+        if plan.ragged:
+            sizes = [one.settings.of_levels("block_size", plan.sampler.level)[-1] for one in rows]
+            want = np.array(sizes, np.int32) + 1
+        asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
+        return programs.call(programs.begin(count, width), programs.params, asked, want)
 
-        def column(name: str, off: float, dtype: Any) -> np.ndarray:
-            with np.errstate(over="ignore"):  # 1e308 is as good as infinite
-                return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
 
-        inputs, lengths = pad([request.tokens for request in asked], width, self.tokenizer.pad_id)
-        options = SamplingOptions(
-            column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
-            column("top_k", 0, np.int32) if plan.max_top_k else None,
-            column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
-        levels = plan.sampler.level
-        alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
-        methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
-        return programs.place(Requests._make((
-            row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
-            column("max_new_tokens", plan.max_new_tokens, np.int32), options,
-            alphas.reshape(rows, levels), methods.reshape(rows, levels))))
+def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> Requests:
+    """The requests as begin() takes them, inputs padded to `width`; one without tokens is an empty row."""
+    own = [request.settings for request in asked]
+
+    def column(name: str, off: float, dtype: Any) -> np.ndarray:
+        with np.errstate(over="ignore"):  # 1e308 is as good as infinite
+            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+
+    inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
+    options = SamplingOptions(
+        column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
+        column("top_k", 0, np.int32) if plan.max_top_k else None,
+        column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+    rows, levels = len(asked), plan.sampler.level
+    alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
+    methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
+    return Requests._make((
+        row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
+        column("max_new_tokens", plan.max_new_tokens, np.int32), options,
+        alphas.reshape(rows, levels), methods.reshape(rows, levels)))
+
+
+def truncates(settings: Settings) -> bool:
+    """Whether any of the likely tokens are left out."""
+    return bool(settings.top_k or (settings.top_p or 1) < 1 or settings.min_p)
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:

@@ -215,7 +215,7 @@ class Cascade:
                 raise ValueError(f"{name} is {value}; it must be at least {least}.")
         one = settings is None or isinstance(settings, Settings)
         given: Any = [settings or Settings()] if one else settings
-        each = [self._checked(own, changes) for own in given]
+        each = [self.checked(own, changes) for own in given]
         if not one:
             texts = list(texts)
             if len(texts) != len(each):
@@ -223,7 +223,7 @@ class Cascade:
                                  "each text.")
         return self._generate(iter(texts), each, one, batch_size, truncate, first_index)
 
-    def _checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
+    def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they have none of their own."""
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
@@ -237,7 +237,7 @@ class Cascade:
 
     def _generate(self, texts: Iterator[str], each: list[Settings], one: bool, batch_size: int,
                   truncate: bool, first_index: int) -> Iterator[Output]:
-        lanes = self._lanes(each)
+        lanes = self.lanes(each)
         # Rows are sorted by length within a window, so that a batch pads little.
         rows = batch_size * self.devices
         capacity = 1 if rows == 1 else 8 * rows
@@ -308,14 +308,14 @@ class Cascade:
     def stream(self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
                ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
-        settings = self._checked(settings or Settings(), changes)
+        settings = self.checked(settings or Settings(), changes)
         if settings.name in CONFIDENCES:  # nothing of its text is certain before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
         [row], _ = self.encode([text])
         if not row:
             return
-        lane = self._lanes([settings])[self.lane_of(settings)]
+        lane = self.lanes([settings])[self.lane_of(settings)]
         scheduler = self.scheduler(lane.plan, lane.params, 1)
         [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop)])
         while scheduler.busy:
@@ -327,12 +327,12 @@ class Cascade:
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
         """Compiles what generate() with these arguments will run, for every source length. alpha, seed
         and the values of temperature, top_p and min_p do not matter."""
-        settings = self._checked(settings or Settings(), changes)
+        settings = self.checked(settings or Settings(), changes)
         widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
-        for lane in self._lanes([settings]).values():
+        for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
-    def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
+    def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
         programs = self.programs.pop(plan, None)
         if programs is None:
@@ -340,9 +340,9 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[plan] = programs
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
 
-    def _lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
+    def lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:

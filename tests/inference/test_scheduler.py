@@ -152,3 +152,44 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
     for cut, full in zip(expected, whole, strict=True):
         assert cut.tokens == full.tokens[:len(cut.tokens)]
         assert len(cut.tokens) <= cut.counts["emitted"] < len(cut.tokens) + 4
+
+
+# A server's scheduler
+
+@pytest.fixture(scope="module")
+def served(programs):
+    """The same with everything that a row may choose."""
+    plan = dataclasses.replace(programs.plan, max_top_k=32, top_p=True, min_p=True, ragged=True)
+    return Programs(plan, programs.params, None, Clock())
+
+
+@pytest.mark.full
+def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, monkeypatch):
+    """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled."""
+    asked = [request._replace(settings=dataclasses.replace(
+        request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number % 3 else None))
+        for number, request in enumerate(requests)]
+    plan = dataclasses.replace(programs.plan, top_p=True, history=0)
+    in_ones = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, block_size=1))
+    by_size = {3: Programs(plan, programs.params, None, Clock()),
+               1: Programs(in_ones, programs.params, None, Clock())}
+    expected = [alone(by_size[request.settings.block_size], [request])[0].tokens for request in asked]
+    scheduler, found, order = Scheduler(served, 3, Letters(), bucket, WIDTHS[-1]), {}, []
+    scheduler.precompile(WIDTHS)
+    before, called = served.clock.compilations, calls(served, monkeypatch)
+    waiting = list(asked)
+    ids = []
+    while waiting or scheduler.busy:
+        arrived, waiting = waiting[:2], waiting[2:]
+        ids += scheduler.admit(arrived)
+        dropped = scheduler.admit(arrived[:1])
+        scheduler.run(rounds=1)
+        for number in dropped:
+            scheduler.cancel(number)
+        finished = dict(scheduler.finished())
+        found |= {number: result.tokens for number, result in finished.items()}
+        order += finished
+    assert [found[number] for number in ids] == expected
+    assert served.clock.compilations == before and called.count("begin") > len(ids)
+    places = [order.index(number) for number in ids]
+    assert max(abs(place - n) for n, place in enumerate(places)) < 12  # nobody waits for longer texts

@@ -1,0 +1,225 @@
+"""Load scripts/serve.py and compare, in one run: figures for sizing, and ratios that hold elsewhere.
+
+    python scripts/load.py --config=demo --rows=8 --minutes=10 --output=load.json
+
+Measured in turn: decode.py's loop over the same texts; the server saturated; at half of that load (times
+to the first token); at 120% (memory, refusals); with one row, that is one request at a time; and, with
+--vs-transformers, a server that answers with transformers, one request after the other.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import tyro
+
+from speccascade_jax import checkpoints
+from speccascade_jax import config as configs
+from speccascade_jax.commands.commandline import at_least, console, exit_code
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.evaluation.load import Body, Load, closed_loop, open_loop
+from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
+from speccascade_jax.inference.inputs import read_texts
+from speccascade_jax.inference.outputs import write_whole
+from speccascade_jax.inference.scheduler import Request
+from speccascade_jax.inference.text import Cascade
+
+ROUNDS = 50  # that a round's time is the mean of
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Load scripts/serve.py and compare."""
+
+    config: str = "demo"
+    """A name in configs/, or the path of such a file."""
+    input: str | None = None
+    """Texts, .txt or .jsonl; the config's examples where it is left out."""
+    requests: int = 400
+    """Sent to measure the throughput of each server."""
+    rows: int = 8
+    """The server's, and decode.py's batch."""
+    clients: int = 32
+    """That send at the same time when the server is saturated."""
+    minutes: float = 1.0
+    """At 50% and at 120% load, each."""
+    vs_transformers: bool = False
+    """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
+    output: str | None = None
+    """Write the figures to this JSON file."""
+
+
+class Server:
+    """scripts/serve.py in a process of its own."""
+
+    def __init__(self, config: str, rows: int, queue: int):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import sys; from speccascade_jax.commands import main; sys.exit(main())",
+             "serve", f"--config={config}", "--port=0", f"--rows={rows}", f"--max-queue={queue}"],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        stdout = self.process.stdout
+        self.url = "" if stdout is None else stdout.readline().strip()
+
+    def until_ready(self) -> None:
+        while True:
+            if self.process.poll() is not None:
+                raise ValueError("the server did not start: run scripts/serve.py to see why.")
+            with contextlib.suppress(URLError):
+                if urlopen(self.url + "/ready").status == 200:
+                    return
+            time.sleep(0.5)
+
+    def megabytes(self) -> float:
+        """Resident memory."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def served(config: str, rows: int, queue: int) -> Iterator[Server]:
+    server = Server(config, rows, queue)
+    try:
+        server.until_ready()
+        yield server
+    finally:
+        server.end()
+
+
+def decoded_alone(run: DecodeConfig, arguments: Arguments, texts: Sequence[str]) -> dict[str, float]:
+    """decode.py's loop over the texts, and the seconds of a round and of reading a prompt in a full batch."""
+    cascade, settings = Cascade.from_config(run), run.settings
+    list(cascade.generate(texts[:2 * arguments.rows], settings, batch_size=arguments.rows))
+    began, tokens = time.perf_counter(), 0
+    for output in cascade.generate(texts, settings, batch_size=arguments.rows):
+        tokens += len(output.tokens)
+    speed = tokens / (time.perf_counter() - began)
+    [lane] = cascade.lanes([settings]).values()
+    scheduler = cascade.scheduler(lane.plan, lane.params, arguments.rows, cascade.max_source_length)
+    rows, _ = cascade.encode(texts)
+    scheduler.admit([Request(row, settings, n, lane.numbers(settings)) for n, row in enumerate(rows)])
+    spent, placed = list[tuple[float, int]](), list[tuple[float, int]]()
+    for _ in range(ROUNDS):
+        before, began = len(scheduler.waiting), time.perf_counter()
+        scheduler.run(1)
+        seconds = time.perf_counter() - began
+        scheduler.finished()
+        count = before - len(scheduler.waiting)
+        (placed if count else spent).append((seconds, count))
+        if not scheduler.busy:
+            break
+    alone = sorted(seconds for seconds, _ in spent)
+    round_seconds = alone[len(alone) // 2] if alone else 0.0
+    reading = sorted((seconds - round_seconds) / count for seconds, count in placed[1:] or placed)
+    return {"tokens_per_second": speed, "round_ms": 1000 * round_seconds,
+            "prefill_ms": 1000 * max(reading[len(reading) // 2], 0.0)}
+
+
+@contextlib.contextmanager
+def transformers_server(run: DecodeConfig) -> Iterator[str]:
+    """A server that answers with transformers' greedy verifier, one request after the other: its URL."""
+    cascade = Cascade.from_config(run)
+    with tempfile.TemporaryDirectory() as folder:
+        exported(checkpoints.load(run.roles[-1][1]), Path(folder))
+        [decode] = transformers_decoders(folder, run.max_new_tokens).values()
+    turn = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            [row], _ = cascade.encode([body["prompt"]])
+            with turn:
+                _, tokens = decode(row)
+            events: list[Any] = [{"choices": [{"text": cascade.tokenizer.decode(tokens)}]},
+                                 {"choices": [], "usage": {"completion_tokens": len(tokens)}}]
+            self.send_response(200)
+            self.end_headers()
+            for event in (*map(json.dumps, events), "[DONE]"):
+                self.wfile.write(f"data: {event}\n\n".encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+def load(arguments: Arguments) -> None:
+    at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
+    if not 0 < arguments.minutes < 1e4:
+        raise ValueError(f"--minutes is {arguments.minutes}; it must be above 0.")
+    if arguments.vs_transformers:
+        check_installed(["hf"])
+    run = configs.load(arguments.config, DecodeConfig)
+    given = read_texts(arguments.input) if arguments.input else list(run.examples)
+    given = [text for text in given if text.strip()]
+    if not given:
+        raise ValueError("there are no texts: give --input.")
+    texts = [given[n % len(given)] for n in range(arguments.requests)]
+    bodies: list[Body] = [{"prompt": text, "seed": n} for n, text in enumerate(texts)]
+    screen, figures = console(), dict[str, Any]()
+
+    def say(name: str, found: dict[str, Any]) -> None:
+        figures[name] = found
+        shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                 for key, value in found.items())
+        screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
+
+    def saturated(url: str) -> Load:
+        asyncio.run(closed_loop(url, bodies[:2 * arguments.clients], arguments.clients))
+        return asyncio.run(closed_loop(url, bodies, arguments.clients))
+
+    def body_of(number: int) -> Body:
+        return bodies[number % len(bodies)]
+
+    alone = decoded_alone(run, arguments, texts)
+    say("decode.py", alone)
+    with served(arguments.config, arguments.rows, 2 * arguments.clients) as server:
+        full = saturated(server.url)
+        ratio = full.tokens_per_second / alone["tokens_per_second"]
+        say("saturated", full.summary() | {"ratio_to_decode": ratio})
+        seconds = 60 * arguments.minutes
+        half = asyncio.run(open_loop(server.url, body_of, full.requests_per_second / 2, seconds))
+        said = half.summary()
+        bound = 3 * alone["round_ms"] + alone["prefill_ms"]
+        say("half_load", said | {"three_rounds_and_prefill_ms": bound})
+        memory: list[float] = []
+        over = asyncio.run(open_loop(server.url, body_of, 1.2 * full.requests_per_second, seconds,
+                                     watch=lambda: memory.append(server.megabytes())))
+        say("load_120", over.summary() | {"megabytes": [round(one) for one in memory]})
+    with served(arguments.config, 1, 2 * arguments.clients) as server:
+        one = saturated(server.url)
+        say("one_at_a_time", one.summary() | {
+            "ours_is_faster": full.tokens_per_second / one.tokens_per_second})
+    if arguments.vs_transformers:
+        with transformers_server(run) as url:
+            other = saturated(url)
+            say("transformers", other.summary() | {
+                "ours_is_faster": full.tokens_per_second / other.tokens_per_second})
+    if arguments.output is not None:
+        write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: load(tyro.cli(Arguments, args=argv, prog="load.py", description=__doc__)))

@@ -1,0 +1,117 @@
+"""Load on a server of OpenAI's wire format: closed and open loops, and what its clients see."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+Body = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What one client saw; status 0: the connection broke, or the stream ended early."""
+
+    status: int
+    first: float    # seconds to the first tokens; 0: there were none
+    seconds: float
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What all clients of a loop saw, and how long it took."""
+
+    replies: list[Reply]
+    seconds: float
+
+    @property
+    def accepted(self) -> list[Reply]:
+        return [reply for reply in self.replies if reply.status == 200]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(reply.tokens for reply in self.accepted) / self.seconds
+
+    @property
+    def requests_per_second(self) -> float:
+        return len(self.accepted) / self.seconds
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""
+        kept = self.accepted
+        found: dict[str, Any] = {
+            "requests": len(self.replies), "accepted": len(kept),
+            "refused_429": sum(reply.status == 429 for reply in self.replies),
+            "lost": sum(reply.status not in (200, 429) for reply in self.replies),
+            "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
+            "requests_per_second": self.requests_per_second}
+        for name in ("first", "seconds"):
+            times = [1000 * getattr(reply, name) for reply in kept]
+            key = {"first": "first_token_ms", "seconds": "whole_ms"}[name]
+            found |= {f"{key}_p{p}": float(np.percentile(times, p)) if times else None for p in (50, 99)}
+        return found
+
+
+async def ask(url: str, body: Body, key: str = "") -> Reply:
+    """One streamed request over a connection of its own."""
+    place, began = urlsplit(url), time.perf_counter()
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+            + (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n")
+    status, first, tokens, ended, writer = 0, 0.0, 0, False, None
+    try:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(head.encode() + data)
+        status = int((await reader.readline()).split()[1])
+        async for line in reader:
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                first = first or time.perf_counter() - began
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                status = status if "error" not in event else 0
+    except (OSError, ValueError, IndexError, asyncio.IncompleteReadError):
+        status = 0
+    finally:
+        if writer is not None:
+            writer.close()
+    return Reply(status if status != 200 or ended else 0, first, time.perf_counter() - began, tokens)
+
+
+async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str = "") -> Load:
+    """`clients` at a time, each sending the next body when its last one is answered."""
+    waiting: Iterator[Body] = iter(bodies)
+    found: list[Reply] = []
+
+    async def client() -> None:
+        for body in waiting:
+            found.append(await ask(url, body, key))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Load(found, time.perf_counter() - began)
+
+
+async def open_loop(url: str, body_of: Callable[[int], Body], rate: float, seconds: float, *, key: str = "",
+                    seed: int = 0, watch: Callable[[], None] = lambda: None) -> Load:
+    """Requests at random times, `rate` a second on average, whatever becomes of the earlier ones. `watch` is
+    called ten times on the way."""
+    draw, asked, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0
+    due = began
+    while (due := due + draw.expovariate(rate)) < began + seconds:
+        await asyncio.sleep(max(due - time.perf_counter(), 0))
+        asked.append(asyncio.create_task(ask(url, body_of(len(asked)), key)))
+        if time.perf_counter() > began + seconds * watched / 10:
+            watched += 1
+            watch()
+    found = await asyncio.gather(*asked)
+    return Load(list(found), time.perf_counter() - began)

@@ -1,0 +1,99 @@
+"""Files decoded by many machines: shards of their inputs, an actor a machine, a whole file for each shard.
+
+Ray Data places the actors, hands out the shards, and hands out again those of a worker that is lost. A
+shard's file is filled when it is complete, and its content depends on the inputs and settings only: a job
+that lost its driver goes on with the shards that are missing.
+"""
+
+import dataclasses
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.inference.inputs import read_texts
+from speccascade_jax.inference.outputs import open_output, settings_file, write_whole
+from speccascade_jax.inference.text import Cascade, Output
+
+
+class Shard(NamedTuple):
+    """Some of a job's inputs, counted from `first` over all of its files."""
+
+    file: str
+    first: int
+    texts: list[str]
+
+
+def read_shards(pattern: str) -> list[str]:
+    """The texts of one file, or of all that a pattern such as "news-*.txt" stands for, in their names' order.
+
+    Raises ValueError where there is none.
+    """
+    names = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    if not names:
+        raise ValueError(f"no file is called {pattern}.")
+    return [text for name in names for text in read_texts(name)]
+
+
+def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
+    """The texts in shards of `size`, whose files lie in `folder`."""
+    return [Shard(str(Path(folder) / f"part-{number:05}.jsonl"), first, list(texts[first:first + size]))
+            for number, first in enumerate(range(0, len(texts), size))]
+
+
+def finished(shard: Shard, settings: dict[str, Any]) -> list[Output] | None:
+    """A shard's outputs where its file is complete. Raises ValueError for a file of other settings."""
+    file, done = open_output(shard.file, settings, shard.texts, shard.first)
+    file.close()
+    return done if len(done) == len(shard.texts) else None
+
+
+class Worker:
+    """What runs in an actor: a cascade, which decodes one shard after the other."""
+
+    def __init__(self, run: DecodeConfig, settings: dict[str, Any]):
+        self.run, self.settings = run, settings
+        self.cascade = Cascade.from_config(run)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Decodes the shards of a batch, and writes their files whole."""
+        for shard in (Shard(**json.loads(one)) for one in batch["shard"]):
+            outputs = self.cascade.generate(shard.texts, self.run.settings, truncate=self.run.truncate,
+                                            first_index=shard.first, batch_size=self.run.batch_size)
+            lines = [json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n" for output in outputs]
+            write_whole(settings_file(shard.file), json.dumps(self.settings, indent=1) + "\n")
+            write_whole(shard.file, "".join(lines))
+        return {"first": [json.loads(one)["first"] for one in batch["shard"]]}
+
+
+def decode(address: str, workers: int | None, run: DecodeConfig, settings: dict[str, Any],
+           shards: Sequence[Shard]) -> Iterator[int]:
+    """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with so many workers
+    (None: as many as it has machines), and yields the first index of each as it is done.
+
+    Raises ValueError where Ray is missing or no cluster answers.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("--ray needs Ray: pip install 'speccascade_jax[ray]'.") from None
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ValueError(f"no Ray cluster answers at {address}: {error}") from None
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        each = {kind: min(node["Resources"].get(kind, 0) for node in nodes) for kind in ("GPU", "TPU")}
+        data = ray.data.from_items([{"shard": json.dumps(shard._asdict())} for shard in shards],
+                                   override_num_blocks=len(shards))
+        size = min(workers or len(nodes), len(shards))
+        done = data.map_batches(
+            Worker, fn_constructor_args=(run, settings), batch_size=1, num_cpus=1,
+            compute=ray.data.ActorPoolStrategy(size=size), scheduling_strategy="SPREAD",
+            num_gpus=each["GPU"] or None, resources={"TPU": each["TPU"]} if each["TPU"] else None)
+        for row in done.iter_rows():
+            yield int(row["first"])
+    finally:
+        ray.shutdown()

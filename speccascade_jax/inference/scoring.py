@@ -1,0 +1,93 @@
+"""How likely a text's tokens are under the law that its sampler follows, found afterwards in one pass."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from speccascade_jax.core import loop
+from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.samplers import Autoregressive, Rows, Sampler, Speculative, is_greedy
+from speccascade_jax.core.sampling import token_probs
+from speccascade_jax.core.typing import Cache, Params, top
+from speccascade_jax.inference.programs import Plan
+from speccascade_jax.inference.scheduler import Request, arguments
+
+Array = jax.Array
+LIKELIEST = 20  # tokens whose probabilities are given at each position
+LEAST = -9999.0  # stands for the logarithm of 0, which JSON has no number for
+
+
+class Scored(NamedTuple):
+    """Log probabilities of a text's tokens, and the likeliest tokens at each position with theirs."""
+
+    own: Float[np.ndarray, " N"]
+    likeliest: Int[np.ndarray, "N K"]
+    theirs: Float[np.ndarray, "N K"]
+
+
+def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]
+         ) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
+    """The law of the token after each prefix of `tokens`, whose first is the one the caches lack: built from
+    the models' own distributions, and from the transformed ones. The second is what a text is drawn from.
+
+    Raises ValueError for a sampler that follows no stated law.
+    """
+    if isinstance(sampler, Autoregressive):
+        logits, _ = sampler.model.extend(params, tokens, caches)
+        return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
+    if not isinstance(sampler, Speculative):
+        raise ValueError(f"{type(sampler).__name__} states no law of its tokens.")
+    below = (params, caches) if sampler.shares else (params[0], caches[0])
+    q, q_sampled = laws(sampler.drafter, *below, rows, tokens)
+    cache = top(sampler.drafter.models, caches) if sampler.shares else caches[1]
+    logits, _ = sampler.verifier.extend(top(sampler.models, params), tokens, cache)
+    scores = Scores(q, jax.nn.softmax(logits, axis=-1), q_sampled, token_probs(logits, rows.options),
+                    is_greedy(rows))
+
+    def target(scores: Scores) -> Array:
+        alpha, chosen = rows.alphas[:, sampler.level - 1, None, None], rows.methods[:, sampler.level - 1]
+        found = jnp.zeros_like(scores.p)
+        for number, method in enumerate(sampler.methods):
+            found = jnp.where((chosen == number)[:, None, None], method.target(scores, alpha)[0], found)
+        return found
+
+    return target(scores._replace(q_sampled=scores.q, p_sampled=scores.p)), target(scores)
+
+
+def score(sampler: Sampler, params: Params, asked: loop.Requests, tokens: Int[Array, "B N"]
+          ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
+    """log pi of each of `tokens` [B, N] after what is asked and the tokens before it; the likeliest tokens
+    there, and theirs."""
+    state = loop.begin(sampler, params, asked, max_new_tokens=tokens.shape[1])
+    read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
+    _, law = laws(sampler, params, state.caches, state.rows, read)
+    log_law = jnp.maximum(jnp.log(law), LEAST)
+    own = jnp.take_along_axis(log_law, tokens[..., None], axis=-1)[..., 0]
+    theirs, likeliest = jax.lax.top_k(log_law, min(LIKELIEST, law.shape[-1]))
+    return own, likeliest, theirs
+
+
+class Scorer:
+    """score() of one request at a time, compiled once for inputs of up to `width` tokens."""
+
+    def __init__(self, plan: Plan, params: Params, width: int):
+        self.plan, self.params, self.width = plan, params, width
+        self.compiled: Any = None
+
+    def precompile(self) -> None:
+        tokens = jax.ShapeDtypeStruct((1, self.plan.max_new_tokens), jnp.int32)
+        function = jax.jit(partial(score, self.plan.sampler))
+        self.compiled = function.lower(self.params, self.plan.requests(1, self.width), tokens).compile()
+
+    def __call__(self, request: Request, tokens: list[int]) -> Scored:
+        """Of the `tokens` that a request has given."""
+        if self.compiled is None:
+            self.precompile()
+        padded = np.zeros((1, self.plan.max_new_tokens), np.int32)
+        padded[0, :len(tokens)] = tokens
+        found = self.compiled(self.params, arguments(self.plan, [request], self.width, 0), padded)
+        return Scored._make(np.asarray(x)[0, :len(tokens)] for x in found)

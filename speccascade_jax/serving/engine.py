@@ -1,0 +1,270 @@
+"""The engine: one thread that runs the schedulers of all served models, between it and asyncio only queues.
+
+    engine = Engine([model])
+    engine.start(loop)                      # compiles, then decodes whatever comes
+    job = engine.submit(lane, request, updates)  # in the event loop, after check_room()
+    while not update.finished:
+        job, update = await updates.get()
+    engine.cancel(job)                      # at any time
+"""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from speccascade_jax.inference.scheduler import Request, Result, Scheduler
+from speccascade_jax.inference.scoring import Scored, Scorer
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade, Lane
+from speccascade_jax.inference.tokenizer import up_to_stop
+
+log = logging.getLogger("speccascade_jax.serving")
+FAILURES = 3  # rounds that raise in succession until the engine is not healthy
+
+
+class Full(Exception):
+    """No place in the queue; `seconds` until there may be one."""
+
+    def __init__(self, seconds: int):
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+class Update(NamedTuple):
+    """What a job has written so far; `scores` of these tokens where they are asked for."""
+
+    result: Result | None          # None: nothing, because of the `error`
+    finished: bool
+    error: str = ""
+    scores: Scored | None = None
+    fresh: int = 0                 # how many tokens are new
+    gap: float = 0.0               # seconds since the ones before them, or since the job came
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request on its way through the engine: one row, one choice of an answer."""
+
+    lane: "ServedLane"
+    request: Request
+    scored: bool                     # whether its tokens' probabilities are asked for
+    updates: "Updates"
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    placed: float = 0.0              # when it took a row; 0: it has none yet
+    number: int = -1                 # the scheduler's
+    written: int = 0                 # tokens
+    latest: float = 0.0              # when the last of them came
+    ended: bool = False              # seen by the event loop
+
+    def reason(self, update: Update) -> str:
+        """Why a finished update ends: stop, length or error."""
+        if update.result is None:
+            return "error"
+        tokens, plan = update.result.tokens, self.lane.lane.plan
+        if tokens[-1:] == [plan.eos_id] or up_to_stop(self.lane.cascade.tokenizer, tokens, self.request.stop):
+            return "stop"
+        return "length"
+
+
+Updates = asyncio.Queue[tuple[Job, Update]]  # of all jobs of one answer
+
+
+class ServedLane:
+    """Requests of one model that share a batch of rows."""
+
+    def __init__(self, model: str, cascade: Cascade, lane: Lane, settings: Settings, rows: int, width: int):
+        self.model, self.cascade, self.lane, self.rows = model, cascade, lane, rows * cascade.devices
+        self.settings = settings         # of some request
+        self.per_device, self.width = rows, width
+        self.scheduler: Scheduler = self._empty()
+        self.scorer = Scorer(lane.plan, lane.params, width)
+        self.jobs: dict[int, Job] = {}   # by the scheduler's number
+        self.live = 0                    # jobs that have not ended, as the event loop counts them
+        self.seconds_per_job = 1.0       # a running mean
+        self.failures = 0
+
+    def _empty(self) -> Scheduler:
+        return self.cascade.scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
+
+    def precompile(self) -> None:
+        """Compiles all that requests may need, and decodes one of each width."""
+        widths = sorted({self.cascade.bucket(n) for n in range(1, self.width + 1)})
+        self.scheduler.precompile(widths)
+        self.scorer.precompile()
+        settings = dataclasses.replace(self.settings, max_new_tokens=2)
+        for width, top_p in zip([*widths, widths[0]], [*[None] * len(widths), 0.9], strict=True):
+            eos = self.lane.plan.eos_id
+            request = Request([eos] * width, dataclasses.replace(settings, top_p=top_p), 0, stop=("\n",))
+            self.scheduler.admit([request])
+            while self.scheduler.busy:
+                self.scheduler.run()
+            for _, result in self.scheduler.finished():
+                self.scorer(request, result.tokens)
+
+    def reset(self) -> None:
+        self.scheduler, self.jobs = self._empty(), {}
+
+    def step(self, rounds: int) -> list[tuple[Job, Update]]:
+        """Runs up to `rounds` rounds, one where a job has written nothing yet: what is new."""
+        began = time.monotonic()
+        anew = any(not job.written for job in self.jobs.values())
+        self.scheduler.run(1 if anew else rounds)
+        done = dict(self.scheduler.finished())
+        found = []
+        for number, job in [*self.jobs.items()]:
+            result = done.get(number) or self.scheduler.partial(number)
+            if result is None:
+                continue
+            job.placed = job.placed or began
+            finished, fresh = number in done, len(result.tokens) - job.written
+            if finished:
+                del self.jobs[number]
+            elif not fresh:
+                continue
+            scores = self.scorer(job.request, result.tokens) if job.scored and result.tokens else None
+            now = time.monotonic()
+            found.append((job, Update(result, finished, "", scores, fresh, now - (job.latest or job.came))))
+            job.written, job.latest = len(result.tokens), now
+        return found
+
+
+class Engine:
+    """Runs `lanes` in turn, `rounds` rounds each, in a thread of its own.
+
+    The event loop calls submit() and cancel(); what the thread has to say arrives in the jobs' queues, and
+    `heard` is called with every job's update before it does. A round that raises ends the jobs of its lane
+    with an error, and the lane begins anew.
+    """
+
+    def __init__(self, lanes: Sequence[ServedLane], max_queue: int, rounds: int,
+                 heard: Callable[[Job, Update], None]):
+        self.lanes, self.max_queue, self.rounds, self.heard = lanes, max_queue, rounds, heard
+        self.inbox: collections.deque[tuple[str, Job]] = collections.deque()
+        self.wake = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.ready = self.draining = self.stopping = False
+        self.failed: BaseException | None = None  # while compiling: there is nothing to serve
+
+    # In the event loop
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return (self.failed is None and all(lane.failures < FAILURES for lane in self.lanes)
+                and (self.thread is None or self.thread.is_alive()))
+
+    @property
+    def idle(self) -> bool:
+        return not any(lane.live for lane in self.lanes)
+
+    def check_room(self, lane: ServedLane, jobs: int) -> None:
+        """Raises Full where so many more jobs have no place in a lane's rows and its queue."""
+        if lane.live + jobs > lane.rows + self.max_queue:
+            over = lane.live + jobs - self.max_queue
+            raise Full(max(round(over * lane.seconds_per_job / lane.rows), 1))
+
+    def submit(self, lane: ServedLane, request: Request, updates: Updates, scored: bool = False) -> Job:
+        job = Job(lane, request, scored, updates)
+        lane.live += 1
+        self._post("admit", job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Forgets a job; its row is free before the next round. One that has ended is left alone."""
+        if not job.ended:
+            self._end(job)
+            self._post("cancel", job)
+
+    def stop(self) -> None:
+        """Ends the thread after the round that runs."""
+        with self.wake:
+            self.stopping = True
+            self.wake.notify()
+        if self.thread is not None:
+            self.thread.join(timeout=30)
+
+    def _post(self, what: str, job: Job) -> None:
+        with self.wake:
+            self.inbox.append((what, job))
+            self.wake.notify()
+
+    def _end(self, job: Job) -> None:
+        job.ended = True
+        job.lane.live -= 1
+
+    def _hear(self, found: list[tuple[Job, Update]]) -> None:
+        for job, update in found:
+            if job.ended:
+                continue
+            if update.finished:
+                self._end(job)
+                took = time.monotonic() - (job.placed or job.came)
+                job.lane.seconds_per_job += 0.1 * (took - job.lane.seconds_per_job)
+            self.heard(job, update)
+            job.updates.put_nowait((job, update))
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            for lane in self.lanes:
+                lane.precompile()
+        except BaseException as error:
+            self.failed = error
+            return
+        self.ready = True
+        while True:
+            with self.wake:
+                while not (self.inbox or self.stopping or any(lane.jobs for lane in self.lanes)):
+                    self.wake.wait()
+                if self.stopping:
+                    return
+                asked = [self.inbox.popleft() for _ in range(len(self.inbox))]
+            for what, job in asked:
+                self._apply(what, job)
+            for lane in self.lanes:
+                if lane.jobs:
+                    self._step(lane)
+
+    def _apply(self, what: str, job: Job) -> None:
+        lane = job.lane
+        if what == "admit":
+            [job.number] = lane.scheduler.admit([job.request])
+            lane.jobs[job.number] = job
+        elif lane.jobs.get(job.number) is job:
+            del lane.jobs[job.number]
+            try:
+                lane.scheduler.cancel(job.number)
+            except Exception as error:
+                self._fail(lane, error)
+
+    def _step(self, lane: ServedLane) -> None:
+        try:
+            found = lane.step(self.rounds)
+        except Exception as error:  # whatever it is: the next requests are served
+            self._fail(lane, error)
+            return
+        lane.failures = 0
+        self._tell(found)
+
+    def _fail(self, lane: ServedLane, error: Exception) -> None:
+        log.error("a round failed", exc_info=error, extra={"fields": {"event": "round_failed"}})
+        lane.failures += 1
+        said = str(error) if isinstance(error, ValueError) else "the server failed in the middle of a text."
+        lost = [*lane.jobs.values()]
+        lane.reset()
+        self._tell([(job, Update(None, True, said)) for job in lost])
+
+    def _tell(self, found: list[tuple[Job, Update]]) -> None:
+        if found and self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._hear, found)

@@ -1,0 +1,102 @@
+"""Prometheus metrics: vLLM's names where they fit, so that dashboards made for it work, and ours."""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from speccascade_jax.inference.scheduler import Result
+from speccascade_jax.serving.engine import Job, Update
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What is counted, in a registry of its own."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, about: str) -> Histogram:
+            return Histogram(name, about, ("model_name",), registry=self.registry, buckets=SECONDS)
+
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(name, about, ("model_name", *labels), registry=self.registry)
+
+        self.running = gauge("vllm:num_requests_running", "Rows that decode.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
+        self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first tokens.")
+        self.between = histogram("vllm:inter_token_latency_seconds", "Between deliveries, for each token.")
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
+        self.prompt = counter("vllm:prompt_tokens", "Tokens read.")
+        self.generated = counter("vllm:generation_tokens", "Tokens written.")
+        self.success = counter("vllm:request_success", "Requests that came to an end.", "finished_reason")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified: rounds.")
+        self.drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.positions = counter("vllm:spec_decode_num_accepted_tokens_per_pos",
+                                 "Drafts accepted up to this position or further, from 0.", "position")
+        self.calls = counter("speccascade:verifier_calls", "Calls of the verifier, by method.", "method")
+        self.by_method = {name: counter(f"speccascade:{name}_tokens", about, "method") for name, about in (
+            ("drafted", "Tokens drafted, by method."), ("accepted", "Drafted tokens accepted, by method."),
+            ("deferred", "Drafted positions at which the rule deferred to the verifier, by method."),
+            ("emitted", "Tokens written, by method."))}
+        self.rate = gauge("speccascade:deferral_rate", "deferred / drafted since the start.", "method")
+        self.refused = Counter("speccascade:requests_refused", "Requests answered by an error, by status.",
+                               ("status",), registry=self.registry)
+        self.cancelled = counter("speccascade:requests_cancelled", "Client gone, or time up.")
+        self.deferrals: dict[tuple[str, str], list[int]] = {}  # (model, method) -> deferred, drafted
+
+    def heard(self, job: Job, update: Update) -> None:
+        """A job's update, before anybody else has it."""
+        model = job.lane.model
+        if update.fresh:
+            if update.result is not None and update.fresh == len(update.result.tokens):
+                self.first.labels(model).observe(update.gap)
+            else:
+                self.between.labels(model).observe(update.gap / update.fresh)
+            self.generated.labels(model).inc(update.fresh)
+        if update.finished:
+            self.success.labels(model, job.reason(update)).inc()
+            self.whole.labels(model).observe(time.monotonic() - job.came)
+            self.prompt.labels(model).inc(len(job.request.tokens))
+            if update.result is not None:
+                self._count(model, job, update.result)
+
+    def _count(self, model: str, job: Job, result: Result) -> None:
+        counts, method = result.counts, job.request.settings.name
+        rounds = counts.get("rounds", counts.get("model_passes", 0))
+        self.calls.labels(model, method).inc(rounds)
+        for name, own in self.by_method.items():
+            own.labels(model, method).inc(len(result.tokens) if name == "emitted" else counts.get(name, 0))
+        if "histogram" not in counts:
+            return
+        self.drafts.labels(model).inc(rounds)
+        self.drafted.labels(model).inc(counts["drafted"])
+        self.accepted.labels(model).inc(counts["accepted"])
+        for position in range(len(counts["histogram"]) - 1):
+            self.positions.labels(model, str(position)).inc(sum(counts["histogram"][position + 1:]))
+        total = self.deferrals.setdefault((model, method), [0, 0])
+        total[0] += counts["deferred"]
+        total[1] += counts["drafted"]
+        if total[1]:
+            self.rate.labels(model, method).set(total[0] / total[1])
+
+    def text(self, loads: Iterable[tuple[str, int, int]]) -> bytes:
+        """All metrics as Prometheus reads them; loads: each model's name, running and waiting requests."""
+        for model, running, waiting in loads:
+            self.running.labels(model).set(running)
+            self.waiting.labels(model).set(waiting)
+        return generate_latest(self.registry)

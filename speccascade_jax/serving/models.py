@@ -1,0 +1,115 @@
+"""What a server serves: a config's cascade, the methods compiled for it, and how it reads a request."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.inference.scheduler import Request
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.serving.chat import ChatTemplate
+from speccascade_jax.serving.engine import ServedLane
+from speccascade_jax.serving.protocol import Asked, Refused
+
+CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
+MOST_TOP_K = 1024
+
+
+class ServedModel:
+    """One config under its name. Each of `methods` is compiled; requests choose among them.
+
+    Raises ValueError for a method that cannot be served.
+    """
+
+    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int):
+        self.name, self.cascade, self.created = name, cascade, int(time.time())
+        self.defaults: Settings = config.settings
+        self.examples = config.examples
+        self.chat = ChatTemplate.find(config.roles[-1][1])
+        self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
+        self.methods = tuple(dict.fromkeys([self.defaults.name, *methods]))
+        every = [self._compiled(method) for method in self.methods]
+        self.lanes: dict[Any, ServedLane] = {}
+        for key, lane in cascade.lanes(every).items():
+            lane = lane._replace(plan=dataclasses.replace(lane.plan, ragged=lane.plan.sampler.level > 0))
+            some = next(one for one in every if cascade.lane_of(one) == key)
+            self.lanes[key] = ServedLane(name, cascade, lane, some, rows, cascade.max_source_length)
+
+    def _compiled(self, method: str) -> Settings:
+        """Settings of everything that this method's requests may ask for."""
+        for one in method.split("+"):
+            if one not in METHODS and one not in SINGLE_MODEL:
+                raise ValueError(f"--methods: {one} cannot be served; known: "
+                                 f"{', '.join([*METHODS, *SINGLE_MODEL])}.")
+        settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
+                                       min_p=0.0, stop=("\n",))
+        settings.of_levels("method", max(self.cascade.levels, 1))
+        return settings
+
+    def settings(self, asked: Asked) -> Settings:
+        """How a request is decoded. Raises Refused."""
+        changes, limit = asked.changes, self.cascade.max_new_tokens
+        if changes.get("max_new_tokens", 1) > limit:
+            raise Refused(f"max_tokens is {changes['max_new_tokens']}; this server writes at most {limit}.",
+                          "max_tokens")
+        if (changes.get("top_k") or 0) > self.max_top_k:
+            raise Refused(f"top_k is {changes['top_k']}; this server takes at most {self.max_top_k}: leave "
+                          "it out, or give top_p or min_p.", "top_k")
+        try:
+            settings = self.cascade.checked(self.defaults, changes)
+            settings = dataclasses.replace(settings, block_size=self._block_size(settings))
+        except ValueError as error:
+            param = str(error).split()[0]
+            raise Refused(str(error), param if param in changes else None) from None
+        if settings.name not in self.methods:
+            raise Refused(f"method {settings.name} is not served here; known: {', '.join(self.methods)}.",
+                          "method")
+        return settings
+
+    def _block_size(self, settings: Settings) -> Any:
+        """A request's block size; raises ValueError unless it is at most the server's."""
+        most, own = self.defaults.block_size, settings.block_size
+        if own == most or not isinstance(own, int) or not isinstance(most, int) or self.cascade.levels > 1:
+            if own != most:
+                raise ValueError(f"block_size is {own}; this model is a hierarchy, and its block sizes are "
+                                 f"fixed: {most}.")
+            return own
+        if own > most:
+            raise ValueError(f"block_size is {own}; this server drafts at most {most}.")
+        return own
+
+    def lane(self, settings: Settings) -> ServedLane:
+        """Where such a request is decoded."""
+        return self.lanes[self.cascade.lane_of(dataclasses.replace(settings,
+                                                                   block_size=self.defaults.block_size))]
+
+    def sources(self, asked: Asked) -> list[list[int]]:
+        """The token ids of each prompt, [] for a blank one. Raises Refused."""
+        if asked.messages:
+            if self.chat is None:
+                raise Refused(f"{self.name} has no chat template: use /v1/completions.", "messages")
+            texts = [self.chat.render(asked.messages)]
+        else:
+            texts = list(asked.prompts)
+        field, limit = ("messages" if asked.messages else "prompt"), self.cascade.max_source_length
+        for text in texts:
+            if len(text) > limit * CHARACTERS_PER_TOKEN:
+                raise Refused(f"{field} has {len(text)} characters; at most {limit} tokens are read.", field,
+                              code="context_length_exceeded")
+        if asked.messages:
+            [row] = self.cascade.tokenizer.encode_batch(texts)
+            rows, cut = [self.cascade.tokenizer.framed(row)], [False]
+        else:
+            rows, cut = self.cascade.encode(texts, truncate=True)
+        if any(cut) or max(map(len, rows)) > limit:
+            raise Refused(f"{field} has more tokens than the {limit} that are read: shorten it.", field,
+                          code="context_length_exceeded")
+        return rows
+
+    def request(self, row: list[int], settings: Settings, number: int) -> Request:
+        """What the scheduler is asked for; number: which of a prompt's answers."""
+        lane = self.lane(settings)
+        return Request(row, settings, number, lane.lane.numbers(settings), settings.stop)

@@ -1,0 +1,99 @@
+"""decode.py --ray on a local cluster of two workers, which are killed, as is the driver."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpora import SENTENCES, shuffled
+from processes import REPOSITORY, SCRIPTS
+
+from speccascade_jax.commands import decode
+from speccascade_jax.inference.ray_jobs import cut, read_shards
+
+TEXTS = shuffled(SENTENCES)[:96]
+
+
+def test_shards_are_cut_in_order(tmp_path, capsys):
+    for name, texts in (("b.txt", TEXTS[40:]), ("a.txt", TEXTS[:40])):
+        (tmp_path / name).write_text("\n".join(texts) + "\n")
+    texts = read_shards(str(tmp_path / "*.txt"))
+    assert texts == TEXTS
+    shards = cut(texts, 40, tmp_path)
+    assert [(Path(s.file).name, s.first, len(s.texts)) for s in shards] == [
+        ("part-00000.jsonl", 0, 40), ("part-00001.jsonl", 40, 40), ("part-00002.jsonl", 80, 16)]
+    assert [text for shard in shards for text in shard.texts] == TEXTS
+    for flags, words in (
+            (["--text=x"], "reads --input"), ([f"--input={tmp_path}/*.csv", "--output=x"], "no file"),
+            ([f"--input={tmp_path}/a.txt", "--output=x", "--shard-size=0"], "shard-size")):
+        assert decode.main(["--ray=local", *flags]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
+def processes_of(pid):
+    """The ids of a process's descendants, and their names."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in table.splitlines()[1:]]
+    found, fresh = {}, {str(pid)}
+    while fresh:
+        children = {own: name for own, parent, name in rows if parent in fresh and own not in found}
+        found |= children
+        fresh = set(children)
+    return {int(own): name for own, name in found.items()}
+
+
+@pytest.mark.full
+def test_workers_and_the_driver_may_be_lost(t5_pair, tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    flags = [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
+             "--max-source-length=48", "--max-new-tokens=24", "--temperature=1",
+             f"--input={tmp_path / 'in.txt'}", "--batch-size=2"]
+    assert decode.main([*flags, f"--output={tmp_path / 'whole.jsonl'}"]) == 0
+    begun = []
+
+    def driver():
+        process = subprocess.Popen(
+            [sys.executable, SCRIPTS / "decode.py", *flags, f"--output={tmp_path / 'parts'}", "--ray=local",
+             "--ray-workers=2", "--shard-size=4"], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "RAY_DEDUP_LOGS": "0"})
+        begun.append(process)
+        return process
+
+    def until(process, words):
+        for line in process.stdout:
+            if words in line:
+                return
+        raise AssertionError(f"the driver has ended without {words!r}")
+
+    try:
+        first = driver()
+        until(first, "1 of 24")
+        workers = [pid for pid, name in processes_of(first.pid).items() if "MapWorker" in name]
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        until(first, "4 of ")
+        left = processes_of(first.pid)
+        first.kill()
+        for pid in left:  # its cluster, which would live on for a while
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(1)
+        second = driver()
+        before = second.stdout.readline()  # "24 shards, 4 of them done before"
+        assert int(before.split(",")[1].split()[0]) >= 4
+        assert second.wait(timeout=600) == 0
+    finally:
+        for process in begun:
+            for pid in processes_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+    parts = sorted((tmp_path / "parts").glob("part-*.jsonl"))
+    lines = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    assert len(parts) == 24
+    whole = (tmp_path / "whole.jsonl").read_text().splitlines()
+    assert lines == [json.loads(line) for line in whole]

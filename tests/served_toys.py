@@ -1,0 +1,93 @@
+"""A server of toys within the test's process, and a client for hostile hands."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import toys
+import uvicorn
+
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.serving.app import Limits, create_app
+from speccascade_jax.serving.engine import Engine
+from speccascade_jax.serving.metrics import Metrics
+from speccascade_jax.serving.models import ServedModel
+
+
+class Digits(toys.Digits):
+    """One that stop texts can be looked for with: each is a piece or none."""
+
+    size = 4
+
+    def id_of(self, piece):
+        return int(piece) if piece in ("0", "1", "2", "3") else None
+
+
+def toy_model(methods=("speculative", "opt"), rows=8, **fields):
+    """The toy pair as a model named toy; texts are digits below 4, and 3 ends one."""
+    cascade = toys.pair(**fields)
+    cascade.tokenizer = Digits()
+    config = DecodeConfig(drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0,
+                          max_new_tokens=3)
+    return ServedModel("toy", config, cascade, methods, rows)
+
+
+@contextlib.contextmanager
+def serving(*models, max_queue=64, ready=True, **limits):
+    """Serves the models from a thread: the URL and the engine."""
+    metrics = Metrics()
+    engine = Engine([lane for model in models for lane in model.lanes.values()], max_queue, 2, metrics.heard)
+    app = create_app(models, engine, metrics, Limits(**limits))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        while ready and not engine.ready:
+            assert engine.failed is None, engine.failed
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", engine
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(url, body=None, path="/v1/completions", **headers):
+    """Sends a body, or asks for a path without one: the status, the answer and its headers."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text = answer.read()
+            return answer.status, json.loads(text) if text[:1] == b"{" else text.decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error), error.headers
+
+
+def raw(url, body, path="/v1/completions", length=None):
+    """A socket on which a request has been sent; length: what its header says."""
+    host, port = url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=60)
+    found.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                  f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+    return found
+
+
+def gauges(url):
+    """Running and waiting requests, as /metrics says."""
+    text = ask(url, path="/metrics")[1]
+    return [float(next(line for line in text.splitlines() if line.startswith(f"vllm:num_requests_{name}{{")
+                       ).split()[-1]) for name in ("running", "waiting")]
+
+
+def until_idle(url):
+    """Waits until no request runs or waits: the seconds that took."""
+    began = time.monotonic()
+    while gauges(url) != [0, 0]:
+        assert time.monotonic() - began < 30, gauges(url)
+        time.sleep(0.05)
+    return time.monotonic() - began

@@ -1,0 +1,51 @@
+"""The law under load: sampled answers of one prompt, while others of all kinds come and go, by chi-square."""
+
+import concurrent.futures
+import random
+
+import numpy as np
+import pytest
+from joint_laws import FAIL_BELOW
+from served_toys import ask, serving
+from toys import chi_square, sequence_law, table
+
+pytest.importorskip("uvicorn")
+METHODS = ("speculative", "opt", "token_v3", "verifier")
+TABLES = (table(39, 4), table(40, 4))
+ASKED = {"opt": {"method": "opt", "alpha": 0.05, "temperature": 0.7},
+         "token_v3": {"method": "token_v3", "alpha": 0.4, "block_size": 1, "top_p": 0.8, "temperature": 1.0},
+         "verifier": {"speculative": False, "temperature": 1.0, "min_p": 0.05}}
+MANY = 96  # answers a request
+
+
+@pytest.mark.full
+def test_answers_under_load_follow_their_law(toy):
+    requests = 60
+    with serving(toy, max_queue=10_000) as (url, _):
+        def sampled(number):
+            kind = list(ASKED)[number % len(ASKED)]
+            body = {"prompt": "201", "n": MANY, "seed": number, "origin": True, **ASKED[kind]}
+            status, answer, _ = ask(url, body)
+            assert status == 200, answer
+            return kind, [[one["token"] for one in choice["origin"]] for choice in answer["choices"]]
+
+        def other(number):
+            draw = random.Random(number)
+            body = {"prompt": "".join(draw.choices("012", k=draw.randint(1, 15))), "seed": number,
+                    "alpha": draw.random(), "method": draw.choice(METHODS),
+                    "temperature": draw.choice([0, 0.5, 2])}
+            return ask(url, body)[0]
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            others = pool.map(other, range(4 * requests))
+            found = list(pool.map(sampled, range(requests)))
+            assert set(others) == {200}
+    for kind, asked in ASKED.items():
+        texts = [tokens for own, many in found if own == kind for tokens in many]
+        padded = np.array([[*tokens, -1, -1, -1][:3] for tokens in texts])
+        options = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
+        rule = [asked.get("method", "speculative")], [asked.get("alpha", 0.0)]
+        law, wrong = (sequence_law(TABLES, *rule, (2, 0, 1, 3), steps=3, eos=3, **own)
+                      for own in (options, {**options, "temperature": 1.3}))
+        assert len(ASKED) * chi_square(padded, law) > FAIL_BELOW
+        assert chi_square(padded, wrong) < FAIL_BELOW  # the control

@@ -1,0 +1,59 @@
+"""Pieces join to the text of the whole, however the tokens come."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from speccascade_jax.inference.scheduler import Result
+from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.serving.pieces import Pieces, held_back
+
+
+@pytest.fixture(scope="module")
+def tokenizer(spiece):
+    return Tokenizer(spiece)
+
+
+def result(tokens):
+    return Result(tokens, ["draft"] * len(tokens), [0] * len(tokens), {})
+
+
+def joined(tokenizer, tokens, stop, cuts):
+    """The pieces of tokens that come in parts, as the scheduler hands them out."""
+    pieces, found = Pieces(tokenizer, stop), []
+    for n in cuts:
+        stopped = up_to_stop(tokenizer, tokens[:n], stop)
+        if stopped:
+            return found + pieces.of(result(stopped[0]), True), stopped[1]
+        found += pieces.of(result(tokens[:n]), False)
+        assert tokenizer.decode(tokens).startswith("".join(piece.text for piece in found))
+    stopped = up_to_stop(tokenizer, tokens, stop)
+    kept = stopped[0] if stopped else tokens
+    return found + pieces.of(result(kept), True), stopped[1] if stopped else tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("stop", [(), ("at",), ("the mat", "e c"), ("🦜",), ("t", "t on the")])
+def test_pieces_join_to_the_whole(tokenizer, stop):
+    draw = np.random.default_rng(0)
+    texts = ["the cat sat on the mat", "birds 🦜🦜 sing é in", "naïve façade 🏳️‍🌈 why not"]
+    rows = [tokenizer.encode_batch([text])[0] + [tokenizer.eos_id] for text in texts]
+    rows += [draw.integers(3, 260, 30).tolist() for _ in range(40)]  # half of them bytes, in no order
+    held = 0
+    for tokens in rows:
+        cuts = sorted(draw.integers(1, len(tokens) + 1, 6).tolist())
+        found, text = joined(tokenizer, tokens, stop, cuts)
+        assert "".join(piece.text for piece in found) == text
+        assert [piece.token for piece in found] == tokens[:len(found)]
+        once, same = joined(tokenizer, tokens, stop, [])
+        held += found != once
+        assert same == text
+    assert held < len(rows) // 2  # a token's own piece seldom depends on when it came
+
+
+def test_only_what_may_begin_a_stop_text_is_held_back():
+    for text, stop, size in (("abc", ("cd",), 1), ("abc", ("abcd", "cx"), 3), ("abc", ("x",), 0),
+                             ("", ("x",), 0), ("aab", ("abab",), 2), ("abc", (), 0), ("aaa", ("aaaa",), 3)):
+        assert held_back(text, stop) == size
+        assert not any(text[n:] and one.startswith(text[n:]) for one, n in itertools.product(
+            stop, range(len(text) - size)))

@@ -1,0 +1,163 @@
+"""scripts/serve.py as a process: how it begins, ends, and serves chats, several models and its page."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from served_toys import ask, gauges, raw
+
+from speccascade_jax.commands import serve
+from speccascade_jax.inference.settings import Settings
+
+pytest.importorskip("uvicorn")
+TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
+{{ raise_exception('no system role') }}{% endif %}<start_of_turn>{{ message.role }}
+{{ message.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+CHAT = """
+from speccascade_jax.config import DecodeConfig
+config = DecodeConfig(drafter={drafter!r}, verifier={verifier!r}, method="token_v3", alpha=0.3, block_size=2,
+                      max_source_length=48, max_new_tokens=16, temperature=1.0)
+"""
+
+
+def said(capsys, *flags):
+    """The exit code of a command line that is wrong, and its sentence."""
+    code = serve.main(list(flags))
+    return code, " ".join(capsys.readouterr().err.split())
+
+
+def test_wrong_command_lines_end_with_a_sentence(tmp_path, capsys, served_config):
+    empty = tmp_path / "keys"
+    empty.write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags, words in (
+                ([f"--port={port}"], "cannot listen"), (["--port=70000"], "--port is 70000"),
+                (["--host=no.such.host.invalid"], "cannot listen"), (["--rows=0"], "--rows is 0"),
+                (["--rounds=0"], "--rounds is 0"), (["--timeout=0"], "--timeout"),
+                (["--timeout=nan"], "--timeout"),
+                ([f"--api-key-file={empty}"], "holds no key"), (["--api-key-file=missing"], "cannot read"),
+                (["--methods", "bild"], "bild cannot be served"), (["--also", "nothing"], "no config"),
+                (["--also", str(served_config)], "names tiny twice")):
+            code, sentence = said(capsys, f"--config={served_config}", "--port=0", *flags)
+            assert code == 2 and words in sentence, (flags, sentence)
+
+
+@pytest.mark.full
+def test_sigterm_under_load_lets_what_runs_finish(served_config, tmp_path, make_server):
+    server = make_server(tmp_path, f"--config={served_config}", "--rows=2", "--methods", "token_v3",
+                         SPECCASCADE_API_KEY="secret").until_ready()
+    key = {"Authorization": "Bearer secret"}
+    assert ask(server.url, {"prompt": "the cat"})[0] == 401
+
+    def long(number):
+        return ask(server.url, {"prompt": "birds sing", "temperature": 1.5, "seed": number, "n": 4}, **key)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        begun = [pool.submit(long, number) for number in range(12)]
+        while sum(gauges(server.url)) < 20:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        while ask(server.url, path="/ready")[0] == 200:
+            time.sleep(0.01)
+        status, answer, headers = ask(server.url, {"prompt": "the cat"}, **key)
+        assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
+        statuses = [one.result()[0] for one in begun]
+    assert server.process.wait(timeout=30) == 0
+    assert set(statuses) <= {200, 503} and statuses.count(200) >= 5
+    logged = [json.loads(line) for line in server.lines()]
+    assert len([line for line in logged if line.get("status") == 200]) == statuses.count(200)
+    assert not any("birds" in json.dumps(line) for line in logged)  # no texts
+
+
+@pytest.mark.full
+def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_server):
+    """Two configs, one with a chat template: what it renders, decoded as generate decodes it."""
+    import speccascade_jax
+
+    openai = pytest.importorskip("openai")
+    folder = tmp_path / "pair"
+    shutil.copytree(gemma_pair, folder)
+    (folder / "verifier" / "tokenizer_config.json").write_text(json.dumps(
+        {"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE}))
+    config = tmp_path / "chatty.py"
+    config.write_text(CHAT.format(drafter=str(folder / "drafter"), verifier=str(folder / "verifier")))
+    server = make_server(tmp_path, f"--config={config}", "--also", str(served_config), "--rows=2",
+                         "--methods", "token_v3").until_ready()
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["chatty", "tiny"]
+    chat = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": "why not"},
+            {"role": "user", "content": " a dog "}]
+    asked = {"model": "chatty", "messages": chat, "seed": 3, "max_completion_tokens": 12}
+    answer = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=2)
+    prompt = "".join(f"<start_of_turn>{one['role']}\n{one['content'].strip()}<end_of_turn>\n" for one in chat)
+    cascade = speccascade_jax.load(str(config))
+    settings = Settings(method="token_v3", alpha=0.3, block_size=2, temperature=1.0, seed=3,
+                        max_new_tokens=12)
+    wanted = [one.text for one in cascade.generate([prompt + "<start_of_turn>model\n"] * 2, settings)]
+    assert [choice.message.content for choice in answer.choices] == wanted
+    scores = answer.choices[0].logprobs.content
+    assert "".join(one.token for one in scores) == wanted[0] and len(scores[0].top_logprobs) == 2
+    events = list(client.chat.completions.create(**asked, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == wanted[0]
+    with pytest.raises(openai.BadRequestError, match="no system role"):
+        client.chat.completions.create(model="chatty", messages=[{"role": "system", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="tiny", messages=chat)
+    assert client.completions.create(model="tiny", prompt="the cat").choices[0].text
+    for body in (b'{"messages": []}', b'{"messages": [{"role": "user"}]}', b'{"messages": [3]}',
+                 b'{"messages": [{"role": "king", "content": "x"}]}', b'{"messages": "x"}',
+                 b'{"messages": [{"role": "user", "content": "' + b"a dog " * 100 + b'"}]}',
+                 b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}'):
+        assert ask(server.url, b'{"model": "chatty", ' + body[1:], "/v1/chat/completions")[0] == 400
+    assert server.end() == 0
+
+
+@pytest.mark.full
+def test_clients_that_leave_a_process_leave_no_row_behind(server):
+    """1,000 of them in the middle of their streams."""
+    for number in range(1000):
+        client = raw(server.url, json.dumps({"prompt": "birds sing", "stream": True, "temperature": 1.5,
+                                             "seed": number}).encode())
+        if number % 2:
+            client.recv(1 + number)
+        client.close()
+    began = time.monotonic()
+    while gauges(server.url) != [0, 0]:
+        assert time.monotonic() - began < 30
+        time.sleep(0.1)
+    assert ask(server.url, {"prompt": "the cat"})[0] == 200
+
+
+@pytest.mark.full
+def test_the_page_in_a_browser(server, tmp_path):
+    """Chromium, playwright-core and axe-core: `npm install playwright-core axe-core`, and their folder in
+    $NODE_PATH."""
+    node, chromium = shutil.which("node"), shutil.which("chromium")
+    modules = Path(os.environ.get("NODE_PATH", "node_modules")).resolve()
+    if not (node and chromium and (modules / "playwright-core").is_dir() and (modules / "axe-core").is_dir()):
+        pytest.skip("needs node, chromium, playwright-core and axe-core")
+    script = tmp_path / "page.mjs"
+    script.write_bytes((Path(__file__).parent / "page.mjs").read_bytes())
+    (tmp_path / "node_modules").symlink_to(modules)
+    done = subprocess.run([node, str(script), server.url + "/", chromium, str(tmp_path)], capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    views = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(view["scheme"], view["width"]) for view in views] == [
+        ("light", 400), ("light", 1200), ("dark", 400), ("dark", 1200)]
+    for view in views:
+        assert view["violations"] == [] and view["errors"] == []  # accessibility; scripts, and other hosts
+        assert view["scrolls"] <= view["width"] and view["written"] > 3 and view["verifier"] > 3
+        assert view["grew"] and view["method"] == "opt"
+        assert (tmp_path / f"{view['scheme']}_{view['width']}.png").stat().st_size > 10_000
