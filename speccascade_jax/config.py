@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
@@ -124,6 +124,7 @@ class DecodeConfig(Settings):
     prefix: str = ""               # put before every input
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
+    vocabulary: Vocabulary = "auto"  # how drafters of another vocabulary draft: tli, union; auto: tli
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
@@ -161,6 +162,8 @@ class DecodeConfig(Settings):
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
                 raise ValueError(f"block_size is {block_size}; a text has at most max_new_tokens, "
                                  f"{self.max_new_tokens}: lower it.")
+        if self.vocabulary not in get_args(Vocabulary):
+            raise ValueError(f"vocabulary is {self.vocabulary!r}; known: {', '.join(get_args(Vocabulary))}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
 

@@ -24,6 +24,8 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.programs import Programs, row_keys
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, pad, up_to_stop
+from speccascade_jax.inference.vocabularies import inputs_of
+from speccascade_jax.models.vocabulary import Translated
 
 LOOK_EVERY = 8  # rounds between two looks for stop sequences
 NO_LIMIT = np.int32(2**31 - 1)
@@ -37,6 +39,12 @@ class Request(NamedTuple):
     number: int = 0   # with the seed it fixes the random draws
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    own: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
+
+    @property
+    def size(self) -> int:
+        """How wide the inputs are that hold it."""
+        return max([len(self.tokens), *(model.needs(len(own)) for model, own in self.own.items())])
 
 
 class Result(NamedTuple):
@@ -76,7 +84,7 @@ class Scheduler:
         """Queues the requests and returns their ids, in order."""
         new = list(enumerate(requests, self.admitted))
         self.admitted += len(new)
-        self.waiting = sorted([*self.waiting, *new], key=lambda one: (len(one[1].tokens), one[0]))
+        self.waiting = sorted([*self.waiting, *new], key=lambda one: (one[1].size, one[0]))
         return [number for number, _ in new]
 
     def cancel(self, number: int) -> None:
@@ -167,7 +175,7 @@ class Scheduler:
             if min(map(len, idle)) < count:
                 return
             chosen = [self.waiting.pop() for _ in range(min(count * devices, len(self.waiting)))]
-            width = self.bucket(len(chosen[0][1].tokens))
+            width = self.bucket(chosen[0][1].size)
             placed = {k % devices * count + k // devices: one for k, one in enumerate(chosen)}
             asked = self._requests({row: request for row, (_, request) in placed.items()}, count, width)
             fresh = programs.call(programs.begin(count, width), programs.params, asked)
@@ -176,7 +184,7 @@ class Scheduler:
                 continue
             slots = [row for local in idle for row in local[:count]]
             self.running |= {row // count * rows + slots[row]: one for row, one in placed.items()}
-            needed = max(self.bucket(len(request.tokens)) for _, request in self.running.values())
+            needed = max(self.bucket(request.size) for _, request in self.running.values())
             like_fresh = width > self.width or (width < self.width and needed <= width)
             refill = programs.refill(rows, self.width, count, width, like_fresh)
             self.state = programs.call(refill, self.state, fresh, programs.place(np.array(slots, np.int32)))
@@ -214,6 +222,7 @@ class Scheduler:
         levels = plan.sampler.level
         alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
         methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
+        inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
         return programs.place(Requests._make((
             row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
             column("max_new_tokens", plan.max_new_tokens, np.int32), options,

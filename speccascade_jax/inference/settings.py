@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
+
+Vocabulary = Literal["auto", "tli", "union"]
+"""How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

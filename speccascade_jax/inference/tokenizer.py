@@ -1,15 +1,26 @@
 """Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 
 from speccascade_jax.checkpoints.files import checked_path, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
+
+SPACE = "\u2581"  # what SentencePiece writes for one
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Surface(NamedTuple):
+    """What a token stands for."""
+
+    kind: str    # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
+    text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
 
 
 class TokenizerJson:
@@ -56,6 +67,16 @@ class TokenizerJson:
 
     def piece_to_id(self, piece: str) -> int:
         return self.tokenizer.token_to_id(piece) or 0
+
+    def is_control(self, token: int) -> bool:
+        added = self.tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and added.special and not self.is_unknown(token)
+
+    def is_unknown(self, token: int) -> bool:
+        return self.pieces[token] == "<unk>"
+
+    def is_byte(self, token: int) -> bool:
+        return BYTE.fullmatch(self.pieces[token]) is not None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -112,6 +133,21 @@ class Tokenizer:
 
     def pieces(self) -> list[str]:
         return [self.processor.id_to_piece(n) for n in range(self.size)]
+
+    def surfaces(self) -> list["Surface"]:
+        """What each token stands for."""
+        processor, roles = self.processor, {self.pad_id: "pad", self.eos_id: "eos", self.bos_id: "bos"}
+        found = []
+        for token, piece in enumerate(self.pieces()):
+            if token in roles or processor.is_control(token):
+                found.append(Surface(roles.get(token, piece), b""))
+            elif processor.is_unknown(token):
+                found.append(Surface("unknown", b""))
+            elif processor.is_byte(token):
+                found.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
+            else:
+                found.append(Surface("piece", piece.replace(SPACE, " ").encode()))
+        return found
 
 
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False) -> None:

@@ -195,12 +195,12 @@ class Gemma(nnx.Module):
             x = after(n, x, new)
         return x, GemmaCache(tuple(keys), tuple(values), cache.length + tokens.shape[1])
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
-               ) -> Array:
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
+               table: Any = None) -> Array:
         """[B, T, D] -> [B, T, V], from the embedding, capped; a norm and a head may stand for the own
-        ones."""
+        ones, or a kernel [D, I] for the embedding."""
         x = self.norm(x) if norm is None else norm(x)
-        table = tied_kernel(self.embedding.get_value())
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
         return softcap(project(x, table, self.dtype) if head is None else head(x), self.config.logit_softcap)
 
 
@@ -272,7 +272,9 @@ class GemmaModel:
         return GemmaCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache,
-               after: AfterLayer = last_written) -> tuple[Float[Array, "B T V"], GemmaCache]:
+               after: AfterLayer = last_written, table: Any = None
+               ) -> tuple[Float[Array, "B T V"], GemmaCache]:
+        """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
         network = nnx.merge(self.graphdef(), params)
         x, cache = network.advance(tokens, cache, after=after)
-        return network.logits(x), cache
+        return network.logits(x, table=table), cache

@@ -217,14 +217,16 @@ class T5(nnx.Module):
 
         return jax.checkpoint(call)(x) if self.remat else call(x)
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
-               ) -> Array:
-        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones."""
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
+               table: Any = None) -> Array:
+        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones, or a
+        kernel [D, I] for the embedding."""
         x = self.decoder_norm(x) if norm is None else norm(x)
         head = self.head if head is None else head
         if head is not None:
             return head(x)
-        return project(x * self.config.d_model**-0.5, tied_kernel(self.embedding.get_value()), self.dtype)
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
+        return project(x * self.config.d_model**-0.5, table, self.dtype)
 
     def __call__(self, source: AnyArray, source_length: AnyArray, target_in: AnyArray,
                  key: Array | None = None, after: AfterLayer = last_written) -> Array:
@@ -273,10 +275,10 @@ class T5(nnx.Module):
             length=jnp.zeros((encoded.shape[0],), jnp.int32),
         )
 
-    def extend(self, tokens: AnyArray, cache: T5Cache) -> tuple[Array, T5Cache]:
+    def extend(self, tokens: AnyArray, cache: T5Cache, table: Any = None) -> tuple[Array, T5Cache]:
         """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
         x, cache = self.advance(tokens, cache)
-        return self.logits(x), cache
+        return self.logits(x, table=table), cache
 
     def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
@@ -364,6 +366,7 @@ class T5Model:
                        placed(cache.cross_values, fresh.cross_values), lengths[0],
                        (fresh if like_fresh else cache).position_bias, lengths[1])
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
                ) -> tuple[Float[Array, "B T V"], T5Cache]:
-        return nnx.merge(self.graphdef(), params).extend(tokens, cache)
+        """`table`, a kernel [D, V], stands for an embedding that makes the logits."""
+        return nnx.merge(self.graphdef(), params).extend(tokens, cache, table)
