@@ -1,5 +1,5 @@
-"""Toy vocabularies over the letters a and b: what a drafter of one gives a verifier of another, enumerated, and
-the compiled loop on the same. Nothing of the enumeration shares code with the package.
+"""Toy vocabularies over the letters a and b: what a drafter of one gives a verifier of another, enumerated,
+and the compiled loop on the same. Nothing of the enumeration shares code with the package.
 """
 
 import itertools

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -102,7 +103,7 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
     usual = [len(tokens) for tokens, one in zip(known, theirs, strict=True) if one.kind == "piece"]
     stretch = max(float(np.mean(usual or [1])), 1.0)
     found = Translated(model, len(place), int(count.max()), stretch, start_id, number)
-    return found, TranslatedParams(params, head, Tables(place, table, count))
+    return found, TranslatedParams(params, head, Tables(*map(jnp.asarray, (place, table, count))))
 
 
 @dataclasses.dataclass

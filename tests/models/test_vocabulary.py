@@ -78,6 +78,7 @@ def test_other_numbers_padding_and_duplicates(pair, prompts, rows):
 def test_padding_rows_are_never_drafted():
     pair = Pair(padded=2)
     drafter, params = (part[0] for part in pair.models())
+    params = params._replace(own=jnp.asarray(params.own))
     source = Source(jnp.array([[1]]), jnp.array([[3] + [0] * 15]), jnp.array([1]))
     _, cache = drafter.prefill(params, source, jnp.array([1]), 8)
     logits, _ = drafter.extend(params, jnp.array([[1]]), cache)
