@@ -110,7 +110,7 @@ class Pair:
 
     def models(self, union=False):
         drafter, params = translated(TableLM(self.tables[0].shape[0]), self.tables[0], self.own, self.target,
-                                     self.size, None, union=union)
+                                     self.size, None, vocabulary="union" if union else "tli")
         verifier = TableLM(self.size)
         if union:
             verifier = Resized(verifier, drafter.vocab_size, self.size)

@@ -115,13 +115,16 @@ class Scheduler:
         most = NO_LIMIT if rounds is None else np.int32(rounds)
         most = min(most, np.int32(LOOK_EVERY)) if stops else most
         enough = self.share if self.waiting else self.batch_size
-        programs = self.programs
-        self.state = programs.call(programs.run(self.batch_size, self.width), programs.params, self.state,
-                                   np.int32(enough), most)
+        self._rounds(np.int32(enough), most)
         state = self.state
-        self.seen = programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room, state.counts,
-                                    state.history))
+        self.seen = self.programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room,
+                                         state.counts, state.history))
         self._take_finished()
+
+    def _rounds(self, enough: np.int32, most: np.int32) -> None:
+        """Up to `most` rounds, until `enough` rows are finished."""
+        program = self.programs.run(self.batch_size, self.width)
+        self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
 
     def _take_finished(self) -> None:
         room, stopped = self.seen[3], []

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
@@ -28,6 +29,7 @@ from speccascade_jax.core.typing import LanguageModel
 from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
+from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.inference.vocabularies import check_method, joined, readings
 from speccascade_jax.models.members import check_order
@@ -79,6 +81,10 @@ class Cascade:
             placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
             self.params = tuple(placed[id(own)] for own in self.params)
         self.clock, self.programs = Clock(), dict[Plan, Programs]()
+        self.text_drafter = None
+        if self.vocabulary == "slem" and self.foreign:
+            self.text_drafter = TextDrafter(*next(iter(self.foreign.items())), self.params[0], self.tokenizer,
+                                            self.max_source_length, self.max_new_tokens)
 
     @classmethod
     def load(cls, *paths: str | Path, dtype: Any = jnp.float32, tokenizer: str | Path | None = None,
@@ -158,6 +164,10 @@ class Cascade:
             return sampler, self.params[0] if name in CONFIDENCES else self.params
         found = methods or tuple((rule,) for rule in settings.rules(self.levels))
         sizes = settings.of_levels("block_size", self.levels)
+        if self.text_drafter is not None:
+            given = Proposed(self.verifier.vocab_size, sizes[0], self.text_drafter.translated.start_id)
+            several = found[0] if len(found[0]) > 1 else found[0][0]
+            return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
             sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
@@ -336,6 +346,8 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[plan] = programs
+        if isinstance(plan.sampler, Matched) and self.text_drafter is not None:
+            return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
 
     def _lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.proposals import NEEDS_NO_DRAFTER
 from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.core.typing import each
 from speccascade_jax.inference.settings import Settings, Vocabulary
@@ -78,9 +79,9 @@ def spellings(target: Sequence[Surface], own: Sequence[Surface], tokenizer: Toke
 
 
 def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows: int, start_id: int | None, *,
-               union: bool = False, number: int = 0) -> tuple[Translated, TranslatedParams]:
-    """The drafter over the verifier's vocabulary of `rows` logits, or over both together; its parameters with
-    the tables. start_id, number: see Translated.
+               vocabulary: Vocabulary = "tli", number: int = 0) -> tuple[Translated, TranslatedParams]:
+    """The drafter over the verifier's vocabulary of `rows` logits, or with union over both together; its
+    parameters with the tables. start_id, number: see Translated.
 
     Raises ValueError where the vocabularies have no text in common.
     """
@@ -90,9 +91,9 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
         raise ValueError("the drafter's and the verifier's vocabularies have no token in common: take "
                          "another drafter.")
     head, cut, size = None, False, model.vocab_size
-    if not union:
+    if vocabulary in ("auto", "tli"):  # the others need all of the drafter's own law
         params, head, cut = pruned(model, params, pairs[:, 0])
-    others = np.setdiff1d(np.arange(size), pairs[:, 0]) if union else np.zeros(0, np.int64)
+    others = np.setdiff1d(np.arange(size), pairs[:, 0]) if vocabulary == "union" else np.zeros(0, np.int64)
     columns = len(pairs) if cut else size
     place = np.full(rows + len(others), columns, np.int32)
     place[pairs[:, 1]] = np.arange(columns) if cut else pairs[:, 0]
@@ -126,12 +127,14 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
     foreign = [n for n, (_, _, own) in enumerate(smaller) if own.pieces() != pieces]
     if vocabulary == "union" and foreign not in ([], [0]):
         raise ValueError("only the smallest model may have another vocabulary with union: take tli.")
+    if vocabulary == "slem" and foreign and len(loaded) > 2:
+        raise ValueError(f"slem is made of two models, not of {len(loaded)}: take tli.")
     full, found = full_of(verifier.config), Joined([], [], {})
     start = None if hasattr(full, "bos_id") else full.pad_id  # a decoder-only model goes on with its prompt
     for n, (model, params, own) in enumerate(smaller):
         if n in foreign:
             model, params = translated(model, params, own, target, verifier.vocab_size, start, number=n,
-                                       union=vocabulary == "union")
+                                       vocabulary=vocabulary)
             found.foreign[model] = own
         found.models.append(model)
         found.params.append(params)
@@ -148,6 +151,9 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
 
 def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> None:
     """Raises ValueError for a method that models cannot follow whose vocabularies are joined like this."""
+    if vocabulary == "slem" and settings.name not in ("verifier", *NEEDS_NO_DRAFTER):
+        raise ValueError(f"{settings.name} needs the drafter's distribution, which slem has not: take "
+                         f"vocabulary tli, or one of {', '.join(NEEDS_NO_DRAFTER)}.")
     if vocabulary != "union" or settings.name in SINGLE_MODEL:
         return
     rule = None if settings.name in BASELINES else settings.rules(levels)[0]
