@@ -1,7 +1,9 @@
-"""String-level exact match: texts between tokenizers that do not agree, and what is committed whatever is drafted."""
+"""String-level exact match: texts between tokenizers that do not agree, and the law whatever is drafted."""
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import SENTENCES, shuffled
@@ -10,8 +12,10 @@ from toys import TableLM, chi_square, sequence_law, table
 from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
+from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.text_level import TextDrafter, going_on, longest_matches, whole_characters
 from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
@@ -48,16 +52,16 @@ def drafter(own, target, begins=True):
 
 
 @pytest.mark.parametrize("lossy", [False, True])
-def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, tmp_path, spiece):
-    """A drafter that writes what the verifier will, in any piece of its own tokens: nearly all candidates are the
-    verifier's own next tokens, and with a tokenizer of other texts in lower case at least some."""
+def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
+    """A drafter that writes what the verifier will, in its own tokens (of other languages, so mostly letters
+    and bytes): nearly all candidates are the verifier's own next tokens, wherever the draft begins."""
     target = Tokenizer(DEMO / "verifier" / "spiece.model")
     own = Tokenizer(spiece if lossy else DEMO / "e2e_verifier" / "spiece.model")
     texts, right, asked = drafter(own, target), 0, 0
     for text in GERMAN:
         tokens = target.encode_batch([text.lower() if lossy else text])[0] + [target.eos_id]
         for at in range(len(tokens)):
-            seen, held = texts.own_tokens(tokens[:at])
+            _, held = texts.own_tokens(tokens[:at])
             rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()):]
             ahead = [*longest_matches(rest, texts.own.ids, texts.own.longest), own.eos_id] if at else [
                 *own.encode_batch([target.decode(tokens)])[0], own.eos_id]
@@ -107,7 +111,6 @@ class Fixed(Matched):
     """Proposes the same tokens in every round, of which each row submits as many as its last token says."""
 
     def _draft(self, params, caches, rows, eos_id):
-        import jax.numpy as jnp
         tokens = jnp.broadcast_to(jnp.array([1, 2, 0], jnp.int32), caches.tokens.shape)
         return super()._draft(params, caches._replace(tokens=tokens, size=rows.last % 4), rows, eos_id)
 
@@ -115,12 +118,6 @@ class Fixed(Matched):
 @pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4)])
 def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
     """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated."""
-    import jax
-    import jax.numpy as jnp
-
-    from speccascade_jax.core.loop import generate
-    from speccascade_jax.core.typing import SamplingOptions
-
     logits, steps = table(40, 4), 3
     sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
