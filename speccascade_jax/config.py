@@ -79,6 +79,7 @@ class TrainConfig:
     tokenizer: str | None = None      # its file (or at gs://), trained on the task where it is missing;
                                       # None: that of `init`
     tokenizer_size: int = 4096        # pieces, if it has to be trained
+    tokenizer_pieces: str = "unigram"  # or char, whose pieces are characters; rare ones are bytes
     init: str | None = None           # checkpoint to start from
     teacher: str | None = None        # checkpoint to learn from, in addition to the data
     distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
@@ -124,7 +125,7 @@ class DecodeConfig(Settings):
     prefix: str = ""               # put before every input
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
-    vocabulary: Vocabulary = "auto"  # how drafters of another vocabulary draft: tli, union; auto: tli
+    vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:

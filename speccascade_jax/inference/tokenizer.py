@@ -150,16 +150,18 @@ class Tokenizer:
         return found
 
 
-def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False) -> None:
-    """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids, or
-    (`bos`) with Gemma's: <bos> 2 and <unk> 3."""
+def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
+                    pieces: str = "unigram") -> None:
+    """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
+    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, or char, the commonest characters. All others are bytes:
+    of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type=pieces,
             pad_id=0, eos_id=1, **special, byte_fallback=True, character_coverage=0.9995,
             hard_vocab_limit=False, minloglevel=2, num_threads=1)
     except RuntimeError as error:

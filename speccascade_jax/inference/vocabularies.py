@@ -19,7 +19,15 @@ from speccascade_jax.core.typing import each
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, pad
 from speccascade_jax.models import full_of
-from speccascade_jax.models.vocabulary import Resized, Source, Tables, Translated, TranslatedParams, pruned
+from speccascade_jax.models.vocabulary import (
+    NONE,
+    Resized,
+    Source,
+    Tables,
+    Translated,
+    TranslatedParams,
+    pruned,
+)
 
 LONGEST = 16  # own tokens of a target token: of a longer one the last so many are read
 
@@ -94,9 +102,8 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
     if vocabulary in ("auto", "tli"):  # the others need all of the drafter's own law
         params, head, cut = pruned(model, params, pairs[:, 0])
     others = np.setdiff1d(np.arange(size), pairs[:, 0]) if vocabulary == "union" else np.zeros(0, np.int64)
-    columns = len(pairs) if cut else size
-    place = np.full(rows + len(others), columns, np.int32)
-    place[pairs[:, 1]] = np.arange(columns) if cut else pairs[:, 0]
+    place = np.full(rows + len(others), NONE, np.int32)
+    place[pairs[:, 1]] = np.arange(len(pairs)) if cut else pairs[:, 0]
     place[rows:] = others
     known = spellings(theirs, ours, own, pairs)
     ids = [*known, *[[own.pad_id]] * (rows - len(known)), *([int(n)] for n in others)]
@@ -151,7 +158,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
 
 def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> None:
     """Raises ValueError for a method that models cannot follow whose vocabularies are joined like this."""
-    if vocabulary == "slem" and settings.name not in ("verifier", *NEEDS_NO_DRAFTER):
+    if vocabulary == "slem" and settings.name not in (*SINGLE_MODEL, *NEEDS_NO_DRAFTER):
         raise ValueError(f"{settings.name} needs the drafter's distribution, which slem has not: take "
                          f"vocabulary tli, or one of {', '.join(NEEDS_NO_DRAFTER)}.")
     if vocabulary != "union" or settings.name in SINGLE_MODEL:

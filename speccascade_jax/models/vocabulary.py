@@ -36,6 +36,7 @@ from speccascade_jax.models.quantization import columns_of, tied_kernel
 from speccascade_jax.models.t5 import T5Model
 
 Array = jax.Array
+NONE = np.iinfo(np.int32).max  # the place of a token that there is not
 CHUNK = 16  # tokens that a drafter reads at once, at most
 
 
@@ -50,7 +51,7 @@ class Source(NamedTuple):
 class Tables(NamedTuple):
     """Two vocabularies of V (target) and D (own) tokens."""
 
-    place: Int[AnyArray, " V"]     # the column of the own logits that is the token's; past the last: none is
+    place: Int[AnyArray, " V"]     # the column of the own logits that is the token's, or NONE
     spelled: Int[AnyArray, "V W"]  # the token's text in own tokens
     sizes: Int[AnyArray, " V"]     # 1 .. W, how many they are
 
