@@ -63,6 +63,17 @@ def shortest(text, pieces):
             return list(min(found))
 
 
+class BranchingTable(TableLM):
+    """A TableLM that can be asked after many texts at once."""
+
+    def extend_branches(self, params, tokens, cache, branches):
+        rows, count = cache.length.shape[0], len(tokens)
+        last = jnp.take_along_axis(cache.tokens, cache.length[:, None] - 1, axis=1)
+        above = jnp.argmax(branches.within == 1, axis=1)
+        before = jnp.where(branches.depth == 1, jnp.broadcast_to(last, (rows, count)), tokens[above])
+        return params[before, tokens]
+
+
 class Pair:
     """A drafter of `own` pieces and a verifier of `target` pieces with `padded` more rows of logits each."""
 
@@ -105,21 +116,49 @@ class Pair:
     def law(self, methods, alphas, prompt, **options):
         """The law of texts with TLI; more tables above the pair's may be in `above`."""
         above = [lambda context, own=own: table_law(own, *context[-2:]) for own in options.pop("above", ())]
-        return text_law([self.tli(prompt), self.verifier, *above], methods, alphas, prompt,
+        drafter = (self.psi if options.pop("slrs", False) else self.tli)(prompt)
+        return text_law([drafter, self.verifier, *above], methods, alphas, prompt,
                         steps=STEPS, eos=self.target.eos_id, **options)
 
-    def models(self, union=False):
-        drafter, params = translated(TableLM(self.tables[0].shape[0]), self.tables[0], self.own, self.target,
-                                     self.size, None, vocabulary="union" if union else "tli")
+    def psi(self, prompt):
+        """How probable it is that what the drafter writes begins with each token, as the longest match."""
+        def law(context):
+            found = np.zeros(self.size)
+
+            def write(own, text, mass):
+                for token, chance in enumerate(table_law(self.tables[0], *own[-2:])):
+                    piece = self.own.words[token] if token < self.own.size else PADDING
+                    if piece == PADDING:
+                        continue
+                    if piece != END and any(w.startswith(text + piece) and w != text + piece for w in words):
+                        write([*own, token], text + piece, mass * chance)
+                        continue
+                    whole = text if piece == END else text + piece
+                    match = max((w for w in words if whole.startswith(w)), key=len, default=None)
+                    if piece == END and not text:
+                        match = END
+                    if match is not None:
+                        found[self.target.words.index(match)] += mass * chance
+
+            words = [w for w in self.target.words if w not in (PADDING, END)]
+            write(self.own_context(prompt, context[1 + len(prompt):]), "", 1.0)
+            return found / found.sum()
+
+        return law
+
+    def models(self, union=False, slrs=False):
+        vocabulary = "union" if union else "slrs" if slrs else "tli"
+        drafter, params = translated(BranchingTable(self.tables[0].shape[0]), self.tables[0], self.own,
+                                     self.target, self.size, None, vocabulary=vocabulary)
         verifier = TableLM(self.size)
         if union:
             verifier = Resized(verifier, drafter.vocab_size, self.size)
         return (drafter, verifier), (params, self.tables[1])
 
-    def decoded(self, methods, alphas, block_sizes, rows, *, union=False, above=(), prompts=PROMPTS, seed=0,
-                steps=STEPS, models=None, **options):
+    def decoded(self, methods, alphas, block_sizes, rows, *, union=False, slrs=False, above=(),
+                prompts=PROMPTS, seed=0, steps=STEPS, **options):
         """The compiled loop: its result, and which prompt each row has."""
-        (drafter, verifier), (own, params) = self.models(union) if models is None else models
+        (drafter, verifier), (own, params) = self.models(union, slrs)
         params = own, params
         which = np.arange(rows) % len(prompts)
         tokens = np.zeros((rows, max(map(len, prompts))), np.int32)

@@ -8,7 +8,7 @@ from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
 
-Vocabulary = Literal["auto", "tli", "union", "slem"]
+Vocabulary = Literal["auto", "tli", "union", "slem", "slrs"]
 """How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
 
 

@@ -21,8 +21,7 @@ from speccascade_jax.baselines.proposals import Proposals
 from speccascade_jax.core.typing import AnyArray, Cache, Params, covered, insert, network_of, roll_back
 from speccascade_jax.inference.programs import Programs
 from speccascade_jax.inference.scheduler import Scheduler
-from speccascade_jax.inference.tokenizer import Surface, Tokenizer, pad
-from speccascade_jax.inference.vocabularies import by_text
+from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models.vocabulary import CHUNK, Translated, TranslatedParams
 
 LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on

@@ -23,6 +23,12 @@ class Surface(NamedTuple):
     text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
 
 
+def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
+    """The token of each text; of several a piece before a byte, and then the lowest."""
+    order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
+    return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
+
+
 class TokenizerJson:
     """A Hugging Face tokenizer.json under the names of SentencePiece's methods."""
 

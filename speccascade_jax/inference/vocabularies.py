@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -17,7 +18,8 @@ from speccascade_jax.baselines.proposals import NEEDS_NO_DRAFTER
 from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.core.typing import each
 from speccascade_jax.inference.settings import Settings, Vocabulary
-from speccascade_jax.inference.tokenizer import Surface, Tokenizer, pad
+from speccascade_jax.inference.strings import strings
+from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models import full_of
 from speccascade_jax.models.vocabulary import (
     NONE,
@@ -63,12 +65,6 @@ def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
     return best[-1]
 
 
-def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
-    """The token of each text; of several a piece before a byte, and then the lowest."""
-    order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
-    return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
-
-
 def spellings(target: Sequence[Surface], own: Sequence[Surface], tokenizer: Tokenizer,
               pairs: Int[np.ndarray, "I 2"]) -> list[list[int]]:
     """Each target token in own tokens: the same one where there is one, what the tokenizer makes of its text
@@ -111,7 +107,13 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
     usual = [len(tokens) for tokens, one in zip(known, theirs, strict=True) if one.kind == "piece"]
     stretch = max(float(np.mean(usual or [1])), 1.0)
     found = Translated(model, len(place), int(count.max()), stretch, start_id, number)
-    return found, TranslatedParams(params, head, Tables(*map(jnp.asarray, (place, table, count))))
+    tables, tree = Tables(*map(jnp.asarray, (place, table, count))), None
+    if vocabulary == "slrs":
+        if not hasattr(model, "extend_branches"):
+            raise ValueError("slrs is for T5 and Gemma 2 drafters by themselves, not for members of a "
+                             "network: take vocabulary tli.")
+        tree = jax.tree.map(jnp.asarray, strings(theirs, ours, rows, size))
+    return found, TranslatedParams(params, head, tables, tree)
 
 
 @dataclasses.dataclass
@@ -132,8 +134,8 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
     *smaller, (verifier, largest, target) = loaded
     pieces = target.pieces()
     foreign = [n for n, (_, _, own) in enumerate(smaller) if own.pieces() != pieces]
-    if vocabulary == "union" and foreign not in ([], [0]):
-        raise ValueError("only the smallest model may have another vocabulary with union: take tli.")
+    if vocabulary in ("union", "slrs") and foreign not in ([], [0]):
+        raise ValueError(f"only the smallest model may have another vocabulary with {vocabulary}: take tli.")
     if vocabulary == "slem" and foreign and len(loaded) > 2:
         raise ValueError(f"slem is made of two models, not of {len(loaded)}: take tli.")
     full, found = full_of(verifier.config), Joined([], [], {})

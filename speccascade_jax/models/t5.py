@@ -15,9 +15,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
+from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, lengthened, write
 from speccascade_jax.models.layers import (
     AfterLayer,
+    Branches,
     Dropout,
     Linear,
     RMSNorm,
@@ -28,6 +29,7 @@ from speccascade_jax.models.layers import (
     relative_buckets,
     shift_right,
     skeleton,
+    steps_back,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 
@@ -280,11 +282,11 @@ class T5(nnx.Module):
         x, cache = self.advance(tokens, cache)
         return self.logits(x, table=table), cache
 
-    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None) -> tuple[Array, T5Cache]:
+    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None,
+                branches: Branches | None = None) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length; the layers above write nothing."""
-        query = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
+        cache.length, in a row or as branches; the layers above write nothing."""
+        back = steps_back(cache.length, tokens.shape[1], cache.keys[0].shape[-2], branches)  # [B, T, L]
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
         source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
@@ -365,6 +367,15 @@ class T5Model:
                        placed(cache.cross_keys, fresh.cross_keys),
                        placed(cache.cross_values, fresh.cross_values), lengths[0],
                        (fresh if like_fresh else cache).position_bias, lengths[1])
+
+    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: T5Cache,
+                        branches: Branches) -> Float[Array, "B M V"]:
+        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        network, rows = nnx.merge(self.graphdef(), params), cache.length.shape[0]
+        keys, values = (lengthened(x, len(tokens)) for x in (cache.keys, cache.values))
+        x, _ = network.advance(jnp.broadcast_to(tokens, (rows, len(tokens))),
+                               cache._replace(keys=keys, values=values), branches=branches)
+        return network.logits(x)
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
                ) -> tuple[Float[Array, "B T V"], T5Cache]:

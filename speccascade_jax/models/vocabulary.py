@@ -5,11 +5,13 @@ Ids are translated going in, laws come out over the target vocabulary, and so ev
 works unchanged. Which laws depends on the tables (inference.vocabularies makes them of two tokenizers):
 
     TLI (Algorithm 4)    q(t) of the tokens that both have, renormalised; the head has no other columns
+    SLRS (Algorithm 3)   psi(t), how probable it is that what the drafter writes begins with t
     union (Algorithm 1)  q over all tokens of both: the verifier gives the drafter's own no mass (`Resized`)
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,7 @@ from speccascade_jax.core.typing import (
 )
 from speccascade_jax.models.cache import write
 from speccascade_jax.models.gemma import GemmaModel
+from speccascade_jax.models.layers import Branches
 from speccascade_jax.models.quantization import columns_of, tied_kernel
 from speccascade_jax.models.t5 import T5Model
 
@@ -56,10 +59,24 @@ class Tables(NamedTuple):
     sizes: Int[AnyArray, " V"]     # 1 .. W, how many they are
 
 
+class Strings(NamedTuple):
+    """The own texts after which a drafter is asked for the law psi of the first target token of what it
+    writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
+
+    tokens: Int[AnyArray, "C M"]    # a part's own tokens, ancestors with each node
+    depth: Int[AnyArray, "C M"]     # as Branches'
+    within: Int[AnyArray, "C M M"]
+    slot: Int[AnyArray, " N"]       # where nodes 1 .. N are among them
+    parent: Int[AnyArray, " N1"]
+    token: Int[AnyArray, " N1"]     # the last own token of each text
+    goes: Int[AnyArray, "N1 D"]     # the first target token once that token follows; V: none, or undecided
+
+
 class TranslatedParams(NamedTuple):
     own: Params   # the model's; an untied head has the columns that are wanted
     head: Any     # these columns [D, I] of a head that is the embedding; None for other models
     tables: Tables
+    strings: Strings | None = None  # for psi
 
 
 class TranslatedCache(NamedTuple):
@@ -125,6 +142,9 @@ class Translated:
 
     def extend(self, params: TranslatedParams, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
                ) -> tuple[Float[Array, "B T V"], TranslatedCache]:
+        if params.strings is not None:
+            cache, laws = lax.scan(partial(self._extend_psi, params), cache, jnp.asarray(tokens).T)
+            return jnp.moveaxis(laws, 0, 1), cache
         ids, ends, cache = self._translated(params.tables, tokens, cache)
         if self.longest == 1:
             logits, own = self._extend_own(params, ids[..., 0], cache.own)
@@ -184,6 +204,32 @@ class Translated:
         carry = jnp.int32(0), own, jnp.zeros((rows, count, shape[-1]))
         _, own, found = lax.while_loop(lambda carry: carry[0] < jnp.max(total), read_on, carry)
         return found, own
+
+    def _extend_psi(self, params: TranslatedParams, cache: TranslatedCache, token: Int[Array, " B"]
+                    ) -> tuple[TranslatedCache, Float[Array, "B V"]]:
+        """The longer cache, and log psi of what follows the token."""
+        ids, ends, cache = self._translated(params.tables, token[:, None], cache)
+        root, own = self._read(params, ids, ends, cache.own)
+        return cache._replace(own=own), self._psi(params, params.strings, root, own)
+
+    def _psi(self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], own: Cache
+             ) -> Float[Array, "B V"]:
+        """log psi: the masses of all own texts that go on, times the next token's, summed by where it leads."""
+        def part(nodes: Any) -> Array:
+            tokens, *tree = nodes
+            return self.model.extend_branches(params.own, tokens, own, Branches(*tree))
+
+        rows = root.shape[0]
+        logits = jnp.moveaxis(lax.map(part, (s.tokens, s.depth, s.within)), 1, 0)
+        logits = logits.reshape(rows, -1, root.shape[-1])
+        q = jax.nn.log_softmax(jnp.concatenate([root, logits[:, s.slot]], axis=1), axis=-1)
+        step = jnp.where(jnp.arange(len(s.parent)) > 0, q[:, s.parent, s.token], 0.0)
+        mass = lax.fori_loop(0, jnp.max(s.depth), lambda _, mass: step.at[:, 1:].add(mass[:, s.parent[1:]]),
+                             jnp.zeros_like(step))
+        leaving = jnp.exp(q + mass[..., None]).reshape(rows, -1)
+        psi = jax.vmap(lambda x: jax.ops.segment_sum(x, s.goes.reshape(-1), self.vocab_size + 1))(leaving)
+        some = jnp.sum(psi[:, :-1], axis=-1, keepdims=True) > 0
+        return jnp.where(some, jnp.log(psi[:, :-1]), 0.0)
 
     def _extend_own(self, params: TranslatedParams, ids: Int[Array, "B T"], own: Cache
                     ) -> tuple[Float[Array, "B T I"], Cache]:

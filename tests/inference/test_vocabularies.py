@@ -10,8 +10,8 @@ from corpora import SENTENCES, shuffled
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Surface, Tokenizer, train_tokenizer
-from speccascade_jax.inference.vocabularies import by_text, matched, spelled, spellings
+from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
+from speccascade_jax.inference.vocabularies import matched, spelled, spellings
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.models.vocabulary import Resized, Translated
 

@@ -56,6 +56,34 @@ def test_transforms_with_a_foreign_drafter(family, options, rows):
     assert p_value(PAIR, [family], [FAMILIES[family]], [2], rows, **options) > FAIL_BELOW
 
 
+LETTERS = Pair(own=[END, PADDING, "b", "a"])
+
+
+@pytest.mark.parametrize("pair,family", [
+    pytest.param(LETTERS, "opt", id="letters-opt"),
+    pytest.param(PAIR, "token_v3", id="pieces-token_v3"),
+    pytest.param(LETTERS, "speculative", id="letters-speculative", marks=pytest.mark.full),
+    pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full),
+    pytest.param(Pair(own=[END, PADDING, "b", "a"], padded=2), "opt", id="padded", marks=pytest.mark.full)])
+def test_drafts_of_the_first_token_of_a_text_follow_the_law(pair, family, rows):
+    """SLRS: the law psi over the target's tokens is the drafter's."""
+    assert p_value(pair, [family], [FAMILIES[family]], [2], rows, slrs=True) > FAIL_BELOW
+
+
+@pytest.mark.parametrize("pair", [LETTERS, PAIR])
+def test_psi_is_enumerated_exactly(pair):
+    drafter, params = (part[0] for part in pair.models(slrs=True))
+    params = params._replace(own=jnp.asarray(params.own))
+    source = Source(jnp.array([[1, 0]]), jnp.array([pair.own.cut("a") + [0] * 15]), jnp.array([1]))
+    _, cache = drafter.prefill(params, source, jnp.array([1]), 12)
+    text = [1, 4, 2, 6, 5]
+    logits, _ = drafter.extend(params, jnp.array([text]), cache)
+    laws = np.exp(np.asarray(logits[0], np.float64))
+    for at in range(len(text)):
+        expected = pair.psi((1,))((0, 1, *text[1:at + 1]))
+        np.testing.assert_allclose(laws[at] / laws[at].sum(), expected, atol=1e-6)
+
+
 def test_union_is_lossless(rows):
     assert p_value(PAIR, ["speculative"], [0.0], [3], rows, union=True) > FAIL_BELOW
 
