@@ -214,7 +214,7 @@ class Translated:
 
     def _psi(self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], own: Cache
              ) -> Float[Array, "B V"]:
-        """log psi: the masses of all own texts that go on, times the next token's, summed by where it leads."""
+        """log psi: each own text that goes on, times its next token, summed by where that leads."""
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
             return self.model.extend_branches(params.own, tokens, own, Branches(*tree))
