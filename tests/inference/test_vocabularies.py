@@ -6,9 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import SENTENCES, shuffled
+from toy_vocabularies import Pair
 
 from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.config import DEMO, load
 from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.strings import strings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
 from speccascade_jax.inference.vocabularies import matched, spelled, spellings
@@ -74,7 +77,7 @@ def test_spellings_stand_for_the_texts(spiece, other_spiece):
 
 
 @pytest.mark.full(quick=["auto"])
-@pytest.mark.parametrize("vocabulary", ["auto", "union"])
+@pytest.mark.parametrize("vocabulary", ["auto", "union", "slrs"])
 def test_greedy_texts_are_the_verifiers(foreign, t5_pair, vocabulary, full):
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary=vocabulary, **LIMITS)
     assert isinstance(cascade.drafter, Translated)
@@ -159,3 +162,33 @@ def test_what_cannot_be_joined_is_refused(foreign, t5_pair, tmp_path):
             union.generate(SENTENCES, method=method, alpha=0.3)
     with pytest.raises(ValueError, match="only the smallest model may have another vocabulary with union"):
         Cascade.load(t5_pair / "drafter", foreign, t5_pair / "verifier", vocabulary="union", **LIMITS)
+
+
+def test_vocabularies_that_do_not_go_together():
+    with pytest.raises(ValueError, match="have no token in common: take another drafter"):
+        Pair(own=["end", "padding", "c", "d"]).models()
+    whole = Tokenizer(DEMO / "verifier" / "spiece.model").surfaces()
+    with pytest.raises(ValueError, match=r"slrs would ask the drafter after more than \d+ texts.*; take tli"):
+        strings(whole, whole, 2048, 2048)
+    with pytest.raises(ValueError, match=r"vocabulary is 'both'; known: auto, tli, union, slem, slrs\."):
+        dataclasses.replace(load("demo"), vocabulary="both").check()
+
+
+def test_bytes_are_asked_after_once_for_each_beginning_of_a_token(tmp_path):
+    """The trie of the target's tokens, node by node; every node's next tokens lead to the longest match."""
+    target = Tokenizer(DEMO / "verifier" / "spiece.model")
+    train_tokenizer(SENTENCES * 20, tmp_path / "bytes.model", 260, pieces="char")
+    own = Tokenizer(tmp_path / "bytes.model")
+    assert own.size == 260 and own.decode(own.encode_batch(["heiß 🙂"])[0]) == "heiß 🙂"
+    found = strings(target.surfaces(), own.surfaces(), 2048, 260)
+    texts = by_text(target.surfaces())
+    inner = {text[:n] for text in texts for n in range(1, len(text))}
+    assert len(found.slot) == len(inner) and len(found.parent) == len(inner) + 1
+    bytes_of, seen = own.surfaces(), [b""]
+    for parent, token in zip(found.parent[1:], found.token[1:], strict=True):
+        seen.append(seen[parent] + bytes_of[token].text)
+    assert set(seen[1:]) == inner
+    node, token = seen.index(b" Ents"), own.id_of("<0x78>")
+    longest = max((text for text in texts if b" Entsx".startswith(text)), key=len)
+    assert found.goes[node, token] == texts[longest]
+    assert found.goes[0, own.eos_id] == target.eos_id

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from joint_laws import FAIL_BELOW, FAMILIES, quick
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5
-from tiny_models import in_blocks
+from tiny_models import in_blocks, prefilled
 from toy_vocabularies import END, PADDING, PROMPTS, Pair
 from toy_vocabularies import TARGET as PIECES
 from toys import TableLM, chi_square, table
@@ -19,6 +19,7 @@ from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions, insert
 from speccascade_jax.models import model_of
+from speccascade_jax.models.layers import Branches
 from speccascade_jax.models.vocabulary import (
     NONE,
     Source,
@@ -330,3 +331,30 @@ def test_a_text_of_too_many_own_tokens_is_read_to_a_limit():
     assert {0.0, -np.inf} == set(np.unique(logits[0, limit + 2:]))
     again, _ = in_blocks(model, params, tokens[:, :4], [4], model.roll_back(cache, start.length + 2))
     np.testing.assert_allclose(again[0], expected[0, 2:6], atol=2e-5)
+
+
+@pytest.mark.full(quick=["gemma"])
+@pytest.mark.parametrize("config", [TINY_T5, TINY_GEMMA], ids=["t5", "gemma"])
+def test_branches_are_read_as_each_text_by_itself(config):
+    """A tree of texts after caches of ragged lengths: the logits of every node, and the cache as it was."""
+    rng, model = np.random.default_rng(0), model_of(config)
+    params = model.init(0)
+    parent = [-1, 0, 1, 0, -1, 4, 5, 6, 2]
+    tokens = rng.integers(2, 97, len(parent)).astype(np.int32)
+    paths = [[n] for n in range(len(parent))]
+    for path in paths:
+        while parent[path[0]] >= 0:
+            path.insert(0, parent[path[0]])
+    within = np.full((len(parent),) * 2, -1, np.int32)
+    for n, path in enumerate(paths):
+        within[n, path[::-1]] = np.arange(len(path))
+    cache = prefilled(model, params)
+    _, cache = in_blocks(model, params, TARGET, [9], cache)
+    cache = model.roll_back(cache, cache.length - jnp.array([0, 4, 8]))
+    branches = Branches(jnp.array([len(path) for path in paths]), jnp.asarray(within))
+    found = jax.jit(model.extend_branches)(params, jnp.asarray(tokens), cache, branches)
+    extend = jax.jit(model.extend)
+    for n, path in enumerate(paths):
+        text = np.pad(tokens[path], (0, 4 - len(path)))
+        logits, _ = extend(params, np.tile(text, (3, 1)), cache)
+        np.testing.assert_allclose(found[:, n], logits[:, len(path) - 1], atol=2e-5)
