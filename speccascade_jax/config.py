@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
@@ -79,6 +79,7 @@ class TrainConfig:
     tokenizer: str | None = None      # its file (or at gs://), trained on the task where it is missing;
                                       # None: that of `init`
     tokenizer_size: int = 4096        # pieces, if it has to be trained
+    tokenizer_pieces: str = "unigram"  # or char, whose pieces are characters; rare ones are bytes
     init: str | None = None           # checkpoint to start from
     teacher: str | None = None        # checkpoint to learn from, in addition to the data
     distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
@@ -124,6 +125,7 @@ class DecodeConfig(Settings):
     prefix: str = ""               # put before every input
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
+    vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
@@ -161,6 +163,8 @@ class DecodeConfig(Settings):
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
                 raise ValueError(f"block_size is {block_size}; a text has at most max_new_tokens, "
                                  f"{self.max_new_tokens}: lower it.")
+        if self.vocabulary not in get_args(Vocabulary):
+            raise ValueError(f"vocabulary is {self.vocabulary!r}; known: {', '.join(get_args(Vocabulary))}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
 

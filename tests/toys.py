@@ -4,7 +4,7 @@ Nothing here shares code with the package's rules, sampling or decoding: it is t
 """
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -116,12 +116,26 @@ def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, tempe
 
     tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
     """
+    laws = [cache(partial(table_law, logits)) for logits in tables]
+    return text_law([lambda context, own=own: own(*context[-2:]) for own in laws], methods, alphas, prompt,
+                    steps=steps, eos=eos, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
+    """What follows these two tokens."""
+    row = logits[before, last].astype(np.float64)
+    return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+
+
+def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
+             top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+             ) -> dict[tuple[int, ...], float]:
+    """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law."""
     @cache
-    def law(before: int, last: int) -> tuple[float, ...]:
+    def law(context: tuple[int, ...]) -> tuple[float, ...]:
         own, sampled = None, None
-        for level, logits in enumerate(tables):
-            row = logits[before, last].astype(np.float64)
-            probs = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        for level, model in enumerate(laws):
+            probs = model(context)
             shaped = transform(probs, temperature, top_k, top_p, min_p)
             if level == 0:
                 own, sampled = probs, shaped
@@ -136,7 +150,7 @@ def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, tempe
         grown = {}
         for text, mass in open_texts.items():
             context = (0, *prompt, *text)
-            for token, chance in enumerate(law(context[-2], context[-1])):
+            for token, chance in enumerate(law(context)):
                 if chance > 0:
                     closed = token == eos or step == steps - 1
                     (texts if closed else grown)[(*text, token)] = mass * chance

@@ -38,7 +38,7 @@ from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Contestant, slope
 from speccascade_jax.evaluation.rates import position_acceptance, relative_cost, summarize
 from speccascade_jax.inference.outputs import append_line, check_targets
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.t5 import PRESETS, T5Model
@@ -77,6 +77,8 @@ class Arguments:
     """Rows side by side, for the parts."""
     temperature: float = 0.0
     """0 is greedy."""
+    vocabulary: Vocabulary | None = None
+    """How a drafter of another vocabulary drafts (the config's own)."""
     dtype: str | None = None
     """Of weights and products: float32, bfloat16 or int8 (the config's own; with --preset float32)."""
     output: str | None = None
@@ -301,6 +303,8 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Seque
                "relative cost without prefill, measured": round_seconds / per_call / verifier_step}
     if cascade.levels > 1:
         return counted | {"levels": rates["levels"]}
+    if cascade.foreign:
+        return counted
     found = profiling.measure(
         cascade.drafter, cascade.verifier, cascade.params, method,
         block_size=gamma, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
@@ -354,7 +358,8 @@ def check(arguments: Arguments) -> DecodeConfig:
 
 def benchmark(arguments: Arguments) -> None:
     run = check(arguments)
-    run = dataclasses.replace(run, dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype))
+    run = dataclasses.replace(run, dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype),
+                              vocabulary=arguments.vocabulary or run.vocabulary)
     report = Report(arguments, dtype_of(run))
     if arguments.preset is not None and arguments.vs:
         for name in arguments.preset:
@@ -367,6 +372,9 @@ def benchmark(arguments: Arguments) -> None:
         texts = (None if arguments.input is None else
                  read_texts(arguments.input, arguments.join, arguments.limit))
         cascade = Cascade.from_config(run)
+        if cascade.foreign and (texts is None or arguments.vs):
+            raise ValueError(f"config {arguments.config} has a drafter of another vocabulary; parts and "
+                             "other libraries are timed of models of one: give --input alone.")
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)
         else:

@@ -32,6 +32,7 @@ from speccascade_jax.commands.commandline import (
 )
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.evaluation.coverage import shown
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
 from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
@@ -206,7 +207,7 @@ def decode(arguments: Arguments) -> None:
         if file is None and run.name not in SINGLE_MODEL:
             screen.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
                                                          for part in ((name, COLOURS[name]), "  "))))
-        summary = summary_of(run, outputs, resumed, cascade)
+        summary = summary_of(run, outputs, resumed, cascade) | shown(cascade, outputs)
         title = f"{run.name}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
         screen.print(table_of(summary, title))
         if arguments.summary is not None:

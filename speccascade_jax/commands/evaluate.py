@@ -29,6 +29,7 @@ from speccascade_jax.commands.commandline import (
     task_of,
 )
 from speccascade_jax.config import DecodeConfig, Task
+from speccascade_jax.evaluation.coverage import shown as shared
 from speccascade_jax.evaluation.quality import TOKENIZERS, bleu_and_signature, bootstrap, score, statistics
 from speccascade_jax.evaluation.rates import check_counts, summarize
 from speccascade_jax.inference.outputs import (
@@ -165,7 +166,7 @@ def evaluate(arguments: Arguments) -> None:
         figures |= {
             **summarize([o.counts for o in outputs]), "examples": len(outputs),
             "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
-            "decode_seconds": cascade.clock.decode_seconds - before}
+            "decode_seconds": cascade.clock.decode_seconds - before, **shared(cascade, outputs)}
         screen.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
                                for name, value in figures.items()},
                               f"{method}, alpha {run.alpha}, temperature {run.temperature}"))

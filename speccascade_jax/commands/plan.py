@@ -82,6 +82,9 @@ def check(arguments: Arguments) -> None:
     at_most(max(WIDTHS) - 1, max_block=a.max_block)
     if not all(METHODS[name].lossless if name in METHODS else False for name in run.name.split("+")):
         raise ValueError(f"method is {run.name}; a plan is of lossless decoding: give --method speculative.")
+    if run.vocabulary == "slem":
+        raise ValueError("a plan needs every drafter's distribution, which slem has not: give --vocabulary "
+                         "tli.")
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":

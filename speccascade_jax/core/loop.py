@@ -33,7 +33,7 @@ class Requests(NamedTuple):
     """What is asked of each row."""
 
     keys: Key[Array, " B"]
-    inputs: Int[Array, "B S"]
+    inputs: Any  # [B, S]; or nested as the models, where not all read the same tokens
     input_length: Int[Array, " B"]  # 0: nothing is asked, the row stays empty
     limit: Int[Array, " B"]         # the most tokens it may write
     options: SamplingOptions        # every value [B]
@@ -71,11 +71,11 @@ class Generation(NamedTuple):
     counts: Counts
 
 
-def requests(sampler: Sampler, keys: Key[Array, " B"], inputs: Int[AnyArray, "B S"],
-             input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, methods: Any,
-             limits: Any, max_new_tokens: int) -> Requests:
+def requests(sampler: Sampler, keys: Key[Array, " B"], inputs: Any, input_length: Int[AnyArray, " B"],
+             options: SamplingOptions, alphas: Any, methods: Any, limits: Any, max_new_tokens: int
+             ) -> Requests:
     """generate()'s arguments with a value for every row. Raises ValueError for arrays of other shapes."""
-    rows, levels = inputs.shape[0], sampler.level
+    rows, levels = input_length.shape[0], sampler.level
     by_level = {"alphas": jnp.asarray(alphas, jnp.float32),
                 "methods": jnp.zeros(levels, jnp.int32) if methods is None else jnp.asarray(methods)}
     for name, value in by_level.items():
@@ -84,8 +84,8 @@ def requests(sampler: Sampler, keys: Key[Array, " B"], inputs: Int[AnyArray, "B 
                              f"[{levels}], or [{rows}, {levels}] for a value a row.")
         by_level[name] = jnp.broadcast_to(value, (rows, levels))
     limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
-    return Requests(keys, jnp.asarray(inputs, jnp.int32), jnp.asarray(input_length, jnp.int32), limit,
-                    options.of_rows(rows), **by_level)
+    inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), inputs)
+    return Requests(keys, inputs, jnp.asarray(input_length), limit, options.of_rows(rows), **by_level)
 
 
 def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, history: int = 0
@@ -94,14 +94,13 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
 
     history: how many rounds back somebody may want to look.
     """
-    inputs, input_length = asked.inputs, asked.input_length
-    widest = inputs.shape[1] + 1  # no prefix is longer
+    widest = max(x.shape[-1] for x in jax.tree.leaves(asked.inputs)) + 1  # no prefix is longer
     prompt = jax.eval_shape(lambda: prefilled(sampler, params, asked, widest)[0]).tokens.shape[1]
     length = prompt + max_new_tokens + sampler.overhang
     prefix, caches = prefilled(sampler, params, asked, length)
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
-    room = jnp.where(input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
-    blank = jnp.zeros((inputs.shape[0], max_new_tokens + sampler.width), jnp.int32)
+    room = jnp.where(asked.input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
+    blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
     rows = Rows(noise(asked.keys, sampler.level + 1, length), asked.options, asked.alphas, asked.methods,
                 jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
                 prefix.length, room)
@@ -117,8 +116,8 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
 
 def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) -> tuple[Prefix, Cache]:
     """What is continued, as the smallest model reads it, and every model's cache."""
-    both = each(lambda model, own: model.prefill(own, asked.inputs, asked.input_length, length),
-                sampler.models, params)
+    both = each(lambda model, own, read: model.prefill(own, read, asked.input_length, length),
+                sampler.models, params, asked.inputs)
     caches = each(lambda model, found: found[1], sampler.models, both)
     while not isinstance(both[0], Prefix):
         both = both[0]
@@ -185,19 +184,19 @@ def finish(state: State, max_new_tokens: int) -> Generation:
 
 
 @partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
-def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Int[AnyArray, "B S"],
+def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Any,
              input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, *,
              max_new_tokens: int, eos_id: int, methods: Any = None, limits: Any = None) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
 
-    params nests as the sampler: a model's own for Autoregressive, (drafter's, verifier's) for
-    Speculative. alphas [K] or [B, K] holds the lenience of each verifier, from the smallest up (K = 0 for
-    Autoregressive); methods [K] or [B, K] which of its methods each row follows, where it has several;
-    limits [B] the most tokens of each row, no more than max_new_tokens. All of these, the keys and the
-    options are traced: unlike rows share one program, and sweeping compiles once.
-    Raises ValueError for arrays of other shapes.
+    inputs [B, S] int; or nested as the models, where not all read the same tokens. params nests as the
+    sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas [K] or [B, K]
+    holds the lenience of each verifier, from the smallest up (K = 0 for Autoregressive); methods [K] or [B,
+    K] which of its methods each row follows, where it has several; limits [B] the most tokens of each row, no
+    more than max_new_tokens. All of these, the keys and the options are traced: unlike rows share one
+    program, and sweeping compiles once. Raises ValueError for arrays of other shapes.
     """
     asked = requests(sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens)
     state = begin(sampler, params, asked, max_new_tokens=max_new_tokens)
-    state = run(sampler, params, state, asked.inputs.shape[0], eos_id=eos_id)
+    state = run(sampler, params, state, len(asked.limit), eos_id=eos_id)
     return finish(state, max_new_tokens)

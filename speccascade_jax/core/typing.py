@@ -103,9 +103,10 @@ class LanguageModel(Protocol):
 # What a sampler's models have in common is done to all of them: `models` nests as parameters and caches do.
 
 def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
-    """function(model, its part of each tree) for every model of a nest, as a nest."""
+    """function(model, its part of each tree) for every model of a nest; what is no nest is every model's."""
     if type(models) is tuple:  # a model may be a named one
-        return tuple(each(function, *parts) for parts in zip(models, *trees, strict=True))
+        nests = (tree if type(tree) is tuple else (tree,) * len(models) for tree in trees)
+        return tuple(each(function, *parts) for parts in zip(models, *nests, strict=True))
     return function(models, *trees)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from speccascade_jax.core import loop
 from speccascade_jax.core.samplers import Sampler
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.vocabularies import shapes_of
 from speccascade_jax.parallel import AXIS
 
 GIGABYTE = 2**30
@@ -63,7 +64,8 @@ class Plan:
                                   numbers if self.min_p else None, self.max_top_k)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         whole = array(jnp.int32)
-        return loop.Requests._make((keys, array(jnp.int32, width), whole, whole, options,
+        inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
+        return loop.Requests._make((keys, inputs, whole, whole, options,
                                     array(jnp.float32, levels), array(jnp.int32, levels)))
 
 

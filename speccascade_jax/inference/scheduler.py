@@ -24,6 +24,8 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.programs import Plan, Programs, row_keys
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer, pad, up_to_stop
+from speccascade_jax.inference.vocabularies import inputs_of
+from speccascade_jax.models.vocabulary import Translated
 
 LOOK_EVERY = 8  # rounds between two looks for stop sequences
 NO_LIMIT = np.int32(2**31 - 1)
@@ -37,6 +39,12 @@ class Request(NamedTuple):
     number: int = 0   # with the seed it fixes the random draws
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    own: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
+
+    @property
+    def size(self) -> int:
+        """How wide the inputs are that hold it."""
+        return max([len(self.tokens), *(model.needs(len(own)) for model, own in self.own.items())])
 
 
 class Result(NamedTuple):
@@ -82,7 +90,7 @@ class Scheduler:
         new = list(enumerate(requests, self.admitted))
         self.admitted += len(new)
         self.waiting = [*self.waiting, *new]
-        self.waiting.sort(key=lambda one: (0 if self.steady_width else len(one[1].tokens),
+        self.waiting.sort(key=lambda one: (0 if self.steady_width else one[1].size,
                                            -one[0] if self.steady_width else one[0]))
         return [number for number, _ in new]
 
@@ -114,15 +122,18 @@ class Scheduler:
         most = NO_LIMIT if rounds is None else np.int32(rounds)
         most = min(most, np.int32(LOOK_EVERY)) if stops else most
         enough = self.share if self.waiting else self.batch_size
-        programs = self.programs
+        self._rounds(np.int32(enough), most)
+        state = self.state
+        self.seen = self.programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room,
+                                         state.counts, state.history))
+        self._take_finished()
+
+    def _rounds(self, enough: np.int32, most: np.int32) -> None:
+        """Up to `most` rounds, until `enough` rows are finished."""
         plain = bool(self.steady_width) and not any(
             truncates(request.settings) for _, request in self.running.values())
-        self.state = programs.call(programs.run(self.batch_size, self.width, plain), programs.params,
-                                   self.state, np.int32(enough), most)
-        state = self.state
-        self.seen = programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room, state.counts,
-                                    state.history))
-        self._take_finished()
+        program = self.programs.run(self.batch_size, self.width, plain)
+        self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
 
     def _take_finished(self) -> None:
         room, stopped = self.seen[3], []
@@ -180,14 +191,14 @@ class Scheduler:
             places = [device * count + k for k in range(count) for device in range(devices)
                       if k < len(idle[device])]
             placed = {place: self.waiting.pop() for place in places[:len(self.waiting)]}
-            width = self.bucket(max(len(request.tokens) for _, request in placed.values()))
+            width = self.bucket(max(request.size for _, request in placed.values()))
             fresh = self._begun({place: request for place, (_, request) in placed.items()}, count, width)
             if anew:
                 self.state, self.width, self.running = fresh, width, placed
                 continue
             slots = [row for local in idle for row in [*local, *[rows] * count][:count]]  # `rows`: none
             self.running |= {place // count * rows + slots[place]: one for place, one in placed.items()}
-            needed = max(self.bucket(len(request.tokens)) for _, request in self.running.values())
+            needed = max(self.bucket(request.size) for _, request in self.running.values())
             like_fresh = not self.steady_width and (
                 width > self.width or (width < self.width and needed <= width))
             refill = programs.refill(rows, self.width, count, width, like_fresh)
@@ -240,6 +251,7 @@ def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> 
         column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
         column("top_k", 0, np.int32) if plan.max_top_k else None,
         column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+    inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
     rows, levels = len(asked), plan.sampler.level
     alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
     methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)

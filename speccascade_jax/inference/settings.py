@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
 
 MOST_TOKENS = 2**17  # a text's
+Vocabulary = Literal["auto", "tli", "union", "slem", "slrs"]
+"""How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
@@ -27,9 +28,13 @@ from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
 from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.settings import Settings, Vocabulary
+from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.inference.vocabularies import check_method, joined, readings
+from speccascade_jax.models.members import check_order
 from speccascade_jax.models.quantization import wants_packing
+from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
@@ -66,35 +71,28 @@ class Cascade:
     mesh: Mesh | None = None      # devices (parallel.make_mesh) that share the rows, each with all parameters
     suffix: str = ""
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
+    foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
+    vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
-        self._check_networks()
+        check_order(self.models, self.params)
         if self.mesh is not None:
             placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
             self.params = tuple(placed[id(own)] for own in self.params)
         self.clock, self.programs = Clock(), dict[Plan, Programs]()
-
-    def _check_networks(self) -> None:
-        """Raises ValueError for members of a network that do not stand next to each other in their order."""
-        networks = [getattr(model, "member_of", None) for model in self.models]
-        for n, network in enumerate(networks):
-            if network is None or network not in networks[:n]:
-                continue
-            if network != networks[n - 1] or self.params[n] is not self.params[n - 1]:
-                raise ValueError("members of one network stand next to each other, and two networks of one "
-                                 f"shape do not go together: see models {networks.index(network)} and {n}.")
-            if self.models[n - 1].number >= self.models[n].number:  # type: ignore[attr-defined]
-                names = [network.names[self.models[k].number] for k in (n - 1, n)]  # type: ignore[attr-defined]
-                raise ValueError(f"member {names[0]} comes before member {names[1]}: name each once, the "
-                                 "smallest first.")
+        self.text_drafter = None
+        if self.vocabulary == "slem" and self.foreign:
+            self.text_drafter = TextDrafter(*next(iter(self.foreign.items())), self.params[0], self.tokenizer,
+                                            self.max_source_length, self.max_new_tokens)
 
     @classmethod
     def load(cls, *paths: str | Path, dtype: Any = jnp.float32, tokenizer: str | Path | None = None,
-             tensor_parallel: int = 1, **fields: Any) -> "Cascade":
+             tensor_parallel: int = 1, vocabulary: Vocabulary = "auto", **fields: Any) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
-        read once. Parameters are cut over `tensor_parallel` devices as they are read.
+        read once. Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies
+        differ, `vocabulary` says how they are joined.
 
         Raises ValueError where the models do not fit each other.
         """
@@ -105,21 +103,16 @@ class Cascade:
                 tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
 
         *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, packed=wants_packing(dtype))
-        vocabulary = Tokenizer(tokenizer or largest.tokenizer_file())
-        size = largest.model.vocab_size
-        for one, path in zip(others, paths, strict=False):
-            own = vocabulary if tokenizer else Tokenizer(one.tokenizer_file())
-            if own.pieces() != vocabulary.pieces():
-                raise ValueError(f"the tokenizers of {path} ({own.size} pieces) and {paths[-1]} "
-                                 f"({vocabulary.size} pieces) differ; a cascade needs one vocabulary.")
-            if one.model.vocab_size != size:
-                raise ValueError(f"the vocabulary of {path} has {one.model.vocab_size} entries, that of "
-                                 f"{paths[-1]} {size}; a cascade needs one vocabulary.")
-        if vocabulary.size > size:
-            raise ValueError(f"the tokenizer {tokenizer or largest.tokenizer} has {vocabulary.size} pieces, "
-                             f"the models only {size}: it belongs to other models.")
-        return cls(tuple(one.model for one in loaded), tuple(one.params for one in loaded), vocabulary,
-                   **fields)
+        target = Tokenizer(tokenizer or largest.tokenizer_file())
+        read = [target if tokenizer else Tokenizer(one.tokenizer_file()) for one in others] + [target]
+        for one, own in zip(loaded, read, strict=True):
+            if own.size > one.model.vocab_size:
+                raise ValueError(f"the tokenizer {tokenizer or one.tokenizer} has {own.size} pieces, the "
+                                 f"models only {one.model.vocab_size}: it belongs to other models.")
+        found = joined([(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
+                       vocabulary)
+        return cls(tuple(found.models), tuple(found.params), target, foreign=found.foreign,
+                   vocabulary=vocabulary, **fields)
 
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
@@ -137,7 +130,7 @@ class Cascade:
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
                         tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
-                        stop=config.stop)
+                        stop=config.stop, vocabulary=config.vocabulary)
 
     @property
     def drafter(self) -> LanguageModel:
@@ -171,6 +164,10 @@ class Cascade:
             return sampler, self.params[0] if name in CONFIDENCES else self.params
         found = methods or tuple((rule,) for rule in settings.rules(self.levels))
         sizes = settings.of_levels("block_size", self.levels)
+        if self.text_drafter is not None:
+            given = Proposed(self.verifier.vocab_size, sizes[0], self.text_drafter.translated.start_id)
+            several = found[0] if len(found[0]) > 1 else found[0][0]
+            return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
             sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
@@ -196,6 +193,11 @@ class Cascade:
                                  "shorten it, raise --max-source-length, or cut it with --truncate.")
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
+
+    def own_readings(self, texts: Sequence[str]) -> list[dict[Translated, list[int]]]:
+        """Each text as every model of another vocabulary reads it."""
+        texts = [self.prefix + text + self.suffix for text in texts]
+        return readings(self.foreign, texts, self.max_source_length)
 
     def generate(self, texts: Iterable[str], settings: Settings | Sequence[Settings] | None = None, *,
                  batch_size: int = 1, truncate: bool = False, first_index: int = 0, **changes: Any
@@ -230,6 +232,8 @@ class Cascade:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
         settings = dataclasses.replace(settings, **changes)
         settings.check(self.verifier.vocab_size, self.levels)
+        if self.foreign:
+            check_method(settings, self.levels, self.vocabulary)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
             raise ValueError(f"max_new_tokens is {settings.max_new_tokens}; this cascade was made for at "
                              f"most {self.max_new_tokens}: load it with more.")
@@ -261,8 +265,9 @@ class Cascade:
                 by_lane.setdefault(self.lane_of(settings), []).append(n)
         for key, chosen in by_lane.items():
             decode = partial(self._decode, batch_size=batch_size)
-            asked = [Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop)
-                     for n in chosen]
+            read = self.own_readings([texts[n] for n in chosen])
+            asked = [Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, one)
+                     for n, one in zip(chosen, read, strict=True)]
             found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].name in CONFIDENCES else
                      decode(lanes[key], asked))
             for n, own in zip(chosen, found, strict=True):
@@ -317,7 +322,8 @@ class Cascade:
             return
         lane = self.lanes([settings])[self.lane_of(settings)]
         scheduler = self.scheduler(lane.plan, lane.params, 1)
-        [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop)])
+        [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop,
+                                            self.own_readings([text])[0])])
         while scheduler.busy:
             scheduler.run(rounds=1)
             result = scheduler.partial(number) or dict(scheduler.finished())[number]
@@ -340,6 +346,8 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[plan] = programs
+        if isinstance(plan.sampler, Matched) and self.text_drafter is not None:
+            return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:

@@ -1,15 +1,32 @@
 """Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 
 from speccascade_jax.checkpoints.files import checked_path, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
+
+SPACE = "\u2581"  # what SentencePiece writes for one
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Surface(NamedTuple):
+    """What a token stands for."""
+
+    kind: str    # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
+    text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
+
+
+def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
+    """The token of each text; of several a piece before a byte, and then the lowest."""
+    order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
+    return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
 
 
 class TokenizerJson:
@@ -56,6 +73,16 @@ class TokenizerJson:
 
     def piece_to_id(self, piece: str) -> int:
         return self.tokenizer.token_to_id(piece) or 0
+
+    def is_control(self, token: int) -> bool:
+        added = self.tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and added.special and not self.is_unknown(token)
+
+    def is_unknown(self, token: int) -> bool:
+        return self.pieces[token] == "<unk>"
+
+    def is_byte(self, token: int) -> bool:
+        return BYTE.fullmatch(self.pieces[token]) is not None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -113,17 +140,34 @@ class Tokenizer:
     def pieces(self) -> list[str]:
         return [self.processor.id_to_piece(n) for n in range(self.size)]
 
+    def surfaces(self) -> list["Surface"]:
+        """What each token stands for."""
+        processor, roles = self.processor, {self.pad_id: "pad", self.eos_id: "eos", self.bos_id: "bos"}
+        found = []
+        for token, piece in enumerate(self.pieces()):
+            if token in roles or processor.is_control(token):
+                found.append(Surface(roles.get(token, piece), b""))
+            elif processor.is_unknown(token):
+                found.append(Surface("unknown", b""))
+            elif processor.is_byte(token):
+                found.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
+            else:
+                found.append(Surface("piece", piece.replace(SPACE, " ").encode()))
+        return found
 
-def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False) -> None:
-    """Trains a SentencePiece unigram vocabulary of at most `size` pieces with T5's special ids, or
-    (`bos`) with Gemma's: <bos> 2 and <unk> 3."""
+
+def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
+                    pieces: str = "unigram") -> None:
+    """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
+    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, or char, the commonest characters. All others are bytes:
+    of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type="unigram",
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type=pieces,
             pad_id=0, eos_id=1, **special, byte_fallback=True, character_coverage=0.9995,
             hard_vocab_limit=False, minloglevel=2, num_threads=1)
     except RuntimeError as error:

@@ -40,6 +40,11 @@ def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
 
 
+def lengthened(buffers: tuple[Array, ...], more: int) -> tuple[Array, ...]:
+    """The buffers [..., L, K] with room for `more` entries."""
+    return tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]) for x in buffers)
+
+
 def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
     """core.typing.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of
     rows where it holds one."""

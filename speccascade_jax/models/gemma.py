@@ -14,14 +14,16 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, write
+from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, lengthened, write
 from speccascade_jax.models.layers import (
     AfterLayer,
+    Branches,
     Linear,
     last_written,
     project,
     shift_right,
     skeleton,
+    steps_back,
     with_kept,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
@@ -175,14 +177,16 @@ class Gemma(nnx.Module):
         return self.embedding[...].T
 
     def advance(self, tokens: AnyArray, cache: GemmaCache, depth: int | None = None,
-                after: AfterLayer = last_written) -> tuple[Array, GemmaCache]:
+                after: AfterLayer = last_written, branches: Branches | None = None
+                ) -> tuple[Array, GemmaCache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length; the layers above write nothing."""
+        cache.length, in a row or as branches; the layers above write nothing."""
         table = self.embedding.get_value()
         scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
         x = table_rows(table, tokens) * scale.astype(jnp.float32)
-        positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        back = positions[:, :, None] - jnp.arange(cache.keys[0].shape[-2])  # [B, T, L] steps back
+        count = tokens.shape[1]
+        positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
+        back = steps_back(cache.length, count, cache.keys[0].shape[-2], branches)  # [B, T, L]
         everything = back >= 0
         masks = everything & (back < self.config.window), everything
         keys, values = list(cache.keys), list(cache.values)
@@ -195,12 +199,12 @@ class Gemma(nnx.Module):
             x = after(n, x, new)
         return x, GemmaCache(tuple(keys), tuple(values), cache.length + tokens.shape[1])
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
-               ) -> Array:
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
+               table: Any = None) -> Array:
         """[B, T, D] -> [B, T, V], from the embedding, capped; a norm and a head may stand for the own
-        ones."""
+        ones, or a kernel [D, I] for the embedding."""
         x = self.norm(x) if norm is None else norm(x)
-        table = tied_kernel(self.embedding.get_value())
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
         return softcap(project(x, table, self.dtype) if head is None else head(x), self.config.logit_softcap)
 
 
@@ -271,8 +275,19 @@ class GemmaModel:
                         for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
         return GemmaCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
 
+    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: GemmaCache,
+                        branches: Branches) -> Float[Array, "B M V"]:
+        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        network, rows = nnx.merge(self.graphdef(), params), cache.length.shape[0]
+        keys, values = (lengthened(x, len(tokens)) for x in (cache.keys, cache.values))
+        x, _ = network.advance(jnp.broadcast_to(tokens, (rows, len(tokens))),
+                               cache._replace(keys=keys, values=values), branches=branches)
+        return network.logits(x)
+
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache,
-               after: AfterLayer = last_written) -> tuple[Float[Array, "B T V"], GemmaCache]:
+               after: AfterLayer = last_written, table: Any = None
+               ) -> tuple[Float[Array, "B T V"], GemmaCache]:
+        """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
         network = nnx.merge(self.graphdef(), params)
         x, cache = network.advance(tokens, cache, after=after)
-        return network.logits(x), cache
+        return network.logits(x, table=table), cache

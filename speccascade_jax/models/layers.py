@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxtyping import Int
 
 from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
@@ -143,6 +144,26 @@ def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: 
     scale = np.log(np.maximum(distance, 1).astype(np.float32) / exact) / np.log(max_distance / exact)
     far = np.minimum(exact + (scale * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
     return (offset + np.where(distance < exact, distance, far)).astype(np.int32)
+
+
+class Branches(NamedTuple):
+    """Texts that all go on from what a cache covers, a tree: node n is the n-th token that is read."""
+
+    depth: Int[AnyArray, " M"]     # 1 for the first token after what is covered
+    within: Int[AnyArray, "M M"]   # how many steps back the second node is, an ancestor or itself; else -1
+
+
+def steps_back(length: Array, count: int, size: int, branches: Branches | None = None) -> Array:
+    """[B, count, size]: how many steps back a key of a cache of `size` entries is from each of `count` tokens
+    that are written at `length` [B], one after the other or as branches; negative for what is not seen."""
+    key = jnp.arange(size)
+    if branches is None:
+        return (length[:, None] + jnp.arange(count))[:, :, None] - key
+    before = (length[:, None] + branches.depth - 1)[:, :, None] - key
+    place = key - length[:, None]
+    found = jnp.moveaxis(branches.within[:, jnp.clip(place, 0, count - 1)], 0, 1)
+    own = jnp.where((place < count)[:, None], found, -1)
+    return jnp.where((place < 0)[:, None], before, own)
 
 
 def shift_right(tokens: AnyArray, first: AnyArray) -> Array:

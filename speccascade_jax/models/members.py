@@ -5,6 +5,7 @@ together.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
@@ -114,3 +115,18 @@ def member(model: Any, name: str | None, where: Any) -> Any:
 def beneath(name: str, state: nnx.State) -> dict[tuple[Any, ...], Any]:
     """The parameters of a part, by their paths in the network: the same objects."""
     return {(name, *path): value for path, value in nnx.to_flat_state(state)}
+
+
+def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
+    """Raises ValueError for members of a network that do not stand next to each other in their order."""
+    networks = [getattr(model, "member_of", None) for model in models]
+    for n, network in enumerate(networks):
+        if network is None or network not in networks[:n]:
+            continue
+        if network != networks[n - 1] or params[n] is not params[n - 1]:
+            raise ValueError("members of one network stand next to each other, and two networks of one "
+                             f"shape do not go together: see models {networks.index(network)} and {n}.")
+        if models[n - 1].number >= models[n].number:
+            names = [network.names[models[k].number] for k in (n - 1, n)]
+            raise ValueError(f"member {names[0]} comes before member {names[1]}: name each once, the "
+                             "smallest first.")

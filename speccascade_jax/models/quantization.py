@@ -69,6 +69,15 @@ def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:
     return table if isinstance(table, PackedKernel) else table.T
 
 
+def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | PackedKernel:
+    """The columns `keep` [I] of a kernel [in, out], in that order."""
+    if not isinstance(kernel, PackedKernel):
+        return jnp.take(kernel, keep, axis=1)
+    values = jnp.take(kernel.values, keep, axis=0 if kernel.transposed else 1)
+    scale = None if kernel.scale is None else jnp.take(kernel.scale, keep)
+    return dataclasses.replace(kernel, values=values, scale=scale)
+
+
 def table_rows(table: Array | PackedKernel, index: AnyArray) -> Array:
     """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
     if isinstance(table, PackedKernel):

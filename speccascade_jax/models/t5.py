@@ -15,9 +15,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
+from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, lengthened, write
 from speccascade_jax.models.layers import (
     AfterLayer,
+    Branches,
     Dropout,
     Linear,
     RMSNorm,
@@ -28,6 +29,7 @@ from speccascade_jax.models.layers import (
     relative_buckets,
     shift_right,
     skeleton,
+    steps_back,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 
@@ -217,14 +219,16 @@ class T5(nnx.Module):
 
         return jax.checkpoint(call)(x) if self.remat else call(x)
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None
-               ) -> Array:
-        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones."""
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
+               table: Any = None) -> Array:
+        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones, or a
+        kernel [D, I] for the embedding."""
         x = self.decoder_norm(x) if norm is None else norm(x)
         head = self.head if head is None else head
         if head is not None:
             return head(x)
-        return project(x * self.config.d_model**-0.5, tied_kernel(self.embedding.get_value()), self.dtype)
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
+        return project(x * self.config.d_model**-0.5, table, self.dtype)
 
     def __call__(self, source: AnyArray, source_length: AnyArray, target_in: AnyArray,
                  key: Array | None = None, after: AfterLayer = last_written) -> Array:
@@ -273,16 +277,16 @@ class T5(nnx.Module):
             length=jnp.zeros((encoded.shape[0],), jnp.int32),
         )
 
-    def extend(self, tokens: AnyArray, cache: T5Cache) -> tuple[Array, T5Cache]:
+    def extend(self, tokens: AnyArray, cache: T5Cache, table: Any = None) -> tuple[Array, T5Cache]:
         """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
         x, cache = self.advance(tokens, cache)
-        return self.logits(x), cache
+        return self.logits(x, table=table), cache
 
-    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None) -> tuple[Array, T5Cache]:
+    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None,
+                branches: Branches | None = None) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length; the layers above write nothing."""
-        query = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        back = query[:, :, None] - jnp.arange(cache.position_bias[0].shape[0])  # [B, T, L] steps back
+        cache.length, in a row or as branches; the layers above write nothing."""
+        back = steps_back(cache.length, tokens.shape[1], cache.keys[0].shape[-2], branches)  # [B, T, L]
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
         source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
@@ -364,6 +368,16 @@ class T5Model:
                        placed(cache.cross_values, fresh.cross_values), lengths[0],
                        (fresh if like_fresh else cache).position_bias, lengths[1])
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache
+    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: T5Cache,
+                        branches: Branches) -> Float[Array, "B M V"]:
+        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        network, rows = nnx.merge(self.graphdef(), params), cache.length.shape[0]
+        keys, values = (lengthened(x, len(tokens)) for x in (cache.keys, cache.values))
+        x, _ = network.advance(jnp.broadcast_to(tokens, (rows, len(tokens))),
+                               cache._replace(keys=keys, values=values), branches=branches)
+        return network.logits(x)
+
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
                ) -> tuple[Float[Array, "B T V"], T5Cache]:
-        return nnx.merge(self.graphdef(), params).extend(tokens, cache)
+        """`table`, a kernel [D, V], stands for an embedding that makes the logits."""
+        return nnx.merge(self.graphdef(), params).extend(tokens, cache, table)

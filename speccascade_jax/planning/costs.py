@@ -18,6 +18,8 @@ from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOp
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import pad
+from speccascade_jax.inference.vocabularies import inputs_of
+from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.planning.timing import Given, Part, round_part, time_parts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; what lies between is interpolated
@@ -69,7 +71,9 @@ def _part(cascade: Cascade, model: LanguageModel, params: Any, width: int, setti
         given: LanguageModel = Given(model.vocab_size)
         sampler = Speculative(Written(given, width), model, METHODS["speculative"], width - 1)
         params = jnp.full(model.vocab_size, 1 / model.vocab_size), params
-    inputs, lengths = jnp.full((1, source_length), 2, jnp.int32), jnp.full(1, source_length, jnp.int32)
+    inputs, lengths = np.full((1, source_length), 2, np.int32), np.full(1, source_length, np.int32)
+    if isinstance(model, Translated):
+        inputs = inputs_of(sampler.models, inputs, [{model: [2] * model.reads(source_length)}])
     asked = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
                           options_of(settings), np.zeros(sampler.level), None, None,
                           cascade.max_new_tokens)
@@ -93,12 +97,14 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
     options = options_of(settings)
     size = max(len(output.tokens) for output in kept)
     rows, _ = cascade.encode([output.source for output in kept], truncate=True)
-    width = cascade.bucket(max(map(len, rows)))
+    readings = cascade.own_readings([output.source for output in kept])
+    needed = [model.needs(len(ids)) for own in readings for model, ids in own.items()]
+    width = cascade.bucket(max([*map(len, rows), *needed]))
 
     def overlaps(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> jax.Array:
         laws = []
-        for model, own in zip(cascade.models, params, strict=True):
-            prefix, cache = model.prefill(own, inputs, length, inputs.shape[1] + size + 1)
+        for model, own, read in zip(cascade.models, params, inputs, strict=True):
+            prefix, cache = model.prefill(own, read, length, width + size + 1)
             last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
             logits, _ = model.extend(own, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
             laws.append(token_probs(logits, options))
@@ -106,8 +112,9 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
         return jnp.array([[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws])
 
     program, total = jax.jit(overlaps), np.zeros((len(cascade.models),) * 2)
-    for row, output in zip(rows, kept, strict=True):
-        inputs, length = pad([row], width, cascade.tokenizer.pad_id)
+    for row, own, output in zip(rows, readings, kept, strict=True):
+        tokens, length = pad([row], width, cascade.tokenizer.pad_id)
+        inputs = tuple(inputs_of(model, tokens, [own]) for model in cascade.models)
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
         total += np.asarray(program(cascade.params, inputs, length, tokens, count))
     return np.clip(total / sum(len(output.tokens) for output in kept), 0, 1)

@@ -135,10 +135,10 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     score = validation_quality(config, tokenizer, mesh, metric)
     teacher, teacher_params = None, None
     if config.teacher is not None:
-        teacher, teacher_params = load_teacher(config.teacher, config, tokenizer, mesh)
+        teacher, teacher_params, own = load_teacher(config.teacher, config, tokenizer, mesh)
         if config.teacher_outputs is not None:
             path, writer = Path(config.teacher_outputs), Cascade(
-                (teacher, teacher), (teacher_params, teacher_params), tokenizer, task.prefix,
+                (teacher, teacher), (teacher_params, teacher_params), own, task.prefix,
                 task.max_source_length, task.max_target_length, suffix=task.suffix)
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples))
             task = distillation.distilled(task, path)

@@ -38,7 +38,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
                 pass
             train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
                              for text in (source, target)), beside, config.tokenizer_size,
-                            bos=FAMILIES[full_of(config.model).family].bos)
+                            bos=FAMILIES[full_of(config.model).family].bos, pieces=config.tokenizer_pieces)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -83,13 +83,15 @@ def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None
 
 
 def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
-                 ) -> tuple[Model, nnx.State]:
-    """The teacher in the training's dtype. Raises ValueError if its vocabulary is another."""
+                 ) -> tuple[Model, nnx.State, Tokenizer]:
+    """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is another
+    and its distributions are to be learnt, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
-    if Tokenizer(checkpoint.tokenizer_file()).pieces() != tokenizer.pieces():
+    own = Tokenizer(checkpoint.tokenizer_file())
+    if config.distillation and own.pieces() != tokenizer.pieces():
         raise ValueError(f"the teacher {path} has another vocabulary than {config.name}: train both with one "
-                         "tokenizer.")
+                         "tokenizer, or learn from its texts alone, with teacher_outputs and distillation 0.")
     if config.distillation and checkpoint.model.vocab_size != config.model.vocab_size:
         raise ValueError(f"the teacher {path} has {checkpoint.model.vocab_size} logits, the model of "
                          f"{config.name} {config.model.vocab_size}: set model.vocab_size to the teacher's.")
-    return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params
+    return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params, own

@@ -1,0 +1,9 @@
+"""The shipped verifier and a drafter whose vocabulary is another one of half the size."""
+
+import dataclasses
+
+from speccascade_jax.config import DEMO, load
+
+config = dataclasses.replace(
+    load("demo"), drafter=str(DEMO / "foreign_drafter"),
+    missing="Make it with python scripts/finetune.py --config=demo_foreign_drafter.")

@@ -1,0 +1,155 @@
+"""String-level exact match: texts between tokenizers that do not agree, and the law whatever is drafted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpora import SENTENCES, shuffled
+from toys import TableLM, chi_square, sequence_law, table
+
+from speccascade_jax.baselines.proposals import Matched, Proposed
+from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.config import DEMO
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.text_level import TextDrafter, going_on, longest_matches, whole_characters
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models.vocabulary import Translated, TranslatedParams
+
+LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
+GERMAN = ["Wo ist der Bahnhof? Ich muss den letzten Zug nach Berlin fangen.",
+          "Tom sagte, dass er morgen kommen würde, aber ich glaube ihm nicht.",
+          "Sie öffnete das Fenster, weil es im Zimmer zu heiß war."]
+
+
+def test_a_run_that_ends_where_the_old_tokens_end():
+    assert going_on([1, 2, 3], [9, 2, 3, 7, 8]) == [7, 8]
+    assert going_on([1, 2, 3], [2, 3, 5, 3, 7]) == [5, 3, 7]  # two that agree before one
+    assert going_on([3], [3, 5, 3, 7]) == [7]  # of equals the last
+    assert going_on([1, 2, 3], [1, 2, 4]) is None and going_on([], [1]) is None
+
+
+def test_characters_that_have_begun_are_held_back():
+    text = "heiß 🙂".encode()
+    for end in range(len(text) + 1):
+        said, held = whole_characters(text[:end])
+        assert said.encode() + held == text[:end]
+    assert whole_characters(b"ab\xff") == ("ab\N{REPLACEMENT CHARACTER}", b"")
+    assert longest_matches(b"abcab", {b"a": 0, b"ab": 1, b"c": 2}, 2) == [1, 2, 1]
+    assert longest_matches(b"abxab", {b"a": 0, b"ab": 1}, 2) == [1]
+
+
+def drafter(own, target, begins=True):
+    """What passes texts between two tokenizers; the model is of no account."""
+    model = Translated(TableLM(own.size), target.size, 8, 3.0, 0 if begins else None)
+    return TextDrafter(model, own, TranslatedParams(None, None, None), target, 32, 48)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
+    """A drafter that writes what the verifier will, in its own tokens (of other languages, so mostly letters
+    and bytes): nearly all candidates are the verifier's own next tokens, wherever the draft begins."""
+    target = Tokenizer(DEMO / "verifier" / "spiece.model")
+    own = Tokenizer(spiece if lossy else DEMO / "e2e_verifier" / "spiece.model")
+    texts, right, asked = drafter(own, target), 0, 0
+    for text in GERMAN:
+        tokens = target.encode_batch([text.lower() if lossy else text])[0] + [target.eos_id]
+        for at in range(len(tokens)):
+            _, held = texts.own_tokens(tokens[:at])
+            rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()):]
+            ahead = [*longest_matches(rest, texts.own.ids, texts.own.longest), own.eos_id] if at else [
+                *own.encode_batch([target.decode(tokens)])[0], own.eos_id]
+            found = texts.candidates([], tokens[:at], held, ahead)
+            asked += len(tokens) - at
+            right += sum(a == b for a, b in zip(found, tokens[at:], strict=False))
+    assert right > 0.9 * asked
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("foreign")
+    train_tokenizer(shuffled([text.upper() for text in SENTENCES]), folder / "spiece.model", 290)
+    model = T5Model(T5Config(vocab_size=304, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+                             num_decoder_layers=1))
+    huggingface.save(folder / "model", model, model.init(3), np.float32)
+    (folder / "spiece.model").rename(folder / "model" / "spiece.model")
+    return folder / "model"
+
+
+def test_greedy_texts_are_the_verifiers(foreign, t5_pair, full):
+    cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
+    alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
+    for batch_size in (1, 4) if full else (4,):
+        found = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
+        assert [output.tokens for output in found] == alone
+    assert all(output.counts["drafter_passes"] > output.counts["rounds"] for output in found)
+    assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
+    with pytest.raises(ValueError, match="opt needs the drafter's distribution, which slem has not"):
+        cascade.generate(SENTENCES, method="opt", alpha=0.3)
+
+
+@pytest.mark.full
+def test_a_row_does_not_depend_on_its_batch(foreign, t5_pair):
+    cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
+    options = {"method": "token_v3", "alpha": 0.5, "temperature": 1.0, "block_size": 3}
+    together = list(cascade.generate(SENTENCES, batch_size=3, **options))
+    for n, text in enumerate(SENTENCES):
+        [alone] = cascade.generate([text], first_index=n, **options)
+        assert together[n].tokens == alone.tokens
+
+
+# The law, whatever is proposed
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Matched):
+    """Proposes the same tokens in every round, of which each row submits as many as its last token says."""
+
+    def _draft(self, params, caches, rows, eos_id):
+        tokens = jnp.broadcast_to(jnp.array([1, 2, 0], jnp.int32), caches.tokens.shape)
+        return super()._draft(params, caches._replace(tokens=tokens, size=rows.last % 4), rows, eos_id)
+
+
+@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4)])
+def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
+    """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated."""
+    logits, steps = table(40, 4), 3
+    sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
+    found = generate(sampler, ((), logits), keys, np.ones((rows, 1), np.int32), np.ones(rows, np.int32),
+                     SamplingOptions(1.0), jnp.array([alpha]), max_new_tokens=steps, eos_id=3)
+    law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
+    if method == "token_v3":
+        law = enumerated(logits, alpha, steps)
+        assert chi_square(np.asarray(found.tokens), sequence_law([logits], [], [], (1,), steps=steps, eos=3)
+                          ) < 1e-6
+    assert chi_square(np.asarray(found.tokens), law) > 1e-4
+
+
+def enumerated(logits, alpha, steps):
+    """Rounds as Fixed proposes: the draft is kept where p(draft) >= (1 - alpha) max p, else a sample of p."""
+    drafts, texts = (1, 2, 0), {}
+
+    def p(context):
+        row = np.exp(logits[context[-2], context[-1]].astype(float))
+        return row / row.sum()
+
+    def write(text, mass, left, at):
+        if (text[-1] == 3 and len(text) > 2) or len(text) == steps + 2:
+            texts[text[2:]] = texts.get(text[2:], 0) + mass
+            return
+        law = p(text)
+        if at < left and law[drafts[at]] >= (1 - alpha) * law.max():
+            write((*text, drafts[at]), mass, left, at + 1)
+            return
+        for token, chance in enumerate(law):
+            stays = at < left and token == drafts[at]  # drawn from p, but it is the draft: the round goes on
+            write((*text, token), mass * chance, left if stays else token % 4, at + 1 if stays else 0)
+
+    write((0, 1), 1.0, 1, 0)
+    return texts
