@@ -30,6 +30,8 @@ class ServedModel:
         self.examples = config.examples
         self.chat = ChatTemplate.find(config.roles[-1][1])
         self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
+        if cascade.levels == 0:  # whatever its config says, it is the verifier
+            self.defaults, methods = dataclasses.replace(self.defaults, method="verifier"), ()
         self.methods = tuple(dict.fromkeys([self.defaults.name, *methods]))
         every = [self._compiled(method) for method in self.methods]
         self.lanes: dict[Any, ServedLane] = {}
