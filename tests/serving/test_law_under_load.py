@@ -11,7 +11,6 @@ from toys import chi_square, sequence_law, table
 
 from speccascade_jax.inference.settings import Settings
 
-pytest.importorskip("uvicorn")
 METHODS = ("speculative", "opt", "token_v3", "verifier")
 TABLES = (table(39, 4), table(40, 4))
 ASKED = {"opt": {"method": "opt", "alpha": 0.05, "temperature": 0.7},
