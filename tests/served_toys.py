@@ -12,6 +12,7 @@ import toys
 import uvicorn
 
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.inference.text import Cascade
 from speccascade_jax.serving.app import Limits, create_app
 from speccascade_jax.serving.engine import Engine
 from speccascade_jax.serving.metrics import Metrics
@@ -34,6 +35,14 @@ def toy_model(methods=("speculative", "opt"), rows=8, **fields):
     config = DecodeConfig(drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0,
                           max_new_tokens=3)
     return ServedModel("toy", config, cascade, methods, rows)
+
+
+def toy_models(count, method, **fields):
+    """A model named toys of `count` toys, the smallest first."""
+    tables = tuple(toys.table(39 + n, 4) for n in range(count))
+    cascade = Cascade((toys.TableLM(4),) * count, tables, Digits(), max_source_length=16, max_new_tokens=3)
+    config = DecodeConfig(models=("toy",) * count, method=method, temperature=1.0, max_new_tokens=3, **fields)
+    return ServedModel("toys", config, cascade, ("verifier",), 2)
 
 
 @contextlib.contextmanager

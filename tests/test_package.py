@@ -72,6 +72,7 @@ def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
     assert {f"speccascade_jax/configs/{name}" for name in configs} <= found
     package = REPOSITORY / "speccascade_jax"
     assert {f"speccascade_jax/{path.relative_to(package)}" for path in package.rglob("*.py")} <= found
+    assert {f"speccascade_jax/serving/page/{name}" for name in ("index.html", "page.css", "page.js")} <= found
     for pair in ("", "e2e_", "e2e_gemma_"):
         for model in ("drafter", "verifier"):
             for file in ("config.json", "model.safetensors", "spiece.model"):

@@ -30,6 +30,8 @@ class ServedModel:
         self.examples = config.examples
         self.chat = ChatTemplate.find(config.roles[-1][1])
         self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
+        if cascade.levels == 0:  # whatever its config says, it is the verifier
+            self.defaults, methods = dataclasses.replace(self.defaults, method="verifier"), ()
         self.methods = tuple(dict.fromkeys([self.defaults.name, *methods]))
         every = [self._compiled(method) for method in self.methods]
         self.lanes: dict[Any, ServedLane] = {}
@@ -47,7 +49,7 @@ class ServedModel:
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return settings
+        return without_levels(settings)
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""
@@ -67,7 +69,7 @@ class ServedModel:
         if settings.name not in self.methods:
             raise Refused(f"method {settings.name} is not served here; known: {', '.join(self.methods)}.",
                           "method")
-        return settings
+        return without_levels(settings)
 
     def _block_size(self, settings: Settings) -> Any:
         """A request's block size; raises ValueError unless it is at most the server's."""
@@ -113,3 +115,8 @@ class ServedModel:
         """What the scheduler is asked for; number: which of a prompt's answers."""
         lane = self.lane(settings)
         return Request(row, settings, number, lane.lane.numbers(settings), settings.stop)
+
+
+def without_levels(settings: Settings) -> Settings:
+    """The settings of a model by itself without the values that a hierarchy has for each of its verifiers."""
+    return dataclasses.replace(settings, alpha=0.0, block_size=1) if settings.name in SINGLE_MODEL else settings

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from served_toys import ask, gauges, raw, serving, until_idle
 
-pytest.importorskip("uvicorn")
 DEEP = b'{"prompt": ' + b"[" * 100_000
 WRONG = {  # a body -> its status, and a word of the sentence
     b"": (400, "not JSON"), b"{": (400, "not JSON"), b"[]": (400, "JSON object"), b"3": (400, "JSON object"),

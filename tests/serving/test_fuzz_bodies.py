@@ -9,7 +9,6 @@ from served_toys import ask, gauges, serving
 
 from speccascade_jax.serving.protocol import FIELDS
 
-pytest.importorskip("uvicorn")
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-2, 200), st.floats(), st.text(max_size=20),
     st.sampled_from(["1", "201", "", "opt", "speculative", "verifier", "toy", "\x00", "\ud800", "🦜"]),

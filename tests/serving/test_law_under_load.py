@@ -6,10 +6,11 @@ import random
 import numpy as np
 import pytest
 from joint_laws import FAIL_BELOW
-from served_toys import ask, serving
+from served_toys import ask, serving, toy_models
 from toys import chi_square, sequence_law, table
 
-pytest.importorskip("uvicorn")
+from speccascade_jax.inference.settings import Settings
+
 METHODS = ("speculative", "opt", "token_v3", "verifier")
 TABLES = (table(39, 4), table(40, 4))
 ASKED = {"opt": {"method": "opt", "alpha": 0.05, "temperature": 0.7},
@@ -49,3 +50,28 @@ def test_answers_under_load_follow_their_law(toy):
                       for own in (options, {**options, "temperature": 1.3}))
         assert len(ASKED) * chi_square(padded, law) > FAIL_BELOW
         assert chi_square(padded, wrong) < FAIL_BELOW  # the control
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count,method,fields", [
+    (1, "speculative", {}), (3, ("token_v3", "opt"), {"alpha": (0.4, 0.05), "block_size": (1, 2)})])
+def test_one_model_and_three_are_served(count, method, fields):
+    """Each answer is what generate gives, and its probabilities are those of the law."""
+    model = toy_models(count, method, **fields)
+    with serving(model) as (url, _):
+        answer = ask(url, {"prompt": "201", "n": 20, "seed": 3, "logprobs": 4})[1]
+        alone = ask(url, {"prompt": "201", "n": 20, "seed": 3, "speculative": False})[1]
+        refused = ask(url, {"prompt": "201", "block_size": 1})
+    texts = ["201"] * 20
+    for found, own in ((answer, method), (alone, "verifier")):
+        chosen = fields if own == method else {}
+        settings = Settings(method=own, temperature=1.0, seed=3, **chosen)
+        wanted = [one.text for one in model.cascade.generate(texts, settings)]
+        assert [choice["text"] for choice in found["choices"]] == wanted
+    methods, alphas = ([*method], [*fields["alpha"]]) if count > 1 else ([], [])
+    tables = [table(39 + n, 4) for n in range(count)]
+    law = sequence_law(tables, methods, alphas, (2, 0, 1, 3), steps=3, eos=3)
+    for choice in answer["choices"]:
+        tokens = tuple(int(token) for token in choice["logprobs"]["tokens"])
+        assert abs(np.exp(sum(choice["logprobs"]["token_logprobs"])) - law[tokens]) < 1e-5
+    assert count == 1 or (refused[0] == 400 and "hierarchy" in refused[1]["error"]["message"])

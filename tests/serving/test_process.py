@@ -16,7 +16,6 @@ from served_toys import ask, gauges, raw
 from speccascade_jax.commands import serve
 from speccascade_jax.inference.settings import Settings
 
-pytest.importorskip("uvicorn")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
 {{ raise_exception('no system role') }}{% endif %}<start_of_turn>{{ message.role }}
 {{ message.content | trim }}<end_of_turn>

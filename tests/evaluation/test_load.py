@@ -1,0 +1,58 @@
+"""What the load clients see of a server whose answers are known."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from speccascade_jax.evaluation.load import closed_loop, open_loop
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Writes five tokens, the first after 50 ms; prompts ask for a refusal, an error or a broken stream."""
+
+    def do_POST(self):
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        self.send_response(429 if prompt == "full" else 200)
+        self.end_headers()
+        if prompt == "full":
+            return
+        time.sleep(0.05)
+        events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": 5}}]
+        if prompt == "error":
+            events.append({"error": {"message": "it failed"}})
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        if prompt != "cut":
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_closed_loop_counts_every_fate(url):
+    bodies = [{"prompt": prompt} for prompt in ["well"] * 12 + ["full"] * 3 + ["cut", "error"]]
+    found = asyncio.run(closed_loop(url, bodies, clients=4))
+    said = found.summary()
+    assert (said["requests"], said["accepted"], said["refused_429"], said["lost"]) == (17, 12, 3, 2)
+    assert said["tokens_per_second"] == 12 * 5 / found.seconds
+    assert 50 <= said["first_token_ms_p50"] <= said["whole_ms_p99"] and found.seconds > 3 * 0.05
+    assert asyncio.run(closed_loop("http://127.0.0.1:9", bodies[:2], 2)).summary()["lost"] == 2
+
+
+def test_an_open_loop_does_not_wait_for_answers(url):
+    watched = []
+    found = asyncio.run(open_loop(url, lambda n: {"prompt": "well"}, rate=40.0, seconds=1.0,
+                                  watch=lambda: watched.append(1)))
+    assert 15 < len(found.accepted) == len(found.replies) < 80 and 5 <= len(watched) <= 10
