@@ -24,6 +24,7 @@ from speccascade_jax.inference.scheduler import Scheduler
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models.vocabulary import CHUNK, Translated, TranslatedParams
 
+WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
 LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
 
 
@@ -125,6 +126,16 @@ class TextDrafter:
         self.draft = jax.jit(partial(draft, self.model), static_argnums=0)
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
+        self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
+
+    def precompile(self, cache: Cache, rows: int, count: int) -> None:
+        """Makes the programs that draft, for caches like this one."""
+        if (rows, count) in self.compiled:
+            return
+        for width in WIDTHS:
+            blank = np.zeros((rows, width), np.int32)
+            self.draft(count, self.params, self.allowed, cache, blank[:, 0], blank, blank[:, 0])
+        self.compiled.add((rows, count))
 
     def _begin(self, params: Params, source: Array, length: Array, count: int) -> Any:
         """The last token of the own prefix, how much of it the cache covers, and the cache."""
@@ -207,6 +218,7 @@ class TextScheduler(Scheduler):
             cache, self.cache = cache, cache
         self.cache = self.programs.call(drafter.insert, self.cache, cache, slots, False)
         last, begun = self.programs.fetch((last, begun))
+        drafter.precompile(self.cache, rows, self.count)
         for n, row in enumerate(fresh):
             self.drafting[row] = Row(self.running[row][0], int(begun[n]), int(last[n]), [])
 
@@ -233,7 +245,8 @@ class TextScheduler(Scheduler):
             _, self.cache = self._drafted(keep, parts, CHUNK)
             keep += np.array([len(part) for part in parts], np.int32)
             reads = [ids[len(part):] for ids, part in zip(reads, parts, strict=True)]
-        drafted, self.cache = self._drafted(keep, reads, 1 << (max(map(len, reads)) - 1).bit_length())
+        needed = max(map(len, reads))
+        drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
         drafted, proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
         for row, (_, request) in self.running.items():
             known = self.drafting[row]
@@ -242,7 +255,7 @@ class TextScheduler(Scheduler):
             known.tokens = [*known.tokens, *drafted[row, :-1].tolist()]
         tokens, size = pad(proposed, self.most, 0)
         passes = np.full(rows, count, np.int32)
-        return Proposals(tokens, size, passes, np.asarray(self.state.caches[0].length))
+        return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
 
     def _drafted(self, keep: np.ndarray, reads: list[list[int]], width: int) -> Any:
         drafter, (read, size) = self.drafter, pad(reads, width, 0)

@@ -309,6 +309,7 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
     ours, theirs = Tokenizer(spiece), Tokenizer(tmp_path / "tokenizer.json")
     assert ours.pieces() == theirs.pieces()
     assert (ours.size, ours.pad_id, ours.eos_id) == (theirs.size, theirs.pad_id, theirs.eos_id)
+    assert ours.surfaces() == theirs.surfaces()
     texts = [*SENTENCES, "Grüße: 5 €", "cats"]
     rows = ours.encode_batch(texts)
     assert rows == theirs.encode_batch(texts) and max(map(len, rows)) > 3

@@ -151,7 +151,7 @@ def test_truncation_is_asked_for_and_counted(t5_pair, tmp_path):
     assert json.loads(summary.read_text())["truncated"] == 1
 
 
-def test_vocabularies_must_match(t5_pair, tmp_path, capsys):
+def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys):
     other = tmp_path / "other"
     train_tokenizer(["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50,
                     tmp_path / "spiece.model", 300)
@@ -159,8 +159,12 @@ def test_vocabularies_must_match(t5_pair, tmp_path, capsys):
                              num_decoder_layers=1))
     huggingface.save(other, model, model.init(0), np.float32)
     (other / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes())
-    assert run(t5_pair, f"--drafter={other}") == 2
-    assert "one vocabulary" in capsys.readouterr().err
+    assert run(t5_pair, f"--drafter={other}", "--text", "a dog") == 0
+    assert "tli; shared: " in capsys.readouterr().out
+    for flags, said in ((("--vocabulary=slem", "--method=opt", "--alpha=0.3"), "slem has not: take"),
+                        (("--vocabulary=union", "--method=opt", "--alpha=0.3"), "that only the drafter has")):
+        assert run(t5_pair, f"--drafter={other}", "--text", "a dog", *flags) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_list_names_configs_and_methods(capsys):

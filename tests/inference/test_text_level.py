@@ -94,6 +94,31 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, full):
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
 
 
+def test_any_tokens_make_candidates():
+    """Bytes in any order, halves of characters, padding: candidates are tokens with a text, or the end."""
+    target, own = (Tokenizer(DEMO / name / "spiece.model") for name in ("verifier", "e2e_verifier"))
+    texts, rng = drafter(own, target), np.random.default_rng(0)
+    known = {n for n, surface in enumerate(target.surfaces()) if surface.text} | {target.eos_id}
+    for _ in range(300):
+        written = rng.integers(0, rng.choice([259, 2048]), rng.integers(0, 12)).tolist()
+        drafted = rng.integers(0, rng.choice([259, 512]), rng.integers(1, 8)).tolist()
+        ids, held = texts.own_tokens(written)
+        assert all(0 <= n < own.size for n in ids) and len(held) < 4
+        assert set(texts.candidates([], written, held, drafted)) <= known
+
+
+@pytest.mark.full
+def test_mixed_scripts_emoji_and_broken_characters(foreign, t5_pair):
+    """Greedy texts of 500 lines in many scripts, whose outputs are any bytes: the verifier's own."""
+    cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
+    rng = np.random.default_rng(1)
+    letters = list("abc XYZ äß 漢字 кот שלום 🙂👩\u200d👧 \u0301\u00a0")
+    lines = ["x" + "".join(rng.choice(letters, rng.integers(1, 14))) for _ in range(500)]
+    alone = cascade.generate(lines, method="verifier", batch_size=32, truncate=True)
+    found = cascade.generate(lines, block_size=3, batch_size=32, truncate=True)
+    assert [output.tokens for output in found] == [output.tokens for output in alone]
+
+
 @pytest.mark.full
 def test_a_row_does_not_depend_on_its_batch(foreign, t5_pair):
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
