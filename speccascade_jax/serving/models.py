@@ -119,4 +119,6 @@ class ServedModel:
 
 def without_levels(settings: Settings) -> Settings:
     """The settings of a model by itself without the values that a hierarchy has for each of its verifiers."""
-    return dataclasses.replace(settings, alpha=0.0, block_size=1) if settings.name in SINGLE_MODEL else settings
+    if settings.name not in SINGLE_MODEL:
+        return settings
+    return dataclasses.replace(settings, alpha=0.0, block_size=1)
