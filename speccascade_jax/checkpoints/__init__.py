@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,4 +237,11 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
     except Exception as error:  # each format's library has its own kinds for a full disk
         raise ValueError(f"cannot write {path}: {reason(error)}") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        _remove(beside)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder into which threads of a write that has failed may still write for a moment."""
+    for pause in (0.0, 0.1, 0.3, 1.0):
+        time.sleep(pause if folder.exists() else 0)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -246,13 +246,13 @@ def test_one_random_number_for_both_texts_is_seen(monkeypatch):
 
 def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     cascade, rows = pair(), []
-    real = Scheduler._requests
+    real = Scheduler._begun
 
     def spy(self, placed, *rest):
         rows.append((self.programs.plan.sampler, len(placed)))
         return real(self, placed, *rest)
 
-    monkeypatch.setattr(Scheduler, "_requests", spy)
+    monkeypatch.setattr(Scheduler, "_begun", spy)
     outputs = list(cascade.generate(["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9,
                                     temperature=1.0, batch_size=6))
     verified = [size for sampler, size in rows if isinstance(sampler, Autoregressive)]

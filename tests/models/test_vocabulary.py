@@ -215,7 +215,7 @@ def permuted_columns(monkeypatch):
     monkeypatch.setattr(samplers, "draw", wrong)
 
 
-@pytest.mark.full(quick=["rolled_back_to_target_positions-token_v3"])
+@pytest.mark.full(quick=["permuted_columns-speculative"])
 @pytest.mark.parametrize("plant,method", [
     (not_renormalised, "speculative"), (cut_target, "speculative"), (permuted_columns, "speculative"),
     (rolled_back_to_target_positions, "token_v3")])
