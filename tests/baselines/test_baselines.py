@@ -262,7 +262,7 @@ def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     assert outputs[2].counts == {} and outputs[2].tokens == []
 
 
-@pytest.mark.full(quick=["token_cascade"])
+@pytest.mark.full
 @pytest.mark.parametrize("method", BASELINES)
 def test_rows_depend_neither_on_batch_nor_on_slot(method):
     texts, temperature = ["1", "12", "2", "21", "0", "1"], 0.0 if BASELINES[method].greedy else 1.0

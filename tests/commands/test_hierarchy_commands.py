@@ -57,6 +57,7 @@ def test_models_by_flag(run, t5_pair, capsys):
     assert "block_size has 2 values; 2 models have 1 verifiers" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 def test_evaluate(run, tmp_path):
     summary = tmp_path / "summary.jsonl"
     assert evaluate.main([f"--config={run}", "--methods", "verifier", "speculative", "speculative+opt",

@@ -80,7 +80,7 @@ def calls(programs, monkeypatch):
     return named
 
 
-@pytest.mark.parametrize("batch_size", [8, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.full), 2])
 def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, monkeypatch):
     expected = alone(programs, requests)
     scheduler = Scheduler(programs, batch_size, Letters(), bucket)

@@ -95,6 +95,7 @@ def test_a_sweep_compiles_once(cascade):
     assert cascade.clock.compilations == before + 2  # begin and run
 
 
+@pytest.mark.full
 def test_programs_longest_out_of_use_make_room(cascade, monkeypatch):
     """On CPUs every program takes memory maps, and the process dies where there are no more."""
     asked = [("verifier", "chow"), ("verifier", "chow", "verifier", "opt")]

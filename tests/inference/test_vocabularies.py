@@ -164,6 +164,7 @@ def test_what_cannot_be_joined_is_refused(foreign, t5_pair, tmp_path):
         Cascade.load(t5_pair / "drafter", foreign, t5_pair / "verifier", vocabulary="union", **LIMITS)
 
 
+@pytest.mark.full
 def test_vocabularies_that_do_not_go_together():
     with pytest.raises(ValueError, match="have no token in common: take another drafter"):
         Pair(own=["end", "padding", "c", "d"]).models()

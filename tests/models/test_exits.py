@@ -43,12 +43,12 @@ def up_to(number):
     return range(number + 1)
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full(quick=["t5"])
 def test_every_member_obeys_the_laws(network):
     check_members(*network, up_to)
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full(quick=["gemma"])
 def test_members_may_read_in_any_order(network):
     check_interleaved(*network, up_to)
 
@@ -58,7 +58,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
     check_rows(*network)
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full
 def test_the_full_member_is_the_plain_model_bit_for_bit(network):
     model, params = network
     plain, own = model.full, params["full"]

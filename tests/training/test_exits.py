@@ -179,7 +179,7 @@ def toy(tmp_path_factory, number_words):
     return config, train(config)
 
 
-@pytest.mark.full(quick=["drafter"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adapters", "drafter"])
 def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
     """From the plain checkpoint, resumed in the middle, to a folder whose members load by name."""
