@@ -186,7 +186,7 @@ class Digits(Tokenizer):
         self.pad_id, self.eos_id, self.bos_id = 0, 3, -1
 
     def encode_batch(self, texts):
-        return [[int(c) for c in text] for text in texts]
+        return [[max("0123456789".find(c), 0) for c in text] for text in texts]
 
     def decode(self, tokens):
         return "".join(str(int(t)) for t in tokens)
