@@ -91,6 +91,7 @@ def test_rows_of_a_batch_follow_their_own_levels(three):
         assert (together[n].tokens, together[n].counts) == (alone.tokens, alone.counts)
 
 
+@pytest.mark.full
 def test_streaming_a_hierarchy(three):
     settings = Settings(block_size=(2, 3), temperature=1.0)
     [output] = three.generate(SENTENCES[:1], settings)

@@ -125,6 +125,7 @@ def test_the_drafter_reads_the_source_in_its_own_tokens(foreign, t5_pair):
     assert output.tokens == [pairs[int(jnp.argmax(logits[0, 0, pairs[:, 0]])), 1]]
 
 
+@pytest.mark.full
 def test_padded_vocabularies_of_one_tokenizer_are_equal(t5_pair, spiece, tmp_path):
     """What is past the tokenizer gets no mass; the rest is as without padding."""
     plain = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", **LIMITS)

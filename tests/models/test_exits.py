@@ -48,7 +48,7 @@ def test_every_member_obeys_the_laws(network):
     check_members(*network, up_to)
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full
 def test_members_may_read_in_any_order(network):
     check_interleaved(*network, up_to)
 

@@ -285,7 +285,7 @@ def test_it_is_a_language_model(foreign):
         np.testing.assert_allclose(whole[row, 11], expected, atol=2e-5)
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full
 def test_rolling_back_is_a_length(foreign):
     model, params = foreign
     tokens, start = TARGET % 40, begun(model, params)
