@@ -73,8 +73,8 @@ class Matched(Speculative):
         block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), size)
         return block, caches, jnp.where(active, caches.passes, 0)
 
-    def _target(self, scores: Scores, rows: Rows, draft: Draft
+    def target(self, scores: Scores, rows: Rows, draft: Draft
                 ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
-        pi, deferred = super()._target(scores, rows, draft)
+        pi, deferred = super().target(scores, rows, draft)
         bonus = jnp.arange(pi.shape[1]) == draft.size[:, None]
         return jnp.where(bonus[..., None], scores.p_sampled, pi), deferred

@@ -217,8 +217,8 @@ class Speculative:
         scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
                         token_probs(logits, rows.options), is_greedy(rows))
 
-        pi, deferred = self._target(scores, rows, draft)
-        own_pi, _ = self._target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+        pi, deferred = self.target(scores, rows, draft)
+        own_pi, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
 
         verdict = verify(uniforms(rows, self.level, Role.ACCEPT, size),
                          uniforms(rows, self.level, Role.DRAW, size + 1), draft, pi)
@@ -232,7 +232,7 @@ class Speculative:
         counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, size)
         return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
 
-    def _target(self, scores: Scores, rows: Rows, draft: Draft
+    def target(self, scores: Scores, rows: Rows, draft: Draft
                 ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         """pi of each row's method, and at how many drafted positions it defers."""
         alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]

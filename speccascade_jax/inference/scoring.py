@@ -13,6 +13,7 @@ from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers import Autoregressive, Rows, Sampler, Speculative, is_greedy
 from speccascade_jax.core.sampling import token_probs
 from speccascade_jax.core.typing import Cache, Params, top
+from speccascade_jax.core.verification import Draft
 from speccascade_jax.inference.programs import Plan
 from speccascade_jax.inference.scheduler import Request, arguments
 
@@ -47,15 +48,9 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
     logits, _ = sampler.verifier.extend(top(sampler.models, params), tokens, cache)
     scores = Scores(q, jax.nn.softmax(logits, axis=-1), q_sampled, token_probs(logits, rows.options),
                     is_greedy(rows))
-
-    def target(scores: Scores) -> Array:
-        alpha, chosen = rows.alphas[:, sampler.level - 1, None, None], rows.methods[:, sampler.level - 1]
-        found = jnp.zeros_like(scores.p)
-        for number, method in enumerate(sampler.methods):
-            found = jnp.where((chosen == number)[:, None, None], method.target(scores, alpha)[0], found)
-        return found
-
-    return target(scores._replace(q_sampled=scores.q, p_sampled=scores.p)), target(scores)
+    draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
+    own, _ = sampler.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+    return own, sampler.target(scores, rows, draft)[0]
 
 
 def score(sampler: Sampler, params: Params, asked: loop.Requests, tokens: Int[Array, "B N"]

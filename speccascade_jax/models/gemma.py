@@ -14,13 +14,14 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, lengthened, write
+from speccascade_jax.models.cache import GemmaCache, empty, insert_buffer, write
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
     Linear,
     last_written,
     project,
+    read_branches,
     shift_right,
     skeleton,
     steps_back,
@@ -278,11 +279,7 @@ class GemmaModel:
     def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: GemmaCache,
                         branches: Branches) -> Float[Array, "B M V"]:
         """Float32 logits after each node of a tree of texts; the cache stays as it is."""
-        network, rows = nnx.merge(self.graphdef(), params), cache.length.shape[0]
-        keys, values = (lengthened(x, len(tokens)) for x in (cache.keys, cache.values))
-        x, _ = network.advance(jnp.broadcast_to(tokens, (rows, len(tokens))),
-                               cache._replace(keys=keys, values=values), branches=branches)
-        return network.logits(x)
+        return read_branches(nnx.merge(self.graphdef(), params), tokens, cache, branches)
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: GemmaCache,
                after: AfterLayer = last_written, table: Any = None

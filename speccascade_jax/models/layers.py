@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Int
 
 from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
@@ -164,6 +165,15 @@ def steps_back(length: Array, count: int, size: int, branches: Branches | None =
     found = jnp.moveaxis(branches.within[:, jnp.clip(place, 0, count - 1)], 0, 1)
     own = jnp.where((place < count)[:, None], found, -1)
     return jnp.where((place < 0)[:, None], before, own)
+
+
+def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches) -> Array:
+    """A network's logits [B, M, V] after each node of a tree of texts; the cache stays as it is."""
+    rows, count = cache.length.shape[0], len(tokens)
+    keys, values = (lengthened(x, count) for x in (cache.keys, cache.values))
+    x, _ = network.advance(jnp.broadcast_to(tokens, (rows, count)),
+                           cache._replace(keys=keys, values=values), branches=branches)
+    return network.logits(x)
 
 
 def shift_right(tokens: AnyArray, first: AnyArray) -> Array:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, lengthened, write
+from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
@@ -26,6 +26,7 @@ from speccascade_jax.models.layers import (
     last_written,
     make_dropout,
     project,
+    read_branches,
     relative_buckets,
     shift_right,
     skeleton,
@@ -371,11 +372,7 @@ class T5Model:
     def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: T5Cache,
                         branches: Branches) -> Float[Array, "B M V"]:
         """Float32 logits after each node of a tree of texts; the cache stays as it is."""
-        network, rows = nnx.merge(self.graphdef(), params), cache.length.shape[0]
-        keys, values = (lengthened(x, len(tokens)) for x in (cache.keys, cache.values))
-        x, _ = network.advance(jnp.broadcast_to(tokens, (rows, len(tokens))),
-                               cache._replace(keys=keys, values=values), branches=branches)
-        return network.logits(x)
+        return read_branches(nnx.merge(self.graphdef(), params), tokens, cache, branches)
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
                ) -> tuple[Float[Array, "B T V"], T5Cache]:

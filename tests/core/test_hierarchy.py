@@ -280,14 +280,14 @@ def one_uniform(patch):
 
 
 def bonus_from_p(patch):
-    target = Speculative._target
+    target = Speculative.target
 
     def wrong(self, scores, rows, draft):
         pi, deferred = target(self, scores, rows, draft)
         bonus = (jnp.arange(pi.shape[1]) == draft.size[:, None])[..., None]
         return jnp.where(bonus, scores.p_sampled, pi), deferred
 
-    patch.setattr(Speculative, "_target", wrong)
+    patch.setattr(Speculative, "target", wrong)
 
 
 BUGS = {"lower law": (partial(hands_up, lower_law), (SURE, SURE)),

@@ -90,7 +90,7 @@ def shared_key(monkeypatch):
 
 def own_of_sampled_p(monkeypatch):
     """A drafter's own law is built from p~ in place of p."""
-    target, kept = Speculative._target, {}
+    target, kept = Speculative.target, {}
 
     def wrong(self, scores, rows, tokens):
         if scores.q_sampled is scores.q:
@@ -98,19 +98,19 @@ def own_of_sampled_p(monkeypatch):
         kept[self.level] = scores.p_sampled
         return target(self, scores, rows, tokens)
 
-    monkeypatch.setattr(Speculative, "_target", wrong)
+    monkeypatch.setattr(Speculative, "target", wrong)
 
 
 def own_is_sampled_pi(monkeypatch):
     """A drafter's own law is the one it samples from."""
-    target, kept = Speculative._target, {}
+    target, kept = Speculative.target, {}
 
     def wrong(self, scores, rows, tokens):
         if scores.q_sampled is not scores.q:
             kept[self.level] = target(self, scores, rows, tokens)
         return kept[self.level]
 
-    monkeypatch.setattr(Speculative, "_target", wrong)
+    monkeypatch.setattr(Speculative, "target", wrong)
 
 
 def bild_star_of_sampled_q(monkeypatch):
