@@ -235,13 +235,9 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
             tokenizer_files.copy(checkpoint.tokenizer, beside)
         beside.rename(path)
     except Exception as error:  # each format's library has its own kinds for a full disk
+        for pause in (0.1, 0.4):  # for threads of the format's library that still write
+            shutil.rmtree(beside, ignore_errors=True)
+            time.sleep(pause)
         raise ValueError(f"cannot write {path}: {reason(error)}") from None
     finally:
-        _remove(beside)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder into which threads of a write that has failed may still write for a moment."""
-    for pause in (0.0, 0.1, 0.3, 1.0):
-        time.sleep(pause if folder.exists() else 0)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,8 +1,11 @@
 """A checkpoint that is damaged or cannot be written is refused in a sentence; nothing half-written stays."""
 
+import contextlib
 import json
 import os
 import subprocess
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -146,6 +149,26 @@ def test_damage_is_found_when_loading(case, intact, tmp_path, capsys):
 def test_another_shape_than_asked_for_names_both(intact):
     with pytest.raises(ValueError, match=r"d_model is 48, not 512.*num_heads is 4, not 6"):
         checkpoints.load(intact / "huggingface", config=PRESETS["t5_1_1_small"])
+
+
+def test_nothing_is_left_by_threads_that_write_on(intact, tmp_path, monkeypatch):
+    """A format's library may raise while its threads still write."""
+    def fails(folder, *rest):
+        def write_on():
+            for n in range(20):
+                (folder / "parts").mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):
+                    (folder / "parts" / str(n)).write_text("x")
+                time.sleep(0.01)
+
+        threading.Thread(target=write_on).start()
+        raise OSError("disk full")
+
+    monkeypatch.setitem(checkpoints.FORMATS, "native", fails)
+    with pytest.raises(ValueError, match="disk full"):
+        checkpoints.save(tmp_path / "out", checkpoints.load(intact / "t5x"), "native")
+    time.sleep(0.3)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
