@@ -47,7 +47,7 @@ class Answer:
         self.engine, self.model, self.asked = engine, model, asked
         self.kind = "chat" if asked.messages else "completion"
         self.settings = self._seeded(model.settings(asked))
-        self.rows = model.sources(asked)
+        self.prompts = model.prompts(asked)
         self.came, self.created = time.monotonic(), int(time.time())
         self.deadline = self.came + seconds
         self.id = f"{NAMES[self.kind][0]}-{secrets.token_hex(12)}"
@@ -55,15 +55,15 @@ class Answer:
         self.results: dict[int, Result] = {}
         self.first: float | None = None  # seconds to the first tokens
         lane = model.lane(self.settings)
-        wanted = [(row, n) for row in self.rows for n in range(asked.n)]
+        wanted = [(prompt, n) for prompt in self.prompts for n in range(asked.n)]
         most = lane.rows + engine.max_queue
         if len(wanted) > most:
             raise Refused(f"n times the prompts is {len(wanted)}; this server takes at most {most} at once.",
                           "n")
-        engine.check_room(lane, sum(bool(row) for row, _ in wanted))
+        engine.check_room(lane, sum(bool(prompt.tokens) for prompt, _ in wanted))
         scored = asked.logprobs is not None
-        jobs = [engine.submit(lane, model.request(row, self.settings, n), self.updates, scored)
-                if row else None for row, n in wanted]
+        jobs = [engine.submit(lane, model.request(prompt, self.settings, n), self.updates, scored)
+                if prompt.tokens else None for prompt, n in wanted]
         self.choices = [Choice(job, Pieces(model.cascade.tokenizer, self.settings.stop)) for job in jobs]
         self.numbers = {job: n for n, job in enumerate(jobs) if job is not None}
 
@@ -125,7 +125,8 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         counts = [result.counts for result in self.results.values()]
-        prompt, completion = sum(map(len, self.rows)), sum(len(r.tokens) for r in self.results.values())
+        prompt = sum(len(one.tokens) for one in self.prompts)
+        completion = sum(len(result.tokens) for result in self.results.values())
         calls = sum(own.get("rounds", own.get("model_passes", 0)) for own in counts)
         sums = {name: sum(own.get(name, 0) for own in counts) for name in COUNTS}
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,

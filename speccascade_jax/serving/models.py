@@ -3,13 +3,15 @@
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.vocabularies import readings
+from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.serving.chat import ChatTemplate
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import Asked, Refused
@@ -18,16 +20,25 @@ CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into
 MOST_TOP_K = 1024
 
 
+class Prompt(NamedTuple):
+    """A prompt as the verifier reads it, [] for a blank one, and as each model of another vocabulary does."""
+
+    tokens: list[int]
+    own: dict[Translated, list[int]]
+
+
 class ServedModel:
     """One config under its name. Each of `methods` is compiled; requests choose among them.
 
-    Raises ValueError for a method that cannot be served.
+    Raises ValueError for a method or a vocabulary that cannot be served.
     """
 
     def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int):
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
+        if cascade.text_drafter is not None:
+            raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
         self.chat = ChatTemplate.find(config.roles[-1][1])
         self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
         if cascade.levels == 0:  # whatever its config says, it is the verifier
@@ -88,8 +99,8 @@ class ServedModel:
         return self.lanes[self.cascade.lane_of(dataclasses.replace(settings,
                                                                    block_size=self.defaults.block_size))]
 
-    def sources(self, asked: Asked) -> list[list[int]]:
-        """The token ids of each prompt, [] for a blank one. Raises Refused."""
+    def prompts(self, asked: Asked) -> list[Prompt]:
+        """What is asked for, read. Raises Refused."""
         if asked.messages:
             if self.chat is None:
                 raise Refused(f"{self.name} has no chat template: use /v1/completions.", "messages")
@@ -104,17 +115,19 @@ class ServedModel:
         if asked.messages:
             [row] = self.cascade.tokenizer.encode_batch(texts)
             rows, cut = [self.cascade.tokenizer.framed(row)], [False]
+            own = readings(self.cascade.foreign, texts, limit)
         else:
             rows, cut = self.cascade.encode(texts, truncate=True)
+            own = self.cascade.own_readings(texts)
         if any(cut) or max(map(len, rows)) > limit:
             raise Refused(f"{field} has more tokens than the {limit} that are read: shorten it.", field,
                           code="context_length_exceeded")
-        return rows
+        return [Prompt(*one) for one in zip(rows, own, strict=True)]
 
-    def request(self, row: list[int], settings: Settings, number: int) -> Request:
+    def request(self, prompt: Prompt, settings: Settings, number: int) -> Request:
         """What the scheduler is asked for; number: which of a prompt's answers."""
-        lane = self.lane(settings)
-        return Request(row, settings, number, lane.lane.numbers(settings), settings.stop)
+        methods = self.lane(settings).lane.numbers(settings)
+        return Request(prompt.tokens, settings, number, methods, settings.stop, prompt.own)
 
 
 def without_levels(settings: Settings) -> Settings:
