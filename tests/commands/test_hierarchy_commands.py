@@ -2,12 +2,15 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from corpora import SENTENCES
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
+from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 
 
@@ -87,6 +90,20 @@ def test_benchmark(run, tmp_path, capsys):
     assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"gamma 2"}
     assert benchmark.main([f"--config={run}"]) == 2
     assert "give --input alone" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_text_costs_besides_its_calls(monkeypatch):
+    """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted."""
+    seconds = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 10, 11, 12, 13, 14, 15]]) / 1000
+    counts = [{"drafter_passes": 9, "rounds": 2}, {"drafter_passes": 4, "rounds": 1}]
+    outputs = [SimpleNamespace(counts=own, tokens=[0] * 7) for own in counts]
+    alone = [SimpleNamespace(counts={"model_passes": 7}, tokens=[0] * 7) for _ in counts]
+    calls = np.array([9 * 1 + 2 * 14, 4 * 1 + 1 * 14]) / 1000  # a scoring call reads 4 drafts and one more
+    monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
+    monkeypatch.setattr(plan, "in_turn_here", lambda contestants, *rest: {
+        "small": (calls + 0.007, outputs), "large": (np.full(2, 0.070 + 0.005), alone)})
+    found = plan.text_seconds(None, ("small", "large"), seconds, Settings(), ["a", "b"], None)
+    np.testing.assert_allclose(found, [0.002, 0.005])
 
 
 def test_plan(run, tmp_path, capsys):
