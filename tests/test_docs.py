@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -110,3 +111,11 @@ def test_every_page_is_in_the_navigation():
     """mkdocs --strict does not mind a page that nobody finds."""
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_site_builds(tmp_path):
+    """Without a warning: an index such as `counts[i][n]` in a docstring is read as a link."""
+    pytest.importorskip("mkdocs")
+    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"],
+                           cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr

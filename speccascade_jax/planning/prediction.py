@@ -39,8 +39,8 @@ Chain = tuple[tuple[int, ...], tuple[int, ...]]  # models, smallest first, and t
 class Candidates:
     """The models that a plan may take, and what was measured of them. The last is the target.
 
-    names: smallest first. call_seconds[i][n]: seconds of one call of model i that reads n >= 1 tokens; column
-    0 is not read. acceptance[j][i]: probability that model i accepts a token of model j < i, the mean of
+    names: smallest first. call_seconds[i, n]: seconds of one call of model i that reads n >= 1 tokens; column
+    0 is not read. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of
     sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. lengths: the tokens of typical texts; none:
     one text without end. text_seconds[i]: what a text costs besides its calls where model i takes part, the
     target's with all that every text costs; read where there are lengths. Raises ValueError for other shapes,
