@@ -5,8 +5,9 @@ import gc
 import json
 import os
 
-# Programs here are tiny and run few times: what they are compiled to need not be fast. Read when jax starts.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most time here goes into compiling programs that are tiny and run few times. Read when jax starts.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 import jax
 import numpy as np
@@ -54,6 +55,12 @@ def full(request) -> bool:
 def rows(full) -> int:
     """Texts a chi-square is made of."""
     return 200_000 if full else 40_000
+
+
+@pytest.fixture(autouse=True)
+def compile_well(request, full):
+    """Programs that run for long are worth it."""
+    jax.config.update("jax_disable_most_optimizations", not (full and "rows" in request.fixturenames))
 
 
 @pytest.fixture(autouse=True, scope="session")
