@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
@@ -243,8 +243,10 @@ def _wrong_fields(config: Any) -> Iterator[str]:
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if not _fits(value, kind):
-            wanted = kind.__name__ if isinstance(kind, type) else kind
-            yield f"{name} is {reprlib.repr(value)}; its type is {wanted}"
+            wanted = f"its type is {kind.__name__ if isinstance(kind, type) else kind}"
+            if get_origin(kind) is Literal:
+                wanted = f"known: {', '.join(get_args(kind))}"
+            yield f"{name} is {reprlib.repr(value)}; {wanted}"
         elif dataclasses.is_dataclass(value):
             yield from _wrong_fields(value)
 
@@ -254,6 +256,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is tuple:  # tuple[X, ...]
         return isinstance(value, tuple) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return not isinstance(kind, type) or isinstance(value, kind)

@@ -46,6 +46,7 @@ WRONG = {  # what a file holds, and what is said of it
     "int for bool": (wrong_field("truncate=1"), "truncate is 1; its type is bool"),
     "int for optional text": (wrong_field("task=3"), r"task is 3; its type is str \| None"),
     "text for optional int": (wrong_field("top_k='3'"), r"top_k is '3'; its type is int \| None"),
+    "number for a word": (wrong_field("vocabulary=1.5"), "vocabulary is 1.5; known: auto, tli"),
     "text for texts": (wrong_field("examples='abc'"), r"examples is 'abc'; its type is tuple\[str, ...\]"),
     "list for texts": (wrong_field("stop=['a']"), r"stop is \['a'\]; its type is tuple\[str, ...\]"),
     "numbers for texts": (wrong_field("stop=(1,)"), r"stop is \(1,\); its type is tuple\[str, ...\]"),

@@ -1,5 +1,4 @@
-"""A thousand command lines nobody meant: each ends with exit code 0 or 2, in one sentence,
-    soon and small."""
+"""A thousand command lines nobody meant: each ends with exit code 0 or 2, in one sentence, soon and small."""
 
 import contextlib
 import io
@@ -34,8 +33,8 @@ def flags(values, names):
 
 DECODING = (flags(NUMBERS, "alpha block-size temperature top-k top-p min-p seed max-new-tokens batch-size "
                            "max-source-length tensor-parallel limit") |
-            flags(WORDS, "method stop prefix suffix dtype config") |
-            flags(PATHS, "drafter verifier tokenizer"))
+            flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over") |
+            flags(PATHS, "drafter verifier tokenizer models"))
 SCORING = DECODING | flags(WORDS, "task split methods") | flags(PATHS, "output") | flags(NUMBERS, "join")
 FLAGS = {
     "decode": DECODING | flags(WORDS, "text") | flags(PATHS, "input output summary"),
@@ -50,6 +49,11 @@ FLAGS = {
     "benchmark": flags(WORDS, "config preset method") | flags(PATHS, "input output") |
         flags(WRONG, "tokens repetitions join limit min-tokens block-sizes batch-sizes dtype"),
     "convert": flags(WORDS, "to dtype"),
+    "plan": DECODING | flags(PATHS, "input output") | flags(WORDS, "check") | flags(WRONG, "limit") |
+        flags(NUMBERS, "max-block most-models"),
+    "serve": DECODING | flags(PATHS, "api-key-file also") | flags(WORDS, "host methods cors page") |
+        flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
+    "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes"),
     "memory": flags(WORDS, "drafter verifier") |
         flags(WRONG, "devices rows source-length new-tokens block-size")}
 CHEAP = {  # what would otherwise take minutes; a flag that is drawn comes later and wins
@@ -58,12 +62,13 @@ CHEAP = {  # what would otherwise take minutes; a flag that is drawn comes later
                  "--output=swept", "--temperatures=0"],
     "fewshot": ["--task=gsm8k", "--limit=2", "--inputs=in.jsonl", "--shot-pool=in.jsonl"],
     "finetune": ["--config=task.py", "--steps=0"], "benchmark": ["--repetitions=0"], "convert": [],
-    "memory": ["--rows=0"]}
+    "memory": ["--rows=0"], "plan": ["--repetitions=0"], "serve": ["--port=-1"], "load": ["--requests=0"]}
 VALUES = ("None", "0", "-1", "1.5", "'x'", "[]", "()", "{}", "True", "float('nan')", "10**9", "2**63",
           "b'x'", "('a', 1)", "lambda: 0", "1/0", "open('missing')", "exit(3)", "object()",
           "'\\ud800'", "config")
 FIELDS = ("drafter", "verifier", "method", "alpha", "block_size", "temperature", "top_k", "stop",
-          "batch_size", "prefix", "task", "examples", "missing", "seed", "no_such_field")
+          "batch_size", "prefix", "task", "examples", "missing", "seed", "vocabulary", "models",
+          "hand_over", "no_such_field")
 LINES = ('{"source": "the cat"}', '{"source": null}', '{"source": 3}', '{"target": "x"}', "[]", "3", "{",
          "null", '{"source": "\\ud800"}', "[" * 100_000, "\ufeff{}",
          "the cat", "", "\x00", "a\tb", "\udcff", "x" * 10_000)
@@ -86,8 +91,8 @@ def calls(draw):
     wrong = st.tuples(st.sampled_from(FIELDS), st.sampled_from(VALUES))
     field = draw(st.one_of(st.just(("seed", "0")), wrong))
     lines = draw(st.one_of(st.just(LINES[:1]), st.lists(st.sampled_from(LINES), max_size=4)))
-    damage = draw(st.sampled_from((*["none"] * 6, "json", "cut", "flip", "gone"))), draw(st.integers(0,
-    10**6))
+    kinds = st.sampled_from((*["none"] * 6, "json", "cut", "flip", "gone"))
+    damage = draw(kinds), draw(st.integers(0, 10**6))
     return command, flags, field, lines, damage
 
 
@@ -139,8 +144,7 @@ def called(command, flags):
 @pytest.fixture(scope="module")
 def pair(t5_pair, tmp_path_factory):
     """The tiny pair's folders, and a first decoding: libraries are loaded, programs compiled."""
-    assert commands.main(["decode", f"--drafter={t5_pair / 'drafter'}",
-    f"--verifier={t5_pair / 'verifier'}",
+    assert commands.main(["decode", f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
                           "--text=the cat"]) == 0
     return t5_pair
 
@@ -164,7 +168,7 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         prepare(folder, pair, field, lines, damage)
-        own = [] if command in ("convert", "memory", "finetune") else ["--config=config.py"]
+        own = [] if command in ("convert", "memory", "finetune", "load") else ["--config=config.py"]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         code, out, err, seconds = called(command, [*CHEAP[command], *own, *flags])
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
