@@ -160,8 +160,8 @@ class Tokenizer:
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
                     pieces: str = "unigram") -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
-    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, or char, the commonest characters. All others are bytes:
-    of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, bpe, or char, the commonest characters. All others are
+    bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
