@@ -1,5 +1,5 @@
-"""A decoder-only drafter of another vocabulary for e2e_gemma_verifier: 512 pieces found in another way, trained
-on what it writes."""
+"""A decoder-only drafter of another vocabulary for e2e_gemma_verifier: 512 pieces found in another way,
+trained on what the verifier writes."""
 
 import dataclasses
 
