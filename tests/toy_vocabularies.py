@@ -128,8 +128,8 @@ class Pair:
             def write(own, text, mass):
                 for token, chance in enumerate(table_law(self.tables[0], *own[-2:])):
                     piece = self.own.words[token] if token < self.own.size else PADDING
-                    if piece == PADDING:
-                        continue
+                    if piece == PADDING or self.own.words.index(piece) < token:
+                        continue  # of several tokens with one text the lowest is written
                     if piece != END and any(w.startswith(text + piece) and w != text + piece for w in words):
                         write([*own, token], text + piece, mass * chance)
                         continue

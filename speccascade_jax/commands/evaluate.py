@@ -147,7 +147,9 @@ def evaluate(arguments: Arguments) -> None:
     examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
     sources, references = zip(*examples, strict=True)
     cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
-    if not run.truncate:  # better now than after hours of decoding
+    for method in arguments.methods:  # better now than after hours of decoding
+        cascade.checked(run.settings, {"method": method})
+    if not run.truncate:
         cascade.encode(sources)
     first = None
     for method in arguments.methods:

@@ -163,6 +163,8 @@ class Sweep:
     def measure(self, points: list[Settings], folder: Path) -> list[Result]:
         run, metric, sources = self.arguments.run, self.task.metric, self.sources
         batched = self._padded_alike(sources, local_mesh())
+        for point in points:  # before any is decoded
+            batched.checked(point, {})
         qualities = measure_quality(
             batched, points, sources, self.references, metric, folder / "quality.jsonl", self.settings,
             batch_size=run.batch_size, track=self._track)

@@ -152,12 +152,12 @@ class Scheduler:
 
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
         """What a row has written, up to its stop sequence, and whether it has come to one."""
-        tokens, origin, emitted, _, counts, history = self.seen
+        tokens, origin, emitted, room, counts, history = self.seen
         written = tokens[row, :int(emitted[row])]
         if (written >= self.programs.plan.vocab_size).any():
             raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
                              "bfloat16 is too narrow for it.")
-        stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop)
+        stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
         kept = written.tolist() if stopped is None else stopped[0]
         counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else
                   counts_at(history, row, len(kept)))

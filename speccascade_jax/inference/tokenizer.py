@@ -13,6 +13,7 @@ from speccascade_jax.checkpoints.files import checked_path, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
 
 SPACE = "\u2581"  # what SentencePiece writes for one
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -159,8 +160,8 @@ class Tokenizer:
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
                     pieces: str = "unigram") -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
-    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, or char, the commonest characters. All others are bytes:
-    of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, bpe, or char, the commonest characters. All others are
+    bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
@@ -180,21 +181,28 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: b
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
 
 
-def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]
+def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
                ) -> tuple[list[int], str] | None:
-    """The tokens up to the one that completes the first of the `stop` sequences, and the text before
-    that sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text."""
+    """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
+    sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text.
+
+    It does not depend on how many tokens are known: where more may come, as they do where a text `goes_on`,
+    what stands at its end for an unfinished character is no text yet.
+    """
     if not stop:
         return None
     pieces = {tokenizer.id_of(sequence) for sequence in stop}
     end = next((n for n, token in enumerate(tokens) if token in pieces), None)
-    text = tokenizer.decode(tokens[:end])
-    found = [at for sequence in stop if (at := text.find(sequence)) >= 0]
-    if not found:
-        return None if end is None else (tokens[:end + 1], text)
-    size = next(n for n in range(1, len(tokens) + 1)
-                if any(sequence in tokenizer.decode(tokens[:n]) for sequence in stop))
-    return tokens[:size], text[:min(found)]
+    last = len(tokens) if end is None else end
+
+    def text(size: int) -> str:
+        found = tokenizer.decode(tokens[:size])
+        return found if size == last and (end is not None or not goes_on) else found.rstrip(UNFINISHED)
+
+    if not any(sequence in text(last) for sequence in stop):
+        return None if end is None else (tokens[:end + 1], text(last))
+    size = next(n for n in range(1, last + 1) if any(sequence in text(n) for sequence in stop))
+    return tokens[:size], text(size)[:min(at for one in stop if (at := text(size).find(one)) >= 0)]
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -49,10 +49,11 @@ def _weight_gradient(x, grad):
 
 def _weight_gradient_cpu(x, grad):
     # x^T is laid out in memory first (the flat barrier keeps XLA from undoing it): a product that
-    # contracts both leading axes runs at a third of the rate.
+    # contracts both leading axes runs at a third of the rate. The barrier around the result keeps XLA from
+    # transposing it within the product (for an embedding's gradient), which no CPU without AMX can run.
     columns = x.astype(jnp.bfloat16).T
     columns = lax.optimization_barrier(columns.reshape(-1)).reshape(columns.shape)
-    return _mixed_matmul(columns, grad)
+    return lax.optimization_barrier(_mixed_matmul(columns, grad))
 
 
 def _mixed_matmul_bwd(residuals, grad):

@@ -20,9 +20,10 @@ from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
 
+PIECES = "unigram", "bpe", "char"
 LARGEST = 2**31 - 1  # what int32 counts
 NAMES = {"optimizer": ("adafactor", "adamw"), "decay": ("constant", "linear"), "divergence": DIVERGENCES,
-         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA, "tokenizer_pieces": ("unigram", "char")}
+         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA, "tokenizer_pieces": PIECES}
 LEAST = {"tokenizer_size": 1, "teacher_examples": 1, "steps": 1, "batch_tokens": 1, "accumulate": 1,
          "warmup_steps": 0, "eval_every": 1, "save_every": 1, "log_every": 1, "validation_examples": 0,
          "seed": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}

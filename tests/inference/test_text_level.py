@@ -6,19 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 from corpora import SENTENCES, shuffled
 from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
+from speccascade_jax.core import samplers
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.sampling import draw
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.verification import verify
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.text_level import TextDrafter, going_on, longest_matches, whole_characters
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.models.vocabulary import Translated, TranslatedParams
 
@@ -73,8 +77,16 @@ def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
+    """A drafter whose tokenizer lower-cases, folds spaces and writes what it does not know in bytes."""
     folder = tmp_path_factory.mktemp("foreign")
-    train_tokenizer(shuffled([text.upper() for text in SENTENCES]), folder / "spiece.model", 290)
+    with (folder / "spiece.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(shuffled(SENTENCES)), model_writer=file, vocab_size=290, pad_id=0,
+            eos_id=1, bos_id=-1, unk_id=2, normalization_rule_name="nmt_nfkc_cf", byte_fallback=True,
+            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    own = Tokenizer(folder / "spiece.model")
+    [loud, quiet] = own.encode_batch(["The  CAT \u6f22", "the cat \u6f22"])
+    assert loud == quiet and own.id_of("<0xE6>") in loud
     model = T5Model(T5Config(vocab_size=304, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
                              num_decoder_layers=1))
     huggingface.save(folder / "model", model, model.init(3), np.float32)
@@ -112,7 +124,7 @@ def test_mixed_scripts_emoji_and_broken_characters(foreign, t5_pair):
     """Greedy texts of 500 lines in many scripts, whose outputs are any bytes: the verifier's own."""
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
     rng = np.random.default_rng(1)
-    letters = list("abc XYZ äß 漢字 кот שלום 🙂👩\u200d👧 \u0301\u00a0")
+    letters = list("abc XYZ äß 漢字 кот שלום 🙂👩\u200d👧 \u0301\u00a0\ufffd")
     lines = ["x" + "".join(rng.choice(letters, rng.integers(1, 14))) for _ in range(500)]
     alone = cascade.generate(lines, method="verifier", batch_size=32, truncate=True)
     found = cascade.generate(lines, block_size=3, batch_size=32, truncate=True)
@@ -123,10 +135,11 @@ def test_mixed_scripts_emoji_and_broken_characters(foreign, t5_pair):
 def test_a_row_does_not_depend_on_its_batch(foreign, t5_pair):
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
     options = {"method": "token_v3", "alpha": 0.5, "temperature": 1.0, "block_size": 3}
-    together = list(cascade.generate(SENTENCES, batch_size=3, **options))
-    for n, text in enumerate(SENTENCES):
-        [alone] = cascade.generate([text], first_index=n, **options)
-        assert together[n].tokens == alone.tokens
+    texts = [*SENTENCES, *(text[n:] for n in (2, 4) for text in SENTENCES), *GERMAN, *SENTENCES[:3]]
+    alone = [output.tokens for output in cascade.generate(texts, truncate=True, **options)]
+    assert len(set(map(tuple, alone))) > 16
+    together = cascade.generate(texts, batch_size=16, truncate=True, **options)
+    assert [output.tokens for output in together] == alone
 
 
 # The law, whatever is proposed
@@ -140,20 +153,43 @@ class Fixed(Matched):
         return super()._draft(params, caches._replace(tokens=tokens, size=rows.last % 4), rows, eos_id)
 
 
-@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4)])
-def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
-    """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated."""
-    logits, steps = table(40, 4), 3
+def proposed(method, alpha, rows, logits, steps):
+    """What the compiled loop writes with these drafts."""
     sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
     found = generate(sampler, ((), logits), keys, np.ones((rows, 1), np.int32), np.ones(rows, np.int32),
                      SamplingOptions(1.0), jnp.array([alpha]), max_new_tokens=steps, eos_id=3)
+    return np.asarray(found.tokens)
+
+
+@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4)])
+def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
+    """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated."""
+    logits, steps = table(40, 4), 3
+    found = proposed(method, alpha, rows, logits, steps)
     law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
     if method == "token_v3":
+        assert chi_square(found, law) < 1e-6
         law = enumerated(logits, alpha, steps)
-        assert chi_square(np.asarray(found.tokens), sequence_law([logits], [], [], (1,), steps=steps, eos=3)
-                          ) < 1e-6
-    assert chi_square(np.asarray(found.tokens), law) > 1e-4
+    assert chi_square(found, law) > 1e-4
+
+
+@pytest.mark.full
+def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch):
+    """At a mismatch the verifier's own token counts; the wrong version draws once more from p."""
+    def wrong(accept_u, draw_u, draft, pi):
+        verdict = verify(accept_u, draw_u, draft, pi)
+        at = verdict.num_accepted[:, None]
+        u, law = jnp.take_along_axis(draw_u, at, axis=1), jnp.take_along_axis(pi, at[..., None], axis=1)
+        return verdict._replace(next_token=draw(u[:, 0], law[:, 0]))
+
+    monkeypatch.setattr(samplers, "verify", wrong)
+    jax.clear_caches()
+    try:
+        found = proposed("speculative", 0.0, rows, table(40, 4), 3)
+        assert chi_square(found, sequence_law([table(40, 4)], [], [], (1,), steps=3, eos=3)) < 1e-4
+    finally:
+        jax.clear_caches()
 
 
 def enumerated(logits, alpha, steps):

@@ -58,14 +58,16 @@ def test_transforms_with_a_foreign_drafter(family, options, rows):
 
 
 LETTERS = Pair(own=[END, PADDING, "b", "a"])
+MIXED = (["ba", "b", END, "aab", PADDING, "a", "ab", "b", "aab"], ["bb", "a", PADDING, "b", END, "a"], 2)
+"""Pieces in any order, some of them twice, and rows of padding."""
+OTHER_PROMPTS = [(5,), (6, 1)]
 
 
 @pytest.mark.parametrize("pair,family", [
     pytest.param(LETTERS, "opt", id="letters-opt"),
     pytest.param(PAIR, "token_v3", id="pieces-token_v3"),
     pytest.param(LETTERS, "speculative", id="letters-speculative", marks=pytest.mark.full),
-    pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full),
-    pytest.param(Pair(own=[END, PADDING, "b", "a"], padded=2), "opt", id="padded", marks=pytest.mark.full)])
+    pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full)])
 def test_drafts_of_the_first_token_of_a_text_follow_the_law(pair, family, rows):
     """SLRS: the law psi over the target's tokens is the drafter's."""
     assert p_value(pair, [family], [FAMILIES[family]], [2], rows, slrs=True) > FAIL_BELOW
@@ -89,20 +91,20 @@ def test_union_is_lossless(rows):
     assert p_value(PAIR, ["speculative"], [0.0], [3], rows, union=True) > FAIL_BELOW
 
 
-@pytest.mark.parametrize("methods", quick((("speculative", "opt"),), (("token_v3", "speculative"),),
-                                          among=[(("speculative", "opt"),)]))
-def test_a_hierarchy_with_a_foreign_bottom_level(methods, rows):
+@pytest.mark.full(quick=["speculative-opt-tli"])
+@pytest.mark.parametrize("options", [{}, {"slrs": True}], ids=["tli", "slrs"])
+@pytest.mark.parametrize("methods", [("speculative", "opt"), ("token_v3", "speculative")], ids="-".join)
+def test_a_hierarchy_with_a_foreign_bottom_level(methods, options, rows):
     alphas = [FAMILIES[method] for method in methods]
-    assert p_value(PAIR, methods, alphas, [2, 2], rows, above=(table(41, PAIR.size),)) > FAIL_BELOW
+    assert p_value(PAIR, methods, alphas, [2, 2], rows, above=(table(41, PAIR.size),), **options) > FAIL_BELOW
 
 
-@pytest.mark.parametrize("pair,prompts", [
-    pytest.param(Pair(["ba", "b", END, "aab", PADDING, "a", "ab"], ["bb", "a", PADDING, "b", END]),
-                 [(5,), (6, 1)], id="shuffled"),
-    pytest.param(Pair(padded=2), PROMPTS, id="padded", marks=pytest.mark.full),
-    pytest.param(Pair([*PIECES, "b", "aab"]), PROMPTS, id="duplicates", marks=pytest.mark.full)])
-def test_other_numbers_padding_and_duplicates(pair, prompts, rows):
-    assert p_value(pair, ["opt"], [0.05], [2], rows, prompts) > FAIL_BELOW
+@pytest.mark.full(quick=["opt-tli"])
+@pytest.mark.parametrize("options", [{}, {"slrs": True}], ids=["tli", "slrs"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_numbers_padding_and_duplicates(family, options, rows):
+    alphas = [FAMILIES[family]]
+    assert p_value(Pair(*MIXED), [family], alphas, [2], rows, OTHER_PROMPTS, **options) > FAIL_BELOW
 
 
 def test_padding_rows_are_never_drafted():
@@ -140,6 +142,12 @@ def step(q, p, ratio=None, refill=None):
     return kept + (1 - kept.sum()) * refill / refill.sum(), kept.sum()
 
 
+def matching(psi, p, refill=None):
+    """(output, acceptance) of exact match: a token of psi is taken for known, and verified as that."""
+    each = [step(one, p, refill=refill) for one in np.eye(len(p))]
+    return sum(mass * out for mass, (out, _) in zip(psi, each, strict=True)), psi @ [kept for _, kept in each]
+
+
 def laws(seed):
     """p and q over the letters' tokens of both vocabularies: a b ab ba aab, and the drafter's bb."""
     rng = np.random.default_rng(seed)
@@ -148,7 +156,14 @@ def laws(seed):
     return p, q
 
 
-def test_union_and_intersection_give_p_and_accept_as_stated():
+def first_tokens(seed):
+    """p and psi over TARGET: the end and the tokens of letters."""
+    p = np.zeros(len(PIECES))
+    p[1:] = np.random.default_rng(seed).dirichlet(np.ones(len(PIECES) - 1))
+    return p, Pair(seeds=(seed, 0)).psi((1,))((0, 1))
+
+
+def test_each_way_gives_p_and_accepts_as_stated():
     for seed in range(50):
         p, q = laws(seed)
         common = np.where([True, True, False, False, False, False], q, 0)
@@ -159,10 +174,17 @@ def test_union_and_intersection_give_p_and_accept_as_stated():
         output, more = step(tli, p)
         np.testing.assert_allclose(output, p, atol=1e-12)
         assert more == pytest.approx(np.minimum(p, tli).sum(), abs=1e-12) and more >= accepted - 1e-12
+        p, psi = first_tokens(seed)
+        output, accepted = matching(psi, p)
+        np.testing.assert_allclose(output, p, atol=1e-12)
+        assert accepted == pytest.approx(p @ psi, abs=1e-12)
+        output, more = step(psi, p)
+        np.testing.assert_allclose(output, p, atol=1e-12)
+        assert more == pytest.approx(np.minimum(p, psi).sum(), abs=1e-12) and more >= accepted
 
 
 @pytest.mark.parametrize("wrong", ["ratio not renormalised", "target cut to the intersection",
-                                   "p anew for a draft that is no token"])
+                                   "p anew for a draft that is no token", "p anew for another token"])
 def test_variants_that_look_right_are_not(wrong):
     def variant(p, q):
         common = np.where([True, True, False, False, False, False], q, 0)
@@ -171,7 +193,14 @@ def test_variants_that_look_right_are_not(wrong):
             return step(tli, p, common)
         return step(q, p, refill=p) if wrong.startswith("p anew") else step(tli, cut / cut.sum())
 
-    assert max(np.abs(variant(*laws(seed))[0] - laws(seed)[0]).sum() / 2 for seed in range(50)) > 0.05
+    def distance(seed):
+        p, q = laws(seed)
+        if wrong == "p anew for another token":
+            p, psi = first_tokens(seed)
+            return np.abs(matching(psi, p, refill=p)[0] - p).sum() / 2
+        return np.abs(variant(p, q)[0] - p).sum() / 2
+
+    assert max(map(distance, range(50))) > 0.05
 
 
 def not_renormalised(monkeypatch):

@@ -23,7 +23,7 @@ def joined(tokenizer, tokens, stop, cuts):
     """The pieces of tokens that come in parts, as the scheduler hands them out."""
     pieces, found = Pieces(tokenizer, stop), []
     for n in cuts:
-        stopped = up_to_stop(tokenizer, tokens[:n], stop)
+        stopped = up_to_stop(tokenizer, tokens[:n], stop, goes_on=n < len(tokens))
         if stopped:
             return found + pieces.of(result(stopped[0]), True), stopped[1]
         found += pieces.of(result(tokens[:n]), False)
@@ -33,7 +33,8 @@ def joined(tokenizer, tokens, stop, cuts):
     return found + pieces.of(result(kept), True), stopped[1] if stopped else tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("stop", [(), ("at",), ("the mat", "e c"), ("🦜",), ("t", "t on the")])
+@pytest.mark.parametrize("stop", [(), ("at",), ("the mat", "e c"), ("🦜",), ("t", "t on the"),
+                                  ("\ufffd",), ("e\ufffd", "cat sat", "at s")])
 def test_pieces_join_to_the_whole(tokenizer, stop):
     draw = np.random.default_rng(0)
     texts = ["the cat sat on the mat", "birds 🦜🦜 sing é in", "naïve façade 🏳️‍🌈 why not"]

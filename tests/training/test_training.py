@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import t5
@@ -18,7 +17,7 @@ from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.gemma import GemmaConfig
-from speccascade_jax.models.layers import Linear
+from speccascade_jax.models.layers import project
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
@@ -213,16 +212,20 @@ def test_distillation_loss_is_a_masked_divergence():
                                rtol=1e-5)
 
 
-def test_mixed_precision_gradients_are_those_of_float32():
-    """bfloat16 operands, float32 sums: within bfloat16's rounding of the float32 gradient."""
-    x = jax.random.normal(jax.random.key(0), (4, 6, 64))
+@pytest.mark.parametrize("tied", [False, True])
+def test_mixed_precision_gradients_are_those_of_float32(tied):
+    """bfloat16 operands, float32 sums: within bfloat16's rounding of the float32 gradient. Tied: the kernel
+    is an embedding, whose gradient is transposed."""
+    shapes = (4, 6, 64), (64, 128)
+    x, kernel = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
 
     def gradients(dtype):
-        layer = Linear(64, 32, std=0.1, dtype=dtype, rngs=nnx.Rngs(0))
-        graph, state = nnx.split(layer)
-        return jax.grad(lambda s, x: jnp.sum(jnp.sin(nnx.merge(graph, s)(x))), argnums=(0, 1))(state, x)
+        def loss(kernel, x):
+            return jnp.sum(jnp.sin(0.1 * project(x, kernel.T if tied else kernel, dtype)))
 
-    for half, full in zip(*(jax.tree.leaves(gradients(d)) for d in (jnp.bfloat16, jnp.float32)), strict=True):
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(kernel.T if tied else kernel, x)
+
+    for half, full in zip(gradients(jnp.bfloat16), gradients(jnp.float32), strict=True):
         assert half.dtype == jnp.float32
         np.testing.assert_allclose(half, full, atol=0.02 * float(np.abs(full).max()))
 
