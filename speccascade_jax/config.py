@@ -66,6 +66,7 @@ class ExitTraining:
     exit_weight: float = 0.2       # of the exits' losses next to the full model's, where that trains, too
     curriculum: str = "all"        # the exits that train at a step: all, one in turn (rotational), the
                                    # deepest first and more with time (gradual)
+    drafter: str | None = None     # checkpoint whose decoder one that reads its verifier's encoder begins as
 
 
 @dataclasses.dataclass(frozen=True)

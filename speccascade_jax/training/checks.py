@@ -46,7 +46,8 @@ def check(config: TrainConfig) -> None:
     check_fields(config.exits)
     FAMILIES[config.model.family].check(f"config {config.name}", config.model)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
-    checkpoints_read = {"init": None if resumed else config.init, "teacher": config.teacher}
+    begins = {"init": config.init, "drafter": config.exits.drafter} if not resumed else {}
+    checkpoints_read = {**begins, "teacher": config.teacher}
     for path in (config.tokenizer, *checkpoints_read.values()):
         if path is not None and path.startswith("gs://"):
             check_reachable(path)
