@@ -1,8 +1,6 @@
 """A drafter that reads the shipped verifier's encoder and its states: it begins as the shipped drafter's
 decoder, and learns from what the verifier writes and from the distributions it writes it from; the verifier
-stays as it is.
-
-Decode it as runs/demo_shared_drafter@drafter and runs/demo_shared_drafter.
+stays as it is. What is shipped of it (config demo_shared) has no copy of the verifier.
 """
 
 import dataclasses
@@ -14,8 +12,8 @@ from speccascade_jax.models.t5 import T5Config
 VERIFIER = load("demo_verifier")
 
 config = dataclasses.replace(
-    VERIFIER, name="demo_shared_drafter", output_dir="runs/demo_shared_drafter", export_dir=None,
-    init=str(DEMO / "verifier"), tokenizer=None,
+    VERIFIER, name="demo_shared_drafter", output_dir="runs/demo_shared_drafter",
+    export_dir=str(DEMO / "shared_drafter"), init=str(DEMO / "verifier"), tokenizer=None,
     model=SharedEncoderConfig(
         VERIFIER.model, T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                                  num_encoder_layers=0, num_decoder_layers=1, dropout_rate=0.0), states=True),

@@ -95,9 +95,12 @@ def check_network(config: TrainConfig) -> None:
     if config.exits.frozen and isinstance(config.model, ExitsConfig) and config.model.head == "shared":
         raise ValueError("these exits have nothing of their own (head is shared) and the full model is not "
                          "trained (frozen): choose another head, or train all with --no-frozen.")
-    if config.export_dir is not None:
-        raise ValueError(f"export_dir is {config.export_dir}, a Hugging Face folder, which cannot hold a "
-                         f"network of several models: leave it out; the run in {config.output_dir} is a "
+    init, export = (None if path is None else Path(path).resolve()
+                    for path in (config.init, config.export_dir))
+    if export and not (config.exits.frozen and init and init.parent == export.parent):
+        raise ValueError(f"export_dir is {config.export_dir}; what is exported of a network has the small "
+                         "members only, and names the folder of the full model, --init, which is not trained "
+                         f"(frozen) and lies next to it: leave it out; the run in {config.output_dir} is a "
                          "checkpoint itself.")
 
 
@@ -155,7 +158,7 @@ def check_outputs(config: TrainConfig) -> None:
         for name, other in folders.items():
             if other is not None and Path(other).resolve() == Path(export).resolve():
                 raise ValueError(f"export_dir and {name} are the same folder, {export}: choose another.")
-        if (Path(export) / "model.json").exists():
+        if (Path(export) / "model.json").exists() and not isinstance(config.model, NetworkConfig):
             raise ValueError(f"export_dir is {export}, which holds a run (model.json): choose another "
                              "folder.")
     for name in ("tokenizer", "teacher_outputs"):
