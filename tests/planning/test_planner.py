@@ -128,6 +128,8 @@ def test_independent_acceptances(acceptances, sizes, hand_over, full):
     assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
     seconds, error = ratio((played[0] @ models.call_seconds[:, 1])[:, None], played[1])
     assert abs(seconds[0] - plan.seconds_per_token) < 4 * error[0]
+    for found, said in ((mean, plan.passes_per_token), (seconds, plan.seconds_per_token)):
+        np.testing.assert_allclose(found, said, rtol=0.02)
 
 
 @pytest.mark.parametrize("hand_over", HAND_OVER)
