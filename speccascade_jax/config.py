@@ -66,6 +66,7 @@ class ExitTraining:
     exit_weight: float = 0.2       # of the exits' losses next to the full model's, where that trains, too
     curriculum: str = "all"        # the exits that train at a step: all, one in turn (rotational), the
                                    # deepest first and more with time (gradual)
+    drafter: str | None = None     # checkpoint whose decoder one that reads its verifier's encoder begins as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,7 @@ class DecodeConfig(Settings):
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
+    planned_for: Suppress[tuple[str, ...]] = ()  # of a plan: the models that its block sizes are for
 
     def __post_init__(self) -> None:
         if not self.models and not (self.drafter and self.verifier):
@@ -151,7 +153,10 @@ class DecodeConfig(Settings):
 
     def check(self, vocab_size: int = sys.maxsize, levels: int | None = None) -> None:
         """Raises ValueError for a value out of its range: what can be told before models are loaded."""
-        levels = len(self.roles) - 1
+        levels, paths = len(self.roles) - 1, tuple(path for _, path in self.roles)
+        if self.planned_for and paths != self.planned_for:
+            raise ValueError(f"this is a plan for the models {', '.join(self.planned_for)}, not for "
+                             f"{', '.join(paths)}: plan for these with scripts/plan.py.")
         super().check(vocab_size, levels)
         for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:

@@ -61,6 +61,20 @@ def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["demo_hierarchy", "demo_shared"])
+def test_greedy_hierarchies_are_the_verifier(name, tokens, sentences):
+    """A thousand inputs were decoded by hand: docs/hierarchies.md."""
+    run, some = configs.load(name), sentences[:24]
+    if not all(Path(path.split("@")[0]).is_dir() for path in run.models):
+        pytest.skip(f"the models of {name} are not here: train them with scripts/finetune.py")
+    cascade = sc.load(name)
+    for batch_size, block_size in ((1, run.block_size), (16, 3)):
+        outputs = cascade.generate([source for source, _ in some], block_size=block_size,
+                                   batch_size=batch_size)
+        assert [o.tokens for o in outputs] == tokens("verifier", batch_size=16)[:24]
+
+
+@pytest.mark.full
 def test_batch_does_not_matter(tokens):
     assert tokens("verifier", batch_size=1) == tokens("verifier", batch_size=16)
 

@@ -15,16 +15,30 @@ from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_file
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
-from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.models import Config, Model, full_of, model_of
 from speccascade_jax.models.members import member
 from speccascade_jax.models.quantization import PackedKernel
 
-READERS = {"model.json": (native.load, native.read_config),
-           "config.json": (huggingface.load, huggingface.read_config),
-           **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()
-              if family.own_file is not None}}
+
+def load_native(run: Path, place: Placement) -> tuple[Model, nnx.State]:
+    """native.load(), with a network's full model from the folder that it names. Raises ValueError."""
+    name = native.full_at(run)
+    if name is None:
+        return native.load(run, place)
+    folder, network = local_folder(run.parent / name), native.read_config(run)
+    load_full, read_config = readers_of(folder)
+    check_shape(str(folder), read_config(folder), full_of(network))
+    return native.load(run, place, load_full(folder, place)[1])
+
+
+READERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "model.json": (load_native, native.read_config),
+    "config.json": (huggingface.load, huggingface.read_config),
+    **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()
+       if family.own_file is not None}}
 """The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
-FORMATS = {"huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
+FORMATS: dict[str, Callable[..., None]] = {
+    "huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
 SAVED = "float32", "bfloat16", "float16"
 LOADED = *SAVED, "int8"
 

@@ -5,6 +5,9 @@
     <run>/latest/<step>/  params, optimizer    (Orbax; what a killed run resumes from)
     <run>/best/<step>/    params               (lowest validation loss)
 
+A network exported next to its full model's folder has only what that lacks; `full_at` in its model.json is
+that folder's name.
+
 Orbax writes a step next to its place and renames it, so that a kill leaves the previous one whole.
 """
 
@@ -33,11 +36,15 @@ from speccascade_jax.checkpoints.arrays import (
 )
 from speccascade_jax.checkpoints.families import FAMILIES, family_of
 from speccascade_jax.checkpoints.fields import check_fields
-from speccascade_jax.checkpoints.files import check_folder, read_json, shown
-from speccascade_jax.models import Config, Model, model_of
+from speccascade_jax.checkpoints.files import check_folder, checked_path, read_json, shown
+from speccascade_jax.models import Config, Model, NetworkConfig, model_of
+from speccascade_jax.models.members import beneath
 
 if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
     import orbax.checkpoint as ocp
+
+
+FULL_AT = "full_at"
 
 
 def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManager":
@@ -50,10 +57,11 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
-def describe(run: Path, config: Config, tokenizer: Path | None) -> None:
+def describe(run: Path, config: Config, tokenizer: Path | None, full_at: str | None = None) -> None:
     """Writes what load() needs besides the parameters."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "model.json").write_text(json.dumps(shape_of(config), indent=1) + "\n")
+    shape = shape_of(config) | ({} if full_at is None else {FULL_AT: full_at})
+    (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")
     if tokenizer is not None:
         tokenizer_files.copy(tokenizer, run)
 
@@ -67,7 +75,24 @@ def shape_of(config: Config) -> dict[str, Any]:
 
 def read_config(run: Path) -> Config:
     """The model's shape. Raises ValueError where model.json is missing or damaged."""
-    return config_from(run / "model.json", read_json(run / "model.json"))
+    shape = read_json(run / "model.json")
+    shape.pop(FULL_AT, None)
+    return config_from(run / "model.json", shape)
+
+
+def full_at(run: Path) -> str | None:
+    """The name of the folder next to `run` that holds a network's full model; None where that is in `run`.
+    Raises ValueError for what is no such name."""
+    where = run / "model.json"
+    name = read_json(where).get(FULL_AT)
+    if name is None:
+        return None
+    if not isinstance(name, str) or name == ".." or checked_path(name).name != name:
+        raise ValueError(f"{where} is damaged: {FULL_AT} is {shown(name)}, not the name of a folder next to "
+                         f"{run}.")
+    if not isinstance(read_config(run), NetworkConfig):
+        raise ValueError(f"{where} is damaged: one model has no {FULL_AT}.")
+    return name
 
 
 def config_from(where: Any, shape: dict[str, Any], within: bool = False) -> Config:
@@ -147,8 +172,9 @@ def checksums_of(step: Path) -> dict[str, Any]:
     return found
 
 
-def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
-    """The parameters of the folder of one step, one array at a time: Orbax would hold all twice.
+def read_params(step: Path, model: Model, place: Placement, full: nnx.State | None = None) -> nnx.State:
+    """The parameters of the folder of one step, one array at a time: Orbax would hold all twice. Those of a
+    network's full model are `full`, where it is given, the same arrays.
 
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
@@ -160,12 +186,15 @@ def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
         raise ValueError(f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it "
                          "again.") from None
     # One by one, and before the model is made: model.json may promise more layers than memory holds.
+    given: dict[ParameterPath, Any] = {}
+    if full is not None and isinstance(model.config, NetworkConfig):
+        given = beneath(model.config.full_part, full)
     for path, _, _ in FAMILIES[model.config.family].parameter_names(model.config):
-        if dotted(path) not in stored:
+        if path not in given and dotted(path) not in stored:
             raise ValueError(f"{folder}: the array {dotted(path)} is missing or damaged: it is another "
                              "model's run, or model.json is damaged.")
     wanted = {path: (dotted(path), tuple(x.shape))
-              for path, x in nnx.to_flat_state(model.abstract_params())}
+              for path, x in nnx.to_flat_state(model.abstract_params()) if path not in given}
     arrays = open_arrays(folder, database, {name: name for name, _ in wanted.values()})
     for name, shape in wanted.values():
         if arrays[name].shape != shape:
@@ -180,11 +209,13 @@ def read_params(step: Path, model: Model, place: Placement) -> nnx.State:
             yield path, f"{folder}: {name}", array
             del array
 
-    return to_params(model, read(), place)
+    params = to_params(model, read(), place)
+    return params if full is None else nnx.from_flat_state(dict(nnx.to_flat_state(params)) | given)
 
 
-def load(run: Path, place: Placement) -> tuple[Model, nnx.State]:
-    """Model and best parameters of a run (the latest if none was evaluated). Raises ValueError."""
+def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Model, nnx.State]:
+    """Model and best parameters of a run (the latest if none was evaluated); `full`: see read_params().
+    Raises ValueError."""
     model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
@@ -195,13 +226,18 @@ def load(run: Path, place: Placement) -> tuple[Model, nnx.State]:
             except Exception as error:  # Orbax has many kinds
                 raise ValueError(f"{run / kind} is damaged ({reason(error)}): fetch it again.") from None
             if step is not None:
-                return model, read_params(run / kind / str(step), model, place)
+                return model, read_params(run / kind / str(step), model, place, full)
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 
-def export(run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32) -> None:
-    """Writes a run directory with the parameters in `dtype` as its latest step, 0."""
-    describe(run, model.config, None)
+def export(run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32, full_at: str | None = None
+           ) -> None:
+    """Writes a run directory with the parameters in `dtype` as its latest step, 0: of a network, with
+    `full_at`, those that its full model in the folder of that name, next to it, has not."""
+    describe(run, model.config, None, full_at)
+    if full_at is not None and isinstance(model.config, NetworkConfig):
+        params = nnx.from_flat_state({path: value for path, value in nnx.to_flat_state(params)
+                                      if path[0] != model.config.full_part})
     with manager(run / "latest") as steps:
         save(steps, 0, {"params": jax.tree.map(lambda x: jnp.asarray(x, dtype), nnx.to_pure_dict(params))})
 

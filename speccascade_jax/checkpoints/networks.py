@@ -64,7 +64,7 @@ def shared_encoder_names(config: SharedEncoderConfig) -> Names:
     """(path in our parameters, a name, False) of every array."""
     yield from part("verifier", config.verifier)
     yield from part("drafter", config.drafter)
-    yield from plain([("projection", "kernel")])
+    yield from plain([("projection", "kernel"), *([("states", "kernel")] if config.states else [])])
 
 
 def part(name: str, config: T5Config | GemmaConfig) -> Names:

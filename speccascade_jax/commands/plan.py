@@ -224,8 +224,9 @@ def show_plans(plans: dict[str, Plan], times: dict[str, Any], screen: Console) -
 def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str]) -> None:
     """A config file that loads `config` with the plan's models and block sizes."""
     loaded, run = configs.load(arguments.config), arguments.run
+    models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
-        run, models=tuple(paths[name] for name in plan.models), method="speculative", alpha=0.0,
+        run, models=models, planned_for=models, method="speculative", alpha=0.0,
         block_size=plan.block_sizes if plan.block_sizes else 1, hand_over=plan.hand_over)
     changed = [f"{field.name}={getattr(chosen, field.name)!r}" for field in dataclasses.fields(chosen)
                if getattr(chosen, field.name) != getattr(loaded, field.name)]
@@ -277,7 +278,7 @@ def short_names(paths: list[str]) -> dict[str, str]:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    run = dataclasses.replace(run, method="speculative", alpha=0.0, block_size=1)
+    run = dataclasses.replace(run, method="speculative", alpha=0.0, block_size=1, planned_for=())
     return tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="plan.py", description=__doc__)
 
 

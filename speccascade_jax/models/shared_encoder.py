@@ -8,16 +8,18 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.typing import AnyArray, Prefix
-from speccascade_jax.models.cache import T5Cache
+from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout, skeleton
 from speccascade_jax.models.members import Member, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
 Array = jax.Array
+ROUND = 4  # tokens of a round where there is none: in training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class SharedEncoderConfig:
     verifier: T5Config = dataclasses.field(default_factory=T5Config)
     drafter: Suppress[T5Config] = dataclasses.field(default_factory=lambda: T5Config(
         d_model=256, d_ff=512, num_heads=4, num_encoder_layers=0, num_decoder_layers=1))
+    states: bool = False  # whether the drafter reads the verifier's states
 
     @property
     def full(self) -> T5Config:
@@ -52,6 +55,7 @@ class SharedEncoderCache(NamedTuple):
 
     drafter: T5Cache
     verifier: T5Cache
+    states: Array | None = None  # [B, 1, L, D], a single row's [1, L, D]: the verifier's, if they are read
 
     @property
     def length(self) -> Int[Array, " B"]:
@@ -67,6 +71,16 @@ class SharedEncoder(nnx.Module):
         self.drafter = T5(config.drafter, dtype=dtype, remat=remat, rngs=rngs)
         width = config.verifier.d_model
         self.projection = Linear(width, config.drafter.d_model, std=width**-0.5, dtype=dtype, rngs=rngs)
+        self.states = (Linear(width, config.drafter.d_model, std=0.0, dtype=dtype, rngs=rngs)
+                       if config.states else None)
+
+    def seen(self, states: Array, place: Array) -> Array | float:
+        """What the drafter adds to its embeddings [B, T, D]: of the verifier's states [B, L, D'] those at
+        `place` [B, T]; nothing at -1."""
+        if self.states is None:
+            return 0.0
+        found = jnp.take_along_axis(states, jnp.maximum(place, 0)[..., None], axis=1)
+        return jnp.where(place[..., None] >= 0, self.states(found), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +125,12 @@ class SharedEncoderModel:
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
         """Parameters with the verifier's `full`, the same arrays, and a fresh drafter."""
-        def begun() -> tuple[nnx.State, nnx.State]:
+        def begun() -> nnx.State:
             network = self.network(nnx.Rngs(seed))
-            return nnx.state(network.drafter), nnx.state(network.projection)
+            del network.verifier
+            return nnx.state(network)
 
-        drafter, projection = jax.jit(begun)()
-        return nnx.from_flat_state(beneath("verifier", full) | beneath("drafter", drafter)
-                                   | beneath("projection", projection))
+        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
 
     def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
                target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
@@ -129,13 +142,15 @@ class SharedEncoderModel:
                        key: Array | None = None, after: AfterLayer = last_written
                        ) -> tuple[Float[Array, "B T V"], ...]:
         """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on:
-        the verifier's distributions are what it learns from. `after` stands between the verifier's layers."""
+        the verifier's distributions are what it learns from; states are those of last_read(). `after` stands
+        between the verifier's layers."""
         network, tokens = nnx.merge(self.graphdef(), params), self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = network.verifier.encode(source, source_bias)
         verified = network.verifier.decode(encoded, source_bias, tokens, after=after)
         dropout = make_dropout(key, self.config.drafter.dropout_rate)
-        drafted = network.drafter.decode(network.projection(encoded), source_bias, tokens, dropout)
+        more = network.seen(network.verifier.decoder_norm(verified), last_read(tokens, key))
+        drafted = network.drafter.decode(network.projection(encoded), source_bias, tokens, dropout, more=more)
         return (network.drafter.logits(drafted, lambda x: dropout(network.drafter.decoder_norm(x))),
                 network.verifier.logits(verified))
 
@@ -144,21 +159,31 @@ class SharedEncoderModel:
         """Encodes the inputs once, for both members."""
         network, rows = nnx.merge(self.graphdef(), params), inputs.shape[0]
         encoded = network.verifier.encode(inputs, padding_bias(input_length, inputs.shape[1]))
-        caches = (one.start_from(seen, input_length, max_length, self.cache_dtype) for one, seen in (
-            (network.drafter, network.projection(encoded)), (network.verifier, encoded)))
+        drafter, verifier = (one.start_from(seen, input_length, max_length, self.cache_dtype)
+                             for one, seen in ((network.drafter, network.projection(encoded)),
+                                               (network.verifier, encoded)))
         start = jnp.full((rows, 1), self.config.pad_id, jnp.int32)
-        return Prefix(start, jnp.ones((rows,), jnp.int32)), SharedEncoderCache(*caches)
+        states = (empty(rows, 1, max_length, self.config.verifier.d_model, self.cache_dtype)
+                  if self.config.states else None)
+        return Prefix(start, jnp.ones((rows,), jnp.int32)), SharedEncoderCache(drafter, verifier, states)
 
     def lengths(self, cache: SharedEncoderCache) -> Int[Array, "B 2"]:
-        return jnp.stack([one.length for one in cache], axis=1)
+        return jnp.stack([one.length for one in cache[:2]], axis=1)
 
     def roll_back(self, cache: SharedEncoderCache, length: Int[AnyArray, " B"]) -> SharedEncoderCache:
-        return SharedEncoderCache(*(one._replace(length=jnp.minimum(one.length, length)) for one in cache))
+        def one(own: T5Cache) -> T5Cache:
+            return own._replace(length=jnp.minimum(own.length, length))
+
+        return cache._replace(drafter=one(cache.drafter), verifier=one(cache.verifier))
 
     def insert(self, cache: SharedEncoderCache, fresh: SharedEncoderCache, slots: Int[AnyArray, " R"],
                like_fresh: bool) -> SharedEncoderCache:
-        return SharedEncoderCache(*(self.full.insert(old, new, slots, like_fresh)
-                                    for old, new in zip(cache, fresh, strict=True)))
+        def states(old: Array | None, new: Array | None) -> Array | None:
+            return None if old is None or new is None else insert_buffer(old, new, slots, like_fresh)
+
+        return SharedEncoderCache(self.full.insert(cache.drafter, fresh.drafter, slots, like_fresh),
+                                  self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
+                                  states(cache.states, fresh.states))
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache
                ) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
@@ -167,6 +192,26 @@ class SharedEncoderModel:
 
     def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"],
                       cache: SharedEncoderCache) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
-        name = self.names[number]
-        logits, own = getattr(nnx.merge(self.graphdef(), params), name).extend(tokens, getattr(cache, name))
-        return logits, cache._replace(**{name: own})
+        network, states = nnx.merge(self.graphdef(), params), cache.states
+        if number == 0:
+            more: Array | float = 0.0
+            if states is not None:  # the last that the verifier has read, and none past the one before
+                position = cache.drafter.length[:, None] + jnp.arange(tokens.shape[1])
+                more = network.seen(states.reshape(-1, *states.shape[-2:]),
+                                    jnp.minimum(position, cache.verifier.length[:, None]) - 1)
+            x, own = network.drafter.advance(tokens, cache.drafter, more=more)
+            return network.drafter.logits(x), cache._replace(drafter=own)
+        x, own = network.verifier.advance(tokens, cache.verifier)
+        if states is not None:
+            states = write(states, network.verifier.decoder_norm(x)[:, None], cache.verifier.length, axis=2)
+        return network.verifier.logits(x), cache._replace(verifier=own, states=states)
+
+
+def last_read(tokens: Int[AnyArray, "B T"], key: Array | None = None) -> Int[Array, "B T"]:
+    """The last position that the verifier has read when the drafter reads each of `tokens`, -1 for none:
+    rounds begin anywhere, ROUND tokens long in mean; without a key each has so many."""
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    begins = position % ROUND == 0
+    if key is not None:
+        begins = jax.random.bernoulli(jax.random.fold_in(key, ROUND), 1 / ROUND, tokens.shape)
+    return lax.cummax(jnp.where(begins, position, 0), axis=1) - 1

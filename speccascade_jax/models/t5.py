@@ -241,15 +241,16 @@ class T5(nnx.Module):
         return self.logits(x, lambda x: dropout(self.decoder_norm(x)))
 
     def decode(self, encoded: Array, source_bias: Array, target_in: AnyArray,
-               dropout: Dropout = lambda x: x, after: AfterLayer = last_written) -> Array:
+               dropout: Dropout = lambda x: x, after: AfterLayer = last_written, more: Array | float = 0.0
+               ) -> Array:
         """Teacher forcing: the last layer's output [B, T, D] after each of `target_in` [B, T], given what was
-        encoded [B, S, D]."""
+        encoded [B, S, D]; `more` [B, T, D] is added to the embeddings."""
         positions = np.arange(target_in.shape[1])
         distance = positions[None, :] - positions[:, None]
         buckets = self._buckets(distance, bidirectional=False)
         biases = [(jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
                   for bias in self._position_biases(self.decoder_bias, buckets)]
-        x = dropout(self._embed(target_in))
+        x = dropout(self._embed(target_in) + more)
         for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
             new, _ = self._apply(layer, x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
                                  source_bias, dropout)
@@ -284,14 +285,14 @@ class T5(nnx.Module):
         return self.logits(x, table=table), cache
 
     def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None,
-                branches: Branches | None = None) -> tuple[Array, T5Cache]:
+                branches: Branches | None = None, more: Array | float = 0.0) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length, in a row or as branches; the layers above write nothing."""
+        cache.length, in a row or as branches; the layers above write nothing. `more` as in decode()."""
         back = steps_back(cache.length, tokens.shape[1], cache.keys[0].shape[-2], branches)  # [B, T, L]
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
         source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
-        x = self._embed(tokens)
+        x = self._embed(tokens) + more
         keys, values = list(cache.keys), list(cache.values)
         for n, (layer, bias) in enumerate(zip(self.decoder[:depth], cycle(biases), strict=False)):
             def remember(k, v, n=n):

@@ -14,7 +14,7 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Block, Origin, Rows, Sampler, Speculative
 from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions, network_of
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import pad
@@ -103,10 +103,15 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
 
     def overlaps(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> jax.Array:
         laws = []
-        for model, own, read in zip(cascade.models, params, inputs, strict=True):
-            prefix, cache = model.prefill(own, read, length, width + size + 1)
-            last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
-            logits, _ = model.extend(own, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
+        models: tuple[Any, ...] = cascade.models
+        for model, own, read in zip(models, params, inputs, strict=True):
+            network = network_of(model)
+            if getattr(network.config, "states", False):  # which a drafter reads where the verifier has been
+                logits = network.forced_members(own, read, length, tokens)[model.number]
+            else:
+                prefix, cache = model.prefill(own, read, length, width + size + 1)
+                last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
+                logits, _ = model.extend(own, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
             laws.append(token_probs(logits, options))
         inside = jnp.arange(size) < count[:, None]
         return jnp.array([[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws])

@@ -1,6 +1,9 @@
 """Which models, and which block sizes, have the least predicted time per token (see prediction.py)."""
 
+import heapq
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -10,7 +13,6 @@ from speccascade_jax.planning.prediction import (
     Candidates,
     Chain,
     Plan,
-    begins,
     check_rule,
     predict_chain,
     reads,
@@ -25,12 +27,8 @@ def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "nee
     """The plan with the least predicted seconds per token, of all chains that end with the target, have block
     sizes 1 .. max_block, and have at most most_models models. The target without a drafter is one of them.
 
-    For `truncate` and `need` this is the least. What a chain takes to collect r tokens rises with what the
-    chain below it takes, so of the chains up to a model only those are kept that no other beats: for
-    `truncate`, where one r counts, at some r; for `need`, where every r up to the block size counts, at all r
-    together, as where models add to what a text costs. Those may be many; should the search take long, bound
-    most_models. For `keep` it is the best end
-    of a local search from the `truncate` plans of max_block and every smaller one, and from the best pair.
+    For `truncate` and `need` this is the least. For `keep` it is the best end of a local search from the
+    `truncate` plans of max_block and every smaller one, and from the best pair.
     Raises ValueError for an unknown rule, bounds below 1, and calls of max_block + 1 tokens that were not
     timed.
     """
@@ -52,67 +50,92 @@ def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "nee
 
 
 def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int) -> Chain:
-    """`best` for `truncate` and `need`."""
+    """`best` for `truncate` and `need`: a chain is built from the target down, the most promising first.
+
+    What it takes is linear in the seconds that its smallest model, with whatever is below, takes to collect
+    r = 1 .. max_block tokens: `spent` + weight @ seconds. The least seconds for each r by itself, of another
+    chain for each r, are a bound that no chain is below, and rarely far from the best.
+    """
     target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.call_seconds[:, 2:max_block + 2]
-    own = candidates.once
-    one_r = hand_over == "truncate" and not own[:-1].any()
-    # For each drafter: chains that end with it, the seconds [chain, r - 1] they take to collect r tokens, and
-    # [chain] their share of what a text costs.
-    chains: list[list[Chain]] = [[((i,), ())] for i in range(target)]
-    seconds = [ones[i] * np.array([sizes]) for i in range(target)]
-    once = [own[i:i + 1] for i in range(target)]
-    alone, bounded = list(seconds), most <= target
-    # One pass lengthens chains by one model; it may use what it has just found if their length has no bound.
-    for _ in range(most - 2 if bounded else 1):
-        below, times, shares = (map(list, (chains, seconds, once)) if bounded else (chains, seconds, once))
-        for i in range(1, target):
-            shorter = [chain for j in range(i) for chain in below[j]]
-            every = np.concatenate([alone[i], *(_collect(hand_over, rounds[j, i], calls[i], times[j])
-                                                for j in range(i))])
-            share = own[i] + np.concatenate([[0.0], *(np.repeat(shares[j], max_block) for j in range(i))])
-            kept = np.unique(np.argmin(every, axis=0)) if one_r else _unbeaten(np.c_[every, share])
-            seconds[i], once[i] = every[kept], share[kept]
-            chains[i] = [_longer(shorter[(k - 1) // max_block], i, (k - 1) % max_block) if k else ((i,), ())
-                         for k in kept.tolist()]
+    alone, own = ones[:, None] * np.array(sizes), candidates.once
+    bounds = _least(hand_over, rounds, calls, alone, most)
+    tie = itertools.count()  # chains that promise the same are not compared
     found: Chain = (target,), ()
-    least = ones[target] + own[target]
-    for j in range(target if most > 1 else 0):
-        rounds_per_token = np.array([candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
-                                     for size in sizes])
-        per_token = (calls[target] + seconds[j]) * rounds_per_token + once[j][:, None] + own[target]
-        number, size = divmod(int(np.argmin(per_token)), max_block)
-        if per_token[number, size] < least:
-            found, least = _longer(chains[j][number], target, size), per_token[number, size]
+    least, open_ = ones[target] + own[target], list[Any]()
+
+    def look(chain: Chain, spent: Float[Array, "J S"], weight: Float[Array, "J S R"]) -> None:
+        """At `chain` with each drafter and each block size."""
+        nonlocal found, least
+        count, (models, blocks) = len(weight), chain
+        spent = spent + own[:count, None]
+
+        def total(seconds: Float[Array, "J R"]) -> Float[Array, "J S"]:
+            return spent + np.einsum("jsr,jr->js", weight, seconds[:count])
+
+        ends, promised = total(alone), total(bounds[min(most - len(models), len(bounds) - 1)])
+        j, s = np.unravel_index(np.argmin(ends), ends.shape)
+        if ends[j, s] < least:
+            found, least = ((int(j), *models), (int(s) + 1, *blocks)), ends[j, s]
+        for j, s in np.argwhere(promised < least):
+            longer = (int(j), *models), (int(s) + 1, *blocks)
+            heapq.heappush(open_, (promised[j, s], next(tie), longer, spent[j, s], weight[j, s]))
+
+    if target and most > 1:
+        per_token = np.array([[candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
+                               for size in sizes] for j in range(target)])
+        look(found, calls[target] * per_token + own[target], per_token[..., None] * np.eye(max_block))
+    while open_ and open_[0][0] < least:
+        _, _, chain, spent, weight = heapq.heappop(open_)
+        i = chain[0][0]
+        if i and len(chain[0]) < most:
+            look(chain, spent + calls[i] * (rounds[:i, i, :, 1:] @ weight),
+                 _below(hand_over, rounds[:i, i], weight))
     return found
 
 
-def _longer(chain: Chain, model: int, below: int) -> Chain:
-    """`chain` with a model that asks it for below + 1 tokens."""
-    return (*chain[0], model), (*chain[1], below + 1)
-
-
-def _collect(hand_over: str, rounds: Float[Array, "S columns"], calls: Float[Array, " S"],
-             below: Float[Array, "L R"]) -> Float[Array, "L*S R"]:
-    """The seconds in which a model collects r tokens, for each chain below it and each block size."""
+def _below(hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
+           ) -> Float[Array, "J S R"]:
+    """How often a model that collects r tokens, weight[r - 1] times, asks for 1, 2, .. of the model below."""
+    most = len(weight)
     if hand_over == "truncate":
-        return (rounds[:, 1:] * (calls[:, None] + below[:, :, None])).reshape(-1, below.shape[1])
-    left = np.arange(below.shape[1])  # r - 1
-    blocks = np.pad(below, ((0, 0), (1, 0))).T[np.minimum(left + 1, left[:, None]).T]  # of min(s, r - 1)
-    every = (rounds[:, 1:] * calls[:, None])[..., None] + begins(rounds) @ blocks
-    return np.moveaxis(every, -1, 0).reshape(-1, below.shape[1])
+        return (rounds[..., 1:] @ weight)[..., None] * np.eye(most)
+    left = np.arange(most)
+    later = np.pad(weight, (0, most))[left[:, None] + left]  # [lag, q - 1]: weight[q + lag - 1]
+    begun = np.diff(rounds, axis=-1) @ later  # how many rounds begin with q = 1, 2, .. to go
+    asked = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
+    return np.einsum("jsq,sqr->jsr", begun, (asked[..., None] == left + 1).astype(float))
 
 
-def _unbeaten(seconds: Float[Array, "C R"]) -> Array:
-    """The rows of which no other row is as fast at every r."""
-    kept, order = [], np.argsort(seconds.sum(axis=1), kind="stable")
-    rest = seconds[order]
-    while len(order):
-        kept.append(order[0])
-        beats = np.any(rest < rest[0], axis=1)
-        order, rest = order[beats], rest[beats]
-    return np.array(kept)
+def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[Array, "M S"],
+           alone: Float[Array, "M R"], most: int) -> list[Float[Array, "M R"]]:
+    """[n][i, r - 1]: seconds in which no chain of at most n models (one for n = 0) up to i collects r tokens
+    sooner; the last of them holds for any larger n, too."""
+    count, width = alone.shape
+    found, left = [alone, alone], np.arange(width)
+    asked = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
+    unbounded = most >= count
+    while len(found) < most:
+        below, least = found[-1], alone.copy()
+        for i in range(1, count):
+            own = rounds[:i, i, :, 1:] * calls[i, :, None]
+            shorter = (least if unbounded else below)[:i]
+            if hand_over == "truncate":
+                every = own + rounds[:i, i, :, 1:] * shorter[:, :, None]
+            else:
+                blocks = np.pad(shorter, ((0, 0), (1, 0)))[:, asked]
+                lags = np.diff(rounds[:i, i], axis=-1)
+                for lag in left:
+                    own[..., lag:] += lags[..., lag, None] * blocks[..., :width - lag]
+                every = own
+            least[i] = np.minimum(least[i], every.min(axis=(0, 1)))
+        if unbounded:
+            return [least]
+        if np.array_equal(least, below):
+            break
+        found.append(least)
+    return found
 
 
 def _improved(candidates: Candidates, chain: Chain, max_block: int, most: int) -> Plan:

@@ -47,7 +47,8 @@ def check(config: TrainConfig) -> None:
     check_fields(config.exits)
     FAMILIES[config.model.family].check(f"config {config.name}", config.model)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
-    checkpoints_read = {"init": None if resumed else config.init, "teacher": config.teacher}
+    begins = {"init": config.init, "drafter": config.exits.drafter} if not resumed else {}
+    checkpoints_read = {**begins, "teacher": config.teacher}
     for path in (config.tokenizer, *checkpoints_read.values()):
         if path is not None and path.startswith("gs://"):
             check_reachable(path)
@@ -95,9 +96,12 @@ def check_network(config: TrainConfig) -> None:
     if config.exits.frozen and isinstance(config.model, ExitsConfig) and config.model.head == "shared":
         raise ValueError("these exits have nothing of their own (head is shared) and the full model is not "
                          "trained (frozen): choose another head, or train all with --no-frozen.")
-    if config.export_dir is not None:
-        raise ValueError(f"export_dir is {config.export_dir}, a Hugging Face folder, which cannot hold a "
-                         f"network of several models: leave it out; the run in {config.output_dir} is a "
+    init, export = (None if path is None else Path(path).resolve()
+                    for path in (config.init, config.export_dir))
+    if export and not (config.exits.frozen and init and init.parent == export.parent):
+        raise ValueError(f"export_dir is {config.export_dir}; what is exported of a network has the small "
+                         "members only, and names the folder of the full model, --init, which is not trained "
+                         f"(frozen) and lies next to it: leave it out; the run in {config.output_dir} is a "
                          "checkpoint itself.")
 
 
@@ -155,7 +159,7 @@ def check_outputs(config: TrainConfig) -> None:
         for name, other in folders.items():
             if other is not None and Path(other).resolve() == Path(export).resolve():
                 raise ValueError(f"export_dir and {name} are the same folder, {export}: choose another.")
-        if (Path(export) / "model.json").exists():
+        if (Path(export) / "model.json").exists() and not isinstance(config.model, NetworkConfig):
             raise ValueError(f"export_dir is {export}, which holds a run (model.json): choose another "
                              "folder.")
     for name in ("tokenizer", "teacher_outputs"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -24,7 +25,7 @@ from speccascade_jax.config import TrainConfig
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Tokenizer
-from speccascade_jax.models import Model, model_of
+from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training import distillation
 from speccascade_jax.training.checks import check, check_memory
@@ -120,7 +121,7 @@ def train(config: TrainConfig, metric: Metric | None = None) -> Path:
         if first:
             loss_curve(run)
             if config.export_dir is not None:
-                export(run, Path(config.export_dir))
+                export(run, Path(config.export_dir), config.init)
     return run
 
 
@@ -203,8 +204,9 @@ def diverged(what: str, step: int, kept: int | None) -> ValueError:
                       "--clip-norm, or use --dtype float32.")
 
 
-def export(run: Path, folder: Path) -> None:
-    """The run's best parameters as a bfloat16 Hugging Face folder, its training log next to them.
+def export(run: Path, folder: Path, init: str | None) -> None:
+    """The run's best parameters as a bfloat16 Hugging Face folder, its training log next to them; of a
+    network as one of our own, without the full model's parameters, for which it names the folder `init`.
 
     Each file of an earlier export stays whole until the new one takes its place. Raises ValueError where they
     cannot be written.
@@ -212,8 +214,11 @@ def export(run: Path, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export", dir=folder) as made:
-            new = Path(made)
-            huggingface.save(new, *native.load(run, Placement()))
+            new, (model, params) = Path(made), native.load(run, Placement())
+            if isinstance(model.config, NetworkConfig):
+                native.export(new, model, params, jnp.bfloat16, Path(init or "").name)
+            else:
+                huggingface.save(new, model, params)
             for name in (*tokenizer_files.NAMES, "metrics.jsonl"):
                 if (run / name).is_file():
                     shutil.copyfile(run / name, new / name)
@@ -221,6 +226,8 @@ def export(run: Path, folder: Path) -> None:
                 if not (new / stale.name).exists():
                     stale.unlink()
             for path in new.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(folder / path.name, ignore_errors=True)
                 path.replace(folder / path.name)
     except Exception as error:  # safetensors has its own kinds for a full disk
         raise ValueError(f"cannot write {folder}: {reason(error)}; the run in {run} is whole.") from None

@@ -1,5 +1,6 @@
 """What a run begins with: its tokenizer, its parameters, its teacher."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
-from speccascade_jax.models import Config, Model, Network, full_of, model_of
+from speccascade_jax.models import Config, Model, Network, SharedEncoderConfig, full_of, model_of
+from speccascade_jax.models.members import beneath
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
 from speccascade_jax.training.data import texts
 
@@ -67,8 +69,21 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
     if isinstance(model, Network) and checkpoints.config_of(config.init).family != config.model.family:
         full = load_placed(config.init, config, mesh, full_of(config.model)).params
-        return jax.device_put(model.around(full, config.seed), at)
+        return jax.device_put(with_decoder(model.around(full, config.seed), config, mesh), at)
     return load_placed(config.init, config, mesh, config.model).params
+
+
+def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.State:
+    """A network's parameters with the decoder of config.exits.drafter for its drafter, where one is named."""
+    path = config.exits.drafter
+    if path is None or not isinstance(config.model, SharedEncoderConfig):
+        return params
+    found, drafter = checkpoints.config_of(path), config.model.drafter
+    if isinstance(found, type(drafter)):
+        drafter = dataclasses.replace(drafter, num_encoder_layers=found.num_encoder_layers)
+    own, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))
+    flat |= {place: value for place, value in beneath("drafter", own).items() if place in flat}
+    return nnx.from_flat_state(flat)
 
 
 def placement(config: TrainConfig, mesh: Mesh) -> Sharding:

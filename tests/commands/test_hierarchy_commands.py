@@ -117,6 +117,12 @@ def test_plan(run, tmp_path, capsys):
     assert planned.models[-1].endswith("verifier")
     cascade = Cascade.from_config(planned)
     [output] = cascade.generate(planned.examples, planned.settings)
+    models = configs.load(run).models
+    capsys.readouterr()
+    for others in (models[:1], models[:2], models[::-1]):
+        if others != planned.models:
+            assert decode.main([f"--config={out}", "--models", *others]) == 2
+            assert "this is a plan for the models" in " ".join(capsys.readouterr().err.split())
     three = Cascade.from_config(configs.load(run))
     assert output.tokens == next(iter(three.generate(planned.examples, method="verifier"))).tokens
     other = tmp_path / "other.py"

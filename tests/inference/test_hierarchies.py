@@ -2,19 +2,23 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import SENTENCES
+from flax import nnx
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.inference.tokenizer import Tokenizer, pad
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.members import Member
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.planning.costs import acceptances
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
 ORDER = "drafter", "middle", "verifier"
@@ -148,8 +152,9 @@ def test_models_that_do_not_go_together(t5_pair):
 
 T5 = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
               num_decoder_layers=3)
-NETWORKS = {"exits": ExitsModel(ExitsConfig(T5, (1, 2))), "shared encoder": SharedEncoderModel(
-    SharedEncoderConfig(T5, dataclasses.replace(T5, num_encoder_layers=0, num_decoder_layers=1)))}
+DRAFTER = dataclasses.replace(T5, num_encoder_layers=0, num_decoder_layers=1)
+NETWORKS = {"exits": ExitsModel(ExitsConfig(T5, (1, 2))),
+            "shared encoder": SharedEncoderModel(SharedEncoderConfig(T5, DRAFTER))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +197,31 @@ def test_members_of_a_network_draft_for_each_other(network, hand_over, temperatu
     assert found == tokens(apart, **settings)
     if temperature == 0:
         assert found == tokens(together, method="verifier")
+
+
+@pytest.mark.full
+def test_a_drafter_that_reads_states(spiece):
+    """It drafts from what the verifier made of the text so far: other drafts than without, the same texts.
+    A plan takes its acceptances from rounds, too."""
+    network = SharedEncoderModel(SharedEncoderConfig(T5, DRAFTER, states=True))
+    params = network.init(0)
+    kernel = params["states"]["kernel"]
+    params["states"]["kernel"] = kernel.replace(
+        jnp.asarray(0.3 * np.random.default_rng(0).standard_normal(kernel.shape, np.float32)))
+    blind = nnx.from_flat_state({path: 0 * x if path[0] == "states" else x
+                                 for path, x in nnx.to_flat_state(params)})
+    sees, not_ = (Cascade(network.members, (own,) * 2, Tokenizer(spiece), **LIMITS)
+                  for own in (params, blind))
+    alone = tokens(sees, method="verifier")
+    assert alone == tokens(sees, block_size=3) == tokens(sees, block_size=3, batch_size=4)
+    outputs = list(sees.generate(SENTENCES[:3], method="verifier"))
+    found, without = (acceptances(cascade, outputs, Settings(temperature=1.0)) for cascade in (sees, not_))
+    assert found[1, 1] == pytest.approx(1) and abs(found[0, 1] - without[0, 1]) > 1e-5
+    source, length = pad(sees.encode(SENTENCES[:3])[0], 32, 0)
+    target, count = pad([output.tokens for output in outputs], 24, 0)
+    laws = [jax.nn.softmax(x) for x in jax.jit(network.forced_members)(params, source, length, target)]
+    overlap = np.asarray(jnp.minimum(*laws).sum(axis=-1))[np.arange(24) < count[:, None]].mean()
+    assert found[0, 1] == pytest.approx(overlap, abs=1e-5)
 
 
 def test_members_stand_in_their_order(spiece):

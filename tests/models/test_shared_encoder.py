@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,109 @@ def test_nothing_is_copied():
     assert not [path for path in mine if path[0] == "drafter" and "encoder" in path[1]]
 
 
+# A drafter that reads the verifier's states, too
+
+READS = dataclasses.replace(CONFIG, states=True)
+
+
+@pytest.fixture(scope="module")
+def reading():
+    original = random_checkpoint(READS)
+    flat = {path: x.replace(x[...] * 0.2) if path[-1] == "kernel" else x
+            for path, x in nnx.to_flat_state(original.params)}
+    return original.model, jax.tree.map(jnp.asarray, nnx.from_flat_state(flat))
+
+
+def in_rounds(network, params, text, cache, sizes=(1, 2, 1)):
+    """The drafter's logits where it reads a round of tokens, in blocks of `sizes`, and then the verifier."""
+    (drafter, verifier), found = (map(jax.jit, (one.extend for one in network.members)), [])
+    for begin in range(0, text.shape[1], sum(sizes)):
+        at = begin
+        for size in sizes:
+            logits, cache = drafter(params, text[:, at:at + size], cache)
+            found.append(logits)
+            at += size
+        expected, cache = verifier(params, text[:, begin:at], cache)
+    return np.concatenate(found, axis=1), expected, cache
+
+
+def test_a_drafter_reads_the_verifiers_last_state(reading):
+    """As it was trained to, in rounds of four; in other rounds its logits differ."""
+    network, params = reading
+    text = text_of(network, 0)
+    expected = reference(network, params, text)
+    found, last, cache = in_rounds(network, params, text, prefilled(network, params))
+    scale = np.abs(expected[0]).max()
+    np.testing.assert_allclose(found, expected[0], atol=2e-5 * scale)
+    np.testing.assert_allclose(last, expected[1][:, -4:], atol=2e-5 * np.abs(expected[1]).max())
+    other, *_ = in_rounds(network, params, text, prefilled(network, params), (2,))
+    assert np.abs(other - expected[0]).max() > 0.01 * scale
+    np.testing.assert_allclose(other[:, 0], found[:, 0], atol=2e-5 * scale)  # nothing is read yet
+
+    # Rolled back, and with rows in each other's place: as if nothing had been written past.
+    begins, order = np.array([8, 12, 4]), np.array([2, 0, 1])
+    text = np.where(np.arange(24) < begins[:, None], text, text_of(network, 9))[order]
+    cache = network.insert(cache, network.roll_back(cache, jnp.asarray(begins)), jnp.argsort(order), False)
+    places = begins[order][:, None] + np.arange(4)
+    found, _ = jax.jit(network.members[0].extend)(params, text[np.arange(3)[:, None], places], cache)
+    expected = reference(network, params, text[np.argsort(order)])[0][order]
+    np.testing.assert_allclose(found, expected[np.arange(3)[:, None], places], atol=2e-5 * scale)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 3])
+def test_states_are_those_before_the_round(reading, rows):
+    """The last one that the verifier has read, and not its own place's: that is what is to be drafted."""
+    network, params = reading
+    text = text_of(network, 0)[:rows]
+    _, cache = network.prefill(params, SOURCE[:rows], LENGTH[:rows], 64)
+    drafter, verifier = (partial(jax.jit(one.extend), params) for one in network.members)
+    _, cache = verifier(text[:, :6], cache)  # ahead of the drafter
+    at_once, _ = drafter(text[:, :6], cache)
+    for n in range(6):
+        logits, ahead = drafter(text[:, n:n + 1], cache)
+        np.testing.assert_allclose(logits, at_once[:, n:n + 1], atol=1e-4)
+        for places, matters in ((slice(n - 1, n), n > 0), (slice(n, None), False)):
+            changed = cache._replace(states=cache.states.at[..., places, :].add(1.0))
+            assert matters == (np.abs(drafter(text[:, n:n + 1], changed)[0] - logits).max() > 1e-3)
+        cache = ahead
+    states = np.asarray(cache.states).reshape(rows, 64, -1)
+    assert np.abs(states[:, :6]).max(axis=-1).min() > 0 and not states[:, 6:].any()
+
+
 # Checkpoints
+
+def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
+    """Its folder has no copy of the verifier: what it lacks is read from the folder that it names."""
+    original = random_checkpoint(READS)
+    verifier = Checkpoint(original.model.full, original.params["verifier"], None, "memory")
+    checkpoints.save(tmp_path / "verifier", verifier, "huggingface")
+    checkpoints.native.export(tmp_path / "drafter", original.model, original.params, full_at="verifier")
+    drafter, full = checkpoints.load_all([f"{tmp_path}/drafter@drafter", f"{tmp_path}/drafter"])
+    assert drafter.model == original.model.members[0] and drafter.params is full.params
+    jax.tree.map(np.testing.assert_array_equal, original.params, drafter.params)
+    assert checkpoints.config_of(f"{tmp_path}/drafter") == READS
+
+    def bytes_of(folder):
+        return sum(path.stat().st_size for path in (tmp_path / folder).rglob("*") if path.is_file())
+
+    own = sum(x.size for path, x in nnx.to_flat_state(original.params) if path[0] != "verifier")
+    assert bytes_of("drafter") < 4 * own + 30_000 < bytes_of("verifier")
+
+    described = json.loads((tmp_path / "drafter" / "model.json").read_text())
+    narrow = random_checkpoint(dataclasses.replace(TINY_T5, d_ff=64))
+    checkpoints.save(tmp_path / "other", narrow, "huggingface")
+    for name, said in (("gone", "there is no checkpoint folder"), ("../verifier", "not the name of a folder"),
+                       ("..", "not the name of a folder"), (3, "full_at is 3, not the name"),
+                       ("other", "another shape than asked for: d_ff is 64, not 80"),
+                       ("drafter", "another shape than asked for")):
+        (tmp_path / "drafter" / "model.json").write_text(json.dumps(described | {"full_at": name}))
+        with pytest.raises(ValueError, match=said):
+            checkpoints.load(f"{tmp_path}/drafter")
+    (tmp_path / "drafter" / "model.json").write_text(json.dumps(
+        checkpoints.native.shape_of(TINY_T5) | {"full_at": "verifier"}))
+    with pytest.raises(ValueError, match="one model has no full_at"):
+        checkpoints.load(f"{tmp_path}/drafter")
 
 def test_members_are_loaded_by_name(tmp_path):
     original = random_checkpoint(CONFIG)

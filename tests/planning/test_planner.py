@@ -128,6 +128,8 @@ def test_independent_acceptances(acceptances, sizes, hand_over, full):
     assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
     seconds, error = ratio((played[0] @ models.call_seconds[:, 1])[:, None], played[1])
     assert abs(seconds[0] - plan.seconds_per_token) < 4 * error[0]
+    for found, said in ((mean, plan.passes_per_token), (seconds, plan.seconds_per_token)):
+        np.testing.assert_allclose(found, said, rtol=0.02)
 
 
 @pytest.mark.parametrize("hand_over", HAND_OVER)
@@ -307,15 +309,19 @@ def test_bad_drafters_are_left_out(hand_over):
     assert "m1" not in best(dataclasses.replace(models, call_seconds=slow), 15, hand_over).models
 
 
-def test_eighty_models():
-    """0.1 s and 0.7 s where it was written (`need` without a bound on the models: 8 s); machines are busy."""
+@pytest.mark.parametrize("texts", [False, True])
+def test_eighty_models(texts):
+    """Under a second of one core; 0.1 to 0.4 s where it was written."""
     models = candidates(np.random.default_rng(0), 80, 16)
-    for hand_over, most, bound in (("truncate", None, 3.0), ("need", 4, 15.0)):
-        start = time.perf_counter()
+    if texts:
+        models = dataclasses.replace(models, lengths=(20, 30, 60), text_seconds=np.random.default_rng(
+            1).uniform(0, 4, 80) * models.call_seconds[:, 1])
+    for hand_over, most in (("truncate", None), ("need", None), ("need", 4)):
+        start = time.process_time()
         plan = best(models, 15, hand_over, most)
-        spent = time.perf_counter() - start
+        spent = time.process_time() - start
         print(hand_over, f"{spent:.2f} s", plan)
-        assert spent < bound and len(plan.models) > 2
+        assert spent < 1 and len(plan.models) > 2
 
 
 # Checks of what was measured

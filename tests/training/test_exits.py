@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
@@ -20,6 +21,7 @@ from speccascade_jax.training.data import Batch
 from speccascade_jax.training.exits import layer_dropout, member_loss, split, weights
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
+from speccascade_jax.training.preparation import first_parameters
 from speccascade_jax.training.steps import make_steps
 
 T5 = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
@@ -28,7 +30,7 @@ GEMMA = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, nu
                     window=12, query_scalar=8)
 DRAFTER = dataclasses.replace(T5, d_model=16, num_encoder_layers=0, num_decoder_layers=1)
 FROZEN = {"adapters": ExitsConfig(T5, (1, 2), "adapter", 8), "heads": ExitsConfig(GEMMA, (1,), "own"),
-          "drafter": SharedEncoderConfig(T5, DRAFTER)}
+          "drafter": SharedEncoderConfig(T5, DRAFTER), "reads states": SharedEncoderConfig(T5, DRAFTER, True)}
 
 
 def run_of(model, **changes):
@@ -180,12 +182,15 @@ def toy(tmp_path_factory, number_words):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["adapters", "drafter"])
+@pytest.mark.parametrize("name", ["adapters", "reads states"])
 def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
-    """From the plain checkpoint, resumed in the middle, to a folder whose members load by name."""
+    """From the plain checkpoint, resumed in the middle, to a folder whose members load by name, and to one
+    next to the plain checkpoint that holds what that has not."""
     base, full = toy
+    out = full.with_name(f"exported {name}")
     config = dataclasses.replace(base, output_dir=str(tmp_path / "run"), model=FROZEN[name], init=str(full),
-                                 tokenizer=None, distillation=1.0, steps=4, save_every=4, eval_every=4)
+                                 tokenizer=None, distillation=1.0, steps=4, save_every=4, eval_every=4,
+                                 export_dir=str(out))
     train(config)
     run = train(dataclasses.replace(config, steps=8))  # it goes on, with another length
     small, whole = checkpoints.load_all([f"{run}@{model_of(config.model).names[0]}", str(run)])
@@ -193,18 +198,47 @@ def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
     plain = checkpoints.load(full)
     jax.tree.map(np.testing.assert_array_equal, plain.params,
                  nnx.from_flat_state(nnx.to_flat_state(whole.params[config.model.full_part])))
+    exported = checkpoints.load(out).params
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), whole.params)
+    mine, theirs = dict(nnx.to_flat_state(exported)), dict(nnx.to_flat_state(rounded))
+    for path in mine:
+        if path[0] != config.model.full_part:
+            np.testing.assert_array_equal(mine[path][...], theirs[path][...])
+    assert (out / "spiece.model").is_file()
+    jax.tree.map(np.testing.assert_array_equal, exported[config.model.full_part], plain.params)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "start"] == [0, 4]
     losses = [event["loss"] for event in events if event["event"] == "evaluation"]
     assert losses[1] < losses[0]
 
 
+def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
+    """What is of the same name: all but the projections, which the other has not."""
+    base, full = toy
+    shape = dataclasses.replace(DRAFTER, num_encoder_layers=1)
+    checkpoints.save(tmp_path / "drafter", random_checkpoint(shape), "native")
+    config = dataclasses.replace(base, model=FROZEN["reads states"], init=str(full), tokenizer=None,
+                                 exits=ExitTraining(drafter=str(tmp_path / "drafter")))
+    found = dict(nnx.to_flat_state(first_parameters(config, model_of(config.model), make_mesh())))
+    other = dict(nnx.to_flat_state(random_checkpoint(shape).params))
+    fresh = dict(nnx.to_flat_state(model_of(config.model).around(checkpoints.load(full).params, config.seed)))
+    assert found.keys() == fresh.keys()
+    for path, value in found.items():
+        expected = other.get(path[1:]) if path[0] == "drafter" else None
+        np.testing.assert_array_equal(value[...], fresh[path][...] if expected is None else expected[...])
+        assert (path[0] == "drafter") == (expected is not None)
+    wide = dataclasses.replace(config, model=SharedEncoderConfig(T5, dataclasses.replace(DRAFTER, d_ff=8)))
+    with pytest.raises(ValueError, match="another shape than asked for: d_ff is 64, not 8"):
+        first_parameters(wide, model_of(wide.model), make_mesh())
+
+
 @pytest.mark.parametrize("changes,said", [
     ({"init": None}, "is not trained .frozen.: give its checkpoint with --init"),
     ({"model": ExitsConfig(T5, (1,))}, "have nothing of their own .head is shared."),
     ({"model": ExitsConfig(T5, (3,), "norm")}, "layers is .3,., not the exits' numbers"),
-    ({"export_dir": "out"}, "a Hugging Face folder, which cannot hold a network"),
+    ({"export_dir": "out"}, "has the small members only, and names the folder of the full model"),
     ({"exits": ExitTraining(layer_dropout=1.0)}, "layer_dropout is 1.0"),
+    ({"exits": ExitTraining(drafter="gone")}, "no checkpoint folder gone, which --drafter names"),
     ({"exits": ExitTraining(exit_weight=-1.0)}, "exit_weight is -1.0"),
     ({"exits": ExitTraining(curriculum="none")}, "unknown curriculum 'none': all, rotational, gradual")])
 def test_what_cannot_be_trained_is_said_beforehand(changes, said, toy, tmp_path):

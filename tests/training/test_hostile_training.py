@@ -212,7 +212,7 @@ def test_a_run_has_one_process(toy, refused, tmp_path):
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model-00001-of-00002.safetensors").write_text("an earlier export's")
-    export(tmp_path / "run", tmp_path / "out")  # takes its place file by file
+    export(tmp_path / "run", tmp_path / "out", None)  # takes its place file by file
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json", "model.safetensors", "spiece.model", "metrics.jsonl"}
     checkpoints.load(tmp_path / "out")

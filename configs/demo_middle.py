@@ -1,0 +1,13 @@
+"""A model between the shipped drafter and the shipped verifier, for a hierarchy of three, trained as the
+drafter is."""
+
+import dataclasses
+
+from speccascade_jax.config import DEMO, load
+from speccascade_jax.models.t5 import T5Config
+
+config = dataclasses.replace(
+    load("demo_drafter"), name="demo_middle", output_dir="runs/demo_middle", export_dir=str(DEMO / "middle"),
+    model=T5Config(vocab_size=2048, d_model=256, d_kv=64, num_heads=4, d_ff=512,
+                   num_encoder_layers=2, num_decoder_layers=3, dropout_rate=0.0),
+    steps=3000, validation_examples=0)

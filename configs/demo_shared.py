@@ -1,0 +1,10 @@
+"""The shipped verifier with the drafter that reads its encoder and its states."""
+
+import dataclasses
+
+from speccascade_jax.config import DEMO, load
+
+FOLDER = str(DEMO / "shared_drafter")
+
+config = dataclasses.replace(load("demo"), drafter="", verifier="", models=(f"{FOLDER}@drafter", FOLDER),
+                             method="speculative", alpha=0.0, block_size=5)
