@@ -139,8 +139,8 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
     """A server that answers with transformers' greedy verifier, one request after the other: its URL."""
     cascade = Cascade.from_config(run)
     with tempfile.TemporaryDirectory() as folder:
-        exported(checkpoints.load(run.roles[-1][1]), Path(folder))
-        [decode] = transformers_decoders(folder, run.max_new_tokens).values()
+        verifier = exported(checkpoints.load(run.roles[-1][1]), Path(folder) / "verifier")
+        [decode] = transformers_decoders(verifier, run.max_new_tokens).values()
     turn = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.inference.chunks import any_continues
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
@@ -28,12 +29,14 @@ class Prompt(NamedTuple):
 
 
 class ServedModel:
-    """One config under its name. Each of `methods` is compiled; requests choose among them.
+    """One config under its name. Each of `methods` is compiled; requests choose among them. Models that can
+    read `chunk` tokens of a prompt between two rounds.
 
     Raises ValueError for a method or a vocabulary that cannot be served.
     """
 
-    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int):
+    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int,
+                 chunk: int = 128):
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
@@ -47,7 +50,10 @@ class ServedModel:
         every = [self._compiled(method) for method in self.methods]
         self.lanes: dict[Any, ServedLane] = {}
         for key, lane in cascade.lanes(every).items():
-            lane = lane._replace(plan=dataclasses.replace(lane.plan, ragged=lane.plan.sampler.level > 0))
+            chunked = any_continues(lane.plan.sampler, lane.params)
+            lane = lane._replace(plan=dataclasses.replace(
+                lane.plan, ragged=lane.plan.sampler.level > 0,
+                chunk=min(chunk, cascade.max_source_length) if chunked else 0))
             some = next(one for one in every if cascade.lane_of(one) == key)
             self.lanes[key] = ServedLane(name, cascade, lane, some, rows, cascade.max_source_length)
 
