@@ -59,6 +59,11 @@ class Load:
         return found
 
 
+def merged(loads: Sequence[Load]) -> Load:
+    """Several, one after the other, as one."""
+    return Load([reply for load in loads for reply in load.replies], sum(load.seconds for load in loads))
+
+
 async def ask(url: str, body: Body, key: str = "") -> Reply:
     """One streamed request over a connection of its own."""
     place, began = urlsplit(url), time.perf_counter()

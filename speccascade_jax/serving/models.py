@@ -66,7 +66,7 @@ class ServedModel:
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return without_levels(settings)
+        return settings
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""
@@ -86,7 +86,7 @@ class ServedModel:
         if settings.name not in self.methods:
             raise Refused(f"method {settings.name} is not served here; known: {', '.join(self.methods)}.",
                           "method")
-        return without_levels(settings)
+        return settings
 
     def _block_size(self, settings: Settings) -> Any:
         """A request's block size; raises ValueError unless it is at most the server's."""
@@ -134,10 +134,3 @@ class ServedModel:
         """What the scheduler is asked for; number: which of a prompt's answers."""
         methods = self.lane(settings).lane.numbers(settings)
         return Request(prompt.tokens, settings, number, methods, settings.stop, prompt.own)
-
-
-def without_levels(settings: Settings) -> Settings:
-    """The settings of a model by itself without the values that a hierarchy has for each of its verifiers."""
-    if settings.name not in SINGLE_MODEL:
-        return settings
-    return dataclasses.replace(settings, alpha=0.0, block_size=1)

@@ -60,8 +60,8 @@ def asked():
 
 
 @pytest.mark.full(quick=["one-7"])
-@pytest.mark.parametrize("make,chunk", [(one, 7), (pair, 1), (pair, WIDTH), (exits, 7)],
-                         ids=["one-7", "pair-1", "pair-40", "exits-7"])
+@pytest.mark.parametrize("make,chunk", [(one, 7), (pair, 1), (pair, 30), (exits, 7)],
+                         ids=["one-7", "pair-1", "pair-30", "exits-7"])
 def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, asked, monkeypatch):
     sampler, params = make()
     levels = sampler.level
