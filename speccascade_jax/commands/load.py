@@ -112,7 +112,7 @@ class Alone:
     def __init__(self, run: DecodeConfig, rows: int, texts: Sequence[str]):
         self.cascade, self.settings = Cascade.from_config(run), run.settings
         self.rows, self.texts = rows, texts
-        list(self.cascade.generate(texts[:2 * rows], self.settings, batch_size=rows))
+        self.tokens_per_second()  # compiles
 
     def tokens_per_second(self) -> float:
         began = time.perf_counter()
@@ -211,13 +211,16 @@ def load(arguments: Arguments) -> None:
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[:arguments.clients], arguments.clients))
-        speeds, loads = list[float](), dict[str, list[Load]]()
+        speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
         for _ in range(PASSES):
             speeds.append(alone.tokens_per_second())
             for name, url in urls.items():
+                spent = time.process_time()
                 loads.setdefault(name, []).append(asyncio.run(closed_loop(url, bodies, arguments.clients)))
+                if name == "saturated":
+                    cores.append((time.process_time() - spent) / loads[name][-1].seconds)
         times = alone.times()
-        say("decode.py", {"tokens_per_second": median(speeds), **times})
+        say("decode.py", {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
         ours = [load.tokens_per_second for load in loads["saturated"]]
         for name, found in loads.items():
             others = speeds if name == "saturated" else [load.tokens_per_second for load in found]

@@ -80,10 +80,10 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
             if line.startswith(b"data: [DONE]"):
                 ended = True
             elif line.startswith(b"data: "):
-                event = json.loads(line[6:])
                 first = first or time.perf_counter() - began
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                status = status if "error" not in event else 0
+                if b"completion_tokens" in line:  # most events are not read: clients take the server's cores
+                    tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                status = 0 if line.startswith(b'data: {"error"') else status
     except (OSError, ValueError, IndexError, asyncio.IncompleteReadError):
         status = 0
     finally:
