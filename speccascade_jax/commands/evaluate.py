@@ -39,6 +39,8 @@ from speccascade_jax.inference.outputs import (
     open_output,
     settings_file,
 )
+from speccascade_jax.inference.ray_jobs import cut, finished
+from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
 from speccascade_jax.training.data import joined_examples
@@ -66,15 +68,26 @@ class Arguments:
     cluster: str | None = None
     """Share the examples with other processes: `auto` on TPU pods and Slurm, else
     HOST:PORT,PROCESSES,NUMBER in each."""
+    ray: str | None = None
+    """Decode on the Ray cluster at this address, or `local`, in shards that --output keeps."""
+    ray_workers: int | None = None
+    """Processes that decode; one on each machine unless given."""
+    shard_size: int = 256
+    """With --ray: examples in each shard."""
+
+
+def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
+    """What the lines of a method's outputs are made of."""
+    settings = {k: v for k, v in dataclasses.asdict(arguments.run).items()
+                if k not in ("task", "missing", "examples", "method", "batch_size")}
+    return settings | {"method": method, "split": arguments.split, "first": first}
 
 
 def output_file(arguments: Arguments, method: str, first: int, texts: Sequence[str], part: str = ""
                 ) -> tuple[OutputFile, list[Output]]:
     """--output's file of a method's outputs, and those that are there already."""
-    settings = {k: v for k, v in dataclasses.asdict(arguments.run).items()
-                if k not in ("task", "missing", "examples", "method", "batch_size")}
-    settings |= {"method": method, "split": arguments.split, "first": first}
-    return open_output(Path(arguments.output or "") / f"{method}{part}.jsonl", settings, texts, first)
+    path = Path(arguments.output or "") / f"{method}{part}.jsonl"
+    return open_output(path, settings_of(arguments, method, first), texts, first)
 
 
 def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]) -> str:
@@ -99,6 +112,19 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
     return "".join(lines)
 
 
+def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequence[str]) -> str:
+    """The JSON lines of `sources`, decoded by a cluster; shards that are complete are left as they are."""
+    run, settings = dataclasses.replace(arguments.run, method=method), settings_of(arguments, method)
+    shards = cut(sources, arguments.shard_size, Path(arguments.output or "") / f"{method}-shards")
+    todo = [shard for shard in shards if finished(shard, settings) is None]
+    if todo:
+        decoded = on_ray(address, arguments.ray_workers, run, settings, todo)
+        for _ in track(decoded, method, len(todo), transient=True):
+            pass
+    outputs = [output for shard in shards for output in finished(shard, settings) or ()]
+    return "".join(json.dumps(dataclasses.asdict(output)) + "\n" for output in outputs)
+
+
 def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence[str]],
                baseline: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray]:
     """What is shown of one method, and its statistics; `baseline`: those of the first method."""
@@ -121,7 +147,10 @@ def check(arguments: Arguments, task: Task) -> None:
         raise ValueError("--methods names none: give one or more.")
     for method in arguments.methods:
         dataclasses.replace(arguments.run, method=method).check()
-    at_least(1, limit=arguments.limit)
+    at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
+    if arguments.ray is not None and (arguments.output is None or arguments.cluster is not None):
+        raise ValueError("--ray keeps its shards in --output, which is missing, and takes no --cluster."
+                         if arguments.output is None else "--ray and --cluster exclude each other: give one.")
     written: dict[str, str | Path | None] = {}
     if arguments.output is not None:
         folder = Path(arguments.output)
@@ -154,11 +183,14 @@ def evaluate(arguments: Arguments) -> None:
     first = None
     for method in arguments.methods:
         before = cascade.clock.decode_seconds
-        text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
+        if arguments.ray is None:
+            text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
+        else:
+            text = decode_on_ray(arguments, arguments.ray, method, sources)
         if jax.process_index() > 0:
             continue
         outputs = [Output(**json.loads(line)) for line in text.split("\n")[:-1]]
-        if arguments.output is not None and jax.process_count() > 1:
+        if arguments.output is not None and (jax.process_count() > 1 or arguments.ray is not None):
             file, done = output_file(arguments, method, 0, sources)
             with file:
                 for output in outputs[len(done):]:
@@ -168,7 +200,8 @@ def evaluate(arguments: Arguments) -> None:
         figures |= {
             **summarize([o.counts for o in outputs]), "examples": len(outputs),
             "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
-            "decode_seconds": cascade.clock.decode_seconds - before, **shared(cascade, outputs)}
+            "decode_seconds": None if arguments.ray else cascade.clock.decode_seconds - before,
+            **shared(cascade, outputs)}
         screen.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
                                for name, value in figures.items()},
                               f"{method}, alpha {run.alpha}, temperature {run.temperature}"))

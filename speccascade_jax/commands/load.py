@@ -2,9 +2,10 @@
 
     python scripts/load.py --config=demo --rows=8 --minutes=10 --output=load.json
 
-Measured in turn: decode.py's loop over the same texts; the server saturated; at half of that load (times
-to the first token); at 120% (memory, refusals); with one row, that is one request at a time; and, with
---vs-transformers, a server that answers with transformers, one request after the other.
+Measured in turn, three times: decode.py's loop over the same texts; the server saturated; one with a single
+row, that is one request at a time; and, with --vs-transformers, a server that answers with transformers, one
+request after the other. Then the server at half of its load (times to the first token), and at 120% (memory,
+refusals).
 """
 
 import asyncio
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -31,14 +33,15 @@ from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, console, exit_code
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.evaluation.load import Body, Load, closed_loop, open_loop
+from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.text import Cascade
 
-ROUNDS = 50  # that a round's time is the mean of
+ROUNDS = 50  # that a round's time is the median of
+PASSES = 3  # over the texts, of each server in turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,35 +106,43 @@ def served(config: str, rows: int, queue: int) -> Iterator[Server]:
         server.end()
 
 
-def decoded_alone(run: DecodeConfig, arguments: Arguments, texts: Sequence[str]) -> dict[str, float]:
-    """decode.py's loop over the texts, and the seconds of a round and of reading a prompt in a full batch."""
-    cascade, settings = Cascade.from_config(run), run.settings
-    list(cascade.generate(texts[:2 * arguments.rows], settings, batch_size=arguments.rows))
-    began, tokens = time.perf_counter(), 0
-    for output in cascade.generate(texts, settings, batch_size=arguments.rows):
-        tokens += len(output.tokens)
-    speed = tokens / (time.perf_counter() - began)
-    [lane] = cascade.lanes([settings]).values()
-    scheduler = cascade.scheduler(lane.plan, lane.params, arguments.rows, cascade.max_source_length)
-    rows, _ = cascade.encode(texts)
-    read = cascade.own_readings(texts)
-    scheduler.admit([Request(row, settings, n, lane.numbers(settings), own=own)
-                     for n, (row, own) in enumerate(zip(rows, read, strict=True))])
-    spent, placed = list[tuple[float, int]](), list[tuple[float, int]]()
-    for _ in range(ROUNDS):
-        before, began = len(scheduler.waiting), time.perf_counter()
-        scheduler.run(1)
-        seconds = time.perf_counter() - began
-        scheduler.finished()
-        count = before - len(scheduler.waiting)
-        (placed if count else spent).append((seconds, count))
-        if not scheduler.busy:
-            break
-    alone = sorted(seconds for seconds, _ in spent)
-    round_seconds = alone[len(alone) // 2] if alone else 0.0
-    reading = sorted((seconds - round_seconds) / count for seconds, count in placed[1:] or placed)
-    return {"tokens_per_second": speed, "round_ms": 1000 * round_seconds,
-            "prefill_ms": 1000 * max(reading[len(reading) // 2], 0.0)}
+class Alone:
+    """decode.py's loop over the texts, in this process."""
+
+    def __init__(self, run: DecodeConfig, rows: int, texts: Sequence[str]):
+        self.cascade, self.settings = Cascade.from_config(run), run.settings
+        self.rows, self.texts = rows, texts
+        self.tokens_per_second()  # compiles
+
+    def tokens_per_second(self) -> float:
+        began = time.perf_counter()
+        outputs = self.cascade.generate(self.texts, self.settings, batch_size=self.rows)
+        return sum(len(output.tokens) for output in outputs) / (time.perf_counter() - began)
+
+    def times(self) -> dict[str, float]:
+        """The milliseconds of a round, and of reading a prompt, in a full batch as a server's."""
+        cascade, settings = self.cascade, self.settings
+        [lane] = cascade.lanes([settings]).values()
+        scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
+        rows, _ = cascade.encode(self.texts)
+        read = cascade.own_readings(self.texts)
+        scheduler.admit([Request(row, settings, n, lane.numbers(settings), own=own)
+                         for n, (row, own) in enumerate(zip(rows, read, strict=True))])
+        spent, placed = list[float](), list[tuple[float, int]]()
+        for _ in range(ROUNDS):
+            before, began = len(scheduler.waiting), time.perf_counter()
+            scheduler.run(1)
+            seconds = time.perf_counter() - began
+            scheduler.finished()
+            if count := before - len(scheduler.waiting):
+                placed.append((seconds, count))
+            else:
+                spent.append(seconds)
+            if not scheduler.busy:
+                break
+        round_seconds = median(spent) if spent else 0.0
+        reading = [(seconds - round_seconds) / count for seconds, count in placed[1:] or placed]
+        return {"round_ms": 1000 * round_seconds, "prefill_ms": 1000 * max(median(reading), 0.0)}
 
 
 @contextlib.contextmanager
@@ -139,8 +150,8 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
     """A server that answers with transformers' greedy verifier, one request after the other: its URL."""
     cascade = Cascade.from_config(run)
     with tempfile.TemporaryDirectory() as folder:
-        exported(checkpoints.load(run.roles[-1][1]), Path(folder))
-        [decode] = transformers_decoders(folder, run.max_new_tokens).values()
+        verifier = exported(checkpoints.load(run.roles[-1][1]), Path(folder) / "verifier")
+        [decode] = transformers_decoders(verifier, run.max_new_tokens).values()
     turn = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -188,37 +199,43 @@ def load(arguments: Arguments) -> None:
                  for key, value in found.items())
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
-    def saturated(url: str) -> Load:
-        asyncio.run(closed_loop(url, bodies[:2 * arguments.clients], arguments.clients))
-        return asyncio.run(closed_loop(url, bodies, arguments.clients))
-
     def body_of(number: int) -> Body:
         return bodies[number % len(bodies)]
 
-    alone = decoded_alone(run, arguments, texts)
-    say("decode.py", alone)
-    with served(arguments.config, arguments.rows, 2 * arguments.clients) as server:
-        full = saturated(server.url)
-        ratio = full.tokens_per_second / alone["tokens_per_second"]
-        say("saturated", full.summary() | {"ratio_to_decode": ratio})
-        seconds = 60 * arguments.minutes
-        half = asyncio.run(open_loop(server.url, body_of, full.requests_per_second / 2, seconds))
-        said = half.summary()
-        bound = 3 * alone["round_ms"] + alone["prefill_ms"]
-        say("half_load", said | {"three_rounds_and_prefill_ms": bound})
+    seconds, queue, alone = 60 * arguments.minutes, 2 * arguments.clients, Alone(run, arguments.rows, texts)
+    with contextlib.ExitStack() as stack:
+        server, one = (stack.enter_context(served(arguments.config, rows, queue))
+                       for rows in (arguments.rows, 1))
+        urls = {"saturated": server.url, "one_at_a_time": one.url}
+        if arguments.vs_transformers:
+            urls["transformers"] = stack.enter_context(transformers_server(run))
+        for url in urls.values():
+            asyncio.run(closed_loop(url, bodies[:arguments.clients], arguments.clients))
+        speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
+        for _ in range(PASSES):
+            speeds.append(alone.tokens_per_second())
+            for name, url in urls.items():
+                spent = time.process_time()
+                loads.setdefault(name, []).append(asyncio.run(closed_loop(url, bodies, arguments.clients)))
+                if name == "saturated":
+                    cores.append((time.process_time() - spent) / loads[name][-1].seconds)
+        times = alone.times()
+        say("decode.py", {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
+        ours = [load.tokens_per_second for load in loads["saturated"]]
+        for name, found in loads.items():
+            others = speeds if name == "saturated" else [load.tokens_per_second for load in found]
+            ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
+            against = "decode.py" if name == "saturated" else "it"
+            say(name, merged(found).summary() | {
+                f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]})
+        rate = median(load.requests_per_second for load in loads["saturated"])
+        half = asyncio.run(open_loop(server.url, body_of, rate / 2, seconds))
+        say("half_load", half.summary() | {
+            "three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]})
         memory: list[float] = []
-        over = asyncio.run(open_loop(server.url, body_of, 1.2 * full.requests_per_second, seconds,
+        over = asyncio.run(open_loop(server.url, body_of, 1.2 * rate, seconds,
                                      watch=lambda: memory.append(server.megabytes())))
         say("load_120", over.summary() | {"megabytes": [round(one) for one in memory]})
-    with served(arguments.config, 1, 2 * arguments.clients) as server:
-        one = saturated(server.url)
-        say("one_at_a_time", one.summary() | {
-            "ours_is_faster": full.tokens_per_second / one.tokens_per_second})
-    if arguments.vs_transformers:
-        with transformers_server(run) as url:
-            other = saturated(url)
-            say("transformers", other.summary() | {
-                "ours_is_faster": full.tokens_per_second / other.tokens_per_second})
     if arguments.output is not None:
         write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
 

@@ -50,6 +50,8 @@ class Arguments:
     """What requests may choose from; each is compiled, and costs a little in every round."""
     rounds: int = 2
     """Tokens go out every so many rounds."""
+    chunk: int = 128
+    """Tokens of a prompt read between two rounds, by decoder-only models."""
     timeout: float = 120.0
     """Seconds that a request may take."""
     max_body: int = 2**20
@@ -132,7 +134,8 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
 
 
 def serve(arguments: Arguments) -> None:
-    at_least(1, rows=arguments.rows, rounds=arguments.rounds, max_body=arguments.max_body)
+    at_least(1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk,
+             max_body=arguments.max_body)
     at_least(0, max_queue=arguments.max_queue)
     for name, seconds in (("timeout", arguments.timeout), ("drain-seconds", arguments.drain_seconds)):
         if not 0 < seconds < 1e9:
@@ -150,7 +153,7 @@ def serve(arguments: Arguments) -> None:
                     origins=arguments.cors, page=arguments.page == "on", log_texts=arguments.log_texts)
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
-    models = [ServedModel(name, run, cascade, arguments.methods, arguments.rows)
+    models = [ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
               for name, (run, cascade) in cascades(arguments).items()]
     metrics = Metrics()
     engine = Engine([lane for model in models for lane in model.lanes.values()], arguments.max_queue,

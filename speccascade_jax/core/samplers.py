@@ -211,6 +211,7 @@ class Speculative:
             params if self.shares else params[0], caches if self.shares else caches[0], rows, eos_id)
         size, count = self.capacity, drafted.size
         draft = Draft(drafted.tokens[:, :size], drafted.probs, count)
+        draft = draft._replace(tokens=jnp.where(draft.inside, draft.tokens, 0))  # the rest may be no tokens
 
         cache = top(self.drafter.models, below) if self.shares else caches[1]
         logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)

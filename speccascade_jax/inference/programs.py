@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from speccascade_jax.core import loop
 from speccascade_jax.core.samplers import Sampler
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.chunks import Unread, read_chunk
 from speccascade_jax.inference.vocabularies import shapes_of
 from speccascade_jax.parallel import AXIS
 
@@ -52,6 +53,7 @@ class Plan:
     min_p: bool = False
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
     ragged: bool = False  # rows have block sizes of their own, up to the sampler's
+    chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
 
     def requests(self, rows: int, width: int) -> loop.Requests:
         """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
@@ -92,6 +94,17 @@ class Programs:
             return jax.jit(self._begin).lower(self.params, *asked)
 
         return self._once(("begin", rows, width), compiled)
+
+    def read(self, rows: int, width: int) -> Any:
+        """(params, State, tokens [B, chunk], where they stand) -> State, in the first one's memory."""
+        def compiled() -> Any:
+            state = self._state(rows, width)
+            tokens = jax.ShapeDtypeStruct((rows * self.devices, self.plan.chunk), jnp.int32)
+            mapped = self._mapped(partial(read_chunk, self.plan.sampler), P(), P(AXIS), P(AXIS), P())
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+                self.params, state, self._placed(tokens), jax.ShapeDtypeStruct((), jnp.int32))
+
+        return self._once(("read", rows, width), compiled)
 
     def run(self, rows: int, width: int, plain: bool = False) -> Any:
         """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
@@ -144,9 +157,10 @@ class Programs:
     @property
     def _begin(self) -> Callable[..., Any]:
         plan = self.plan
+        sampler: Any = Unread(plan.sampler) if plan.chunk else plan.sampler
 
         def begin(params: Any, asked: loop.Requests, want: Any) -> loop.State:
-            state = loop.begin(plan.sampler, params, asked, max_new_tokens=plan.max_new_tokens,
+            state = loop.begin(sampler, params, asked, max_new_tokens=plan.max_new_tokens,
                                history=plan.history)
             return state._replace(rows=state.rows._replace(want=want))
 

@@ -47,6 +47,14 @@ class Request(NamedTuple):
         return max([len(self.tokens), *(model.needs(len(own)) for model, own in self.own.items())])
 
 
+class Reading(NamedTuple):
+    """Requests whose prompts are read chunk by chunk, by their places in the state `fresh`."""
+
+    placed: dict[int, tuple[int, Request]]
+    fresh: Any
+    start: int  # of the next chunk
+
+
 class Result(NamedTuple):
     """What became of a request: tokens up to its end or stop sequence, who wrote each, what it counted."""
 
@@ -64,7 +72,8 @@ class Scheduler:
     dtypes round a product of another shape in another way).
 
     With `steady_width`, for a server: requests take rows one by one as they become free, in the order they
-    came, and the batch keeps that width, which must hold the longest of them.
+    came, and the batch keeps that width, which must hold the longest of them. With a plan's `chunk`, prompts
+    are read so many tokens at a time, and rows that run do a round in between.
     """
 
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
@@ -76,6 +85,7 @@ class Scheduler:
         self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
         self.done: list[tuple[int, Result]] = []
+        self.reading: Reading | None = None
         self.state: Any = None
         self.seen: Any = None  # what run() has fetched of it
         self.width = self.admitted = 0
@@ -83,7 +93,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether run() has something to do."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.reading)
 
     def admit(self, requests: Iterable[Request]) -> list[int]:
         """Queues the requests and returns their ids, in order."""
@@ -97,6 +107,9 @@ class Scheduler:
     def cancel(self, number: int) -> None:
         """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
         self.waiting = [one for one in self.waiting if one[0] != number]
+        if self.reading:
+            placed = {place: one for place, one in self.reading.placed.items() if one[0] != number}
+            self.reading = self.reading._replace(placed=placed) if placed else None
         self._stop([row for row, (own, _) in self.running.items() if own == number])
 
     def finished(self) -> list[tuple[int, Result]]:
@@ -115,13 +128,13 @@ class Scheduler:
 
         Raises ValueError where a model's logits are not numbers.
         """
-        self._place()
+        held = self._place()
         if not self.running:
             return
         stops = any(request.stop for _, request in self.running.values())
         most = NO_LIMIT if rounds is None else np.int32(rounds)
-        most = min(most, np.int32(LOOK_EVERY)) if stops else most
-        enough = self.share if self.waiting else self.batch_size
+        most = min(most, np.int32(1 if held else LOOK_EVERY)) if stops or held else most
+        enough = self.share if self.waiting and not held else self.batch_size
         self._rounds(np.int32(enough), most)
         state = self.state
         self.seen = self.programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room,
@@ -176,34 +189,76 @@ class Scheduler:
         for row in rows:
             del self.running[row]
 
-    def _place(self) -> None:
-        """Gives waiting requests the idle rows, where a share of every device's rows is idle."""
+    def _place(self) -> bool:
+        """Gives waiting requests the idle rows, where a share of every device's rows is idle. Returns whether
+        some are left without one until rows that run have done a round."""
         programs, devices, rows = self.programs, self.programs.devices, self.batch_size
         if self.steady_width and self.state is None:
             self.state, self.width = self._begun({}, rows, self.steady_width), self.steady_width
-        while self.waiting:
-            idle = [[row for row in range(rows) if device * rows + row not in self.running]
-                    for device in range(devices)]
+        while self.waiting or self.reading:
+            if self.reading is not None:
+                running = bool(self.running)
+                self._read_chunk(self.reading)
+                if running:
+                    return bool(self.reading or (self.waiting and max(map(len, self._idle())) >= self.share))
+                continue
+            idle = self._idle()
             anew = not self.running and not self.steady_width
             count = rows if anew else self.share
             if (max if self.steady_width else min)(map(len, idle)) < count:
-                return
+                return False
             places = [device * count + k for k in range(count) for device in range(devices)
                       if k < len(idle[device])]
             placed = {place: self.waiting.pop() for place in places[:len(self.waiting)]}
-            width = self.bucket(max(request.size for _, request in placed.values()))
+            chunked = bool(self.steady_width and programs.plan.chunk)
+            width = self.steady_width if chunked else self.bucket(
+                max(request.size for _, request in placed.values()))
             fresh = self._begun({place: request for place, (_, request) in placed.items()}, count, width)
-            if anew:
+            if chunked:
+                self.reading = Reading(placed, fresh, 0)
+            elif anew:
                 self.state, self.width, self.running = fresh, width, placed
-                continue
-            slots = [row for local in idle for row in [*local, *[rows] * count][:count]]  # `rows`: none
-            self.running |= {place // count * rows + slots[place]: one for place, one in placed.items()}
-            needed = max(self.bucket(request.size) for _, request in self.running.values())
-            like_fresh = not self.steady_width and (
-                width > self.width or (width < self.width and needed <= width))
-            refill = programs.refill(rows, self.width, count, width, like_fresh)
-            self.state = programs.call(refill, self.state, fresh, programs.place(np.array(slots, np.int32)))
-            self.width = width if like_fresh else self.width
+            else:
+                self._refill(placed, fresh, count, width)
+        return False
+
+    def _idle(self) -> list[list[int]]:
+        """Each device's idle rows."""
+        rows = self.batch_size
+        return [[row for row in range(rows) if device * rows + row not in self.running]
+                for device in range(self.programs.devices)]
+
+    def _refill(self, placed: dict[int, tuple[int, Request]], fresh: Any, count: int, width: int) -> None:
+        """Puts the rows `placed` of `fresh`, which has `count` a device, into idle rows."""
+        programs, rows = self.programs, self.batch_size
+        slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
+        for device, local in enumerate(self._idle()):
+            own = [place for place in placed if place // count == device]
+            slots[own] = local[:len(own)]
+        self.running |= {place // count * rows + int(slots[place]): one for place, one in placed.items()}
+        needed = max(self.bucket(request.size) for _, request in self.running.values())
+        like_fresh = not self.steady_width and (
+            width > self.width or (width < self.width and needed <= width))
+        refill = programs.refill(rows, self.width, count, width, like_fresh)
+        self.state = programs.call(refill, self.state, fresh, programs.place(slots))
+        self.width = width if like_fresh else self.width
+
+    def _read_chunk(self, reading: "Reading") -> None:
+        """Reads the prompts on; those that are read to their ends take their rows."""
+        programs, count, size = self.programs, self.share, self.programs.plan.chunk
+        longest = max(len(request.tokens) for _, request in reading.placed.values())
+        # The last chunk that fits: it may read some tokens again.
+        start = min(reading.start, self.width - size)
+        tokens = np.zeros((count * programs.devices, size), np.int32)
+        for place, (_, request) in reading.placed.items():
+            part = request.tokens[start:start + size]
+            tokens[place, :len(part)] = part
+        fresh = programs.call(programs.read(count, self.width), programs.params, reading.fresh,
+                              programs.place(tokens), np.int32(start))
+        self.reading = reading._replace(fresh=fresh, start=start + size)
+        if start + size >= longest - 1:  # the last token is read by the first round
+            self.reading = None
+            self._refill(reading.placed, fresh, count, self.width)
 
     def precompile(self, widths: Sequence[int]) -> None:
         """Compiles every program that requests of these (ascending) widths may need."""
@@ -213,7 +268,9 @@ class Scheduler:
             for plain in (False, True):
                 programs.run(rows, self.steady_width, plain)
             programs.stop(rows, self.steady_width)
-            for width in widths:
+            if programs.plan.chunk:
+                programs.read(self.share, self.steady_width)
+            for width in [self.steady_width] if programs.plan.chunk else widths:
                 programs.refill(rows, self.steady_width, self.share, width, False)
             return
         for width in widths:

@@ -46,12 +46,13 @@ class Settings:
         return any(rule is None or rule.defers for rule in rules)
 
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
-        """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up.
+        """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none
+        for a model by itself.
 
         Raises ValueError where there are values for another number of them.
         """
-        values = _each(getattr(self, field))
-        if len(values) not in (1, levels):
+        values = _each(getattr(self, field)) if levels else ()
+        if levels and len(values) not in (1, levels):
             raise ValueError(f"{field} has {len(values)} values; {levels + 1} models have {levels} "
                              f"verifiers: give one value, or {levels}.")
         return values * levels if len(values) == 1 else values

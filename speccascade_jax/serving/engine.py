@@ -110,9 +110,9 @@ class ServedLane:
         self.scheduler, self.jobs = self._empty(), {}
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
-        """Runs up to `rounds` rounds, one where a job has written nothing yet: what is new."""
+        """Runs up to `rounds` rounds, one where a job has written nothing yet and none waits: what is new."""
         began = time.monotonic()
-        anew = any(not job.written for job in self.jobs.values())
+        anew = any(not job.written for job in self.jobs.values()) and len(self.jobs) <= self.rows
         self.scheduler.run(1 if anew else rounds)
         done = dict(self.scheduler.finished())
         found = []

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.inference.chunks import any_continues
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
@@ -28,12 +29,14 @@ class Prompt(NamedTuple):
 
 
 class ServedModel:
-    """One config under its name. Each of `methods` is compiled; requests choose among them.
+    """One config under its name. Each of `methods` is compiled; requests choose among them. Models that can
+    read `chunk` tokens of a prompt between two rounds.
 
     Raises ValueError for a method or a vocabulary that cannot be served.
     """
 
-    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int):
+    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int,
+                 chunk: int = 128):
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
@@ -47,7 +50,10 @@ class ServedModel:
         every = [self._compiled(method) for method in self.methods]
         self.lanes: dict[Any, ServedLane] = {}
         for key, lane in cascade.lanes(every).items():
-            lane = lane._replace(plan=dataclasses.replace(lane.plan, ragged=lane.plan.sampler.level > 0))
+            chunked = any_continues(lane.plan.sampler, lane.params)
+            lane = lane._replace(plan=dataclasses.replace(
+                lane.plan, ragged=lane.plan.sampler.level > 0,
+                chunk=min(chunk, cascade.max_source_length) if chunked else 0))
             some = next(one for one in every if cascade.lane_of(one) == key)
             self.lanes[key] = ServedLane(name, cascade, lane, some, rows, cascade.max_source_length)
 
@@ -60,7 +66,7 @@ class ServedModel:
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return without_levels(settings)
+        return settings
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""
@@ -80,7 +86,7 @@ class ServedModel:
         if settings.name not in self.methods:
             raise Refused(f"method {settings.name} is not served here; known: {', '.join(self.methods)}.",
                           "method")
-        return without_levels(settings)
+        return settings
 
     def _block_size(self, settings: Settings) -> Any:
         """A request's block size; raises ValueError unless it is at most the server's."""
@@ -128,10 +134,3 @@ class ServedModel:
         """What the scheduler is asked for; number: which of a prompt's answers."""
         methods = self.lane(settings).lane.numbers(settings)
         return Request(prompt.tokens, settings, number, methods, settings.stop, prompt.own)
-
-
-def without_levels(settings: Settings) -> Settings:
-    """The settings of a model by itself without the values that a hierarchy has for each of its verifiers."""
-    if settings.name not in SINGLE_MODEL:
-        return settings
-    return dataclasses.replace(settings, alpha=0.0, block_size=1)

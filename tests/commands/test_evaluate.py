@@ -115,6 +115,26 @@ def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
 
 
 @pytest.mark.full
+def test_a_ray_cluster_writes_the_same_texts(tiny, alone, tmp_path, capsys):
+    """In shards of 20, by two workers; then all is there, and nothing is decoded again."""
+    pytest.importorskip("ray")
+    arguments = flags(tiny, tmp_path / "texts", "--batch-size=4", "--ray=local", "--ray-workers=2",
+                      "--shard-size=20", f"--summary={tmp_path / 'summary.json'}")
+    process = start(arguments, environment(tmp_path) | {"JAX_PLATFORMS": "cpu"})
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert texts(tmp_path / "texts") == alone
+    parts = sorted((tmp_path / "texts").glob("*-shards/part-*.jsonl"))
+    assert len(parts) == 6
+    assert evaluate.main(arguments) == 0
+    first, *_, again, _ = map(json.loads, (tmp_path / "summary.json").read_text().splitlines())
+    assert again == first and first["decode_seconds"] is None
+    for missing, words in ((f"--output={tmp_path / 'texts'}", "--output, which is missing"),
+                           ("", "exclude each other")):
+        flagged = [flag for flag in [*arguments, "--cluster=auto"] if flag != missing]
+        assert evaluate.main(flagged) == 2 and words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.full
 def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_path):
     lines = {}
     for metric in ("bleu", "rouge2"):

@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from schedules import Letters, calls, run
+from schedules import alone as alone_in
 from shapes import TINY_GEMMA, TINY_T5
-from toys import Digits
 
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
@@ -16,19 +17,6 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import model_of
 
 WIDTHS = (8, 24)
-
-
-class Letters(Digits):
-    """A tokenizer of the tiny models' tokens: each is a letter."""
-
-    def __init__(self):
-        self.pad_id, self.eos_id, self.bos_id, self.size = 0, 1, -1, 97
-
-    def decode(self, tokens):
-        return "".join(chr(200 + token) for token in tokens)
-
-    def id_of(self, piece):
-        return None
 
 
 def bucket(length):
@@ -46,38 +34,15 @@ def programs(request):
     return Programs(plan, (small, large), None, Clock())
 
 
+def alone(programs, requests):
+    return alone_in(programs, requests, bucket)
+
+
 @pytest.fixture
 def requests():
     draw = np.random.default_rng(1)
     rows = [draw.integers(3, 60, size).tolist() for size in draw.integers(1, WIDTHS[-1] + 1, 24)]
     return [Request(row, Settings(temperature=0.8, alpha=0.3), number) for number, row in enumerate(rows)]
-
-
-def run(scheduler, requests, rounds=None):
-    """The result of each request, by its place in the list."""
-    ids, found = scheduler.admit(requests), {}
-    while scheduler.busy:
-        scheduler.run(rounds)
-        for number, result in scheduler.finished():
-            assert number not in found
-            found[number] = result
-    return [found[number] for number in ids]
-
-
-def alone(programs, requests):
-    return [run(Scheduler(programs, 1, Letters(), bucket), [request])[0] for request in requests]
-
-
-def calls(programs, monkeypatch):
-    """The names of the programs that run, as they do."""
-    named, real = [], programs.call
-
-    def call(program, *rest):
-        named.append(next(key[0] for key, own in programs.compiled.items() if own is program))
-        return real(program, *rest)
-
-    monkeypatch.setattr(programs, "call", call)
-    return named
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.full), 2])

@@ -64,8 +64,7 @@ def test_one_model_and_three_are_served(count, method, fields):
         refused = ask(url, {"prompt": "201", "block_size": 1})
     texts = ["201"] * 20
     for found, own in ((answer, method), (alone, "verifier")):
-        chosen = fields if own == method else {}
-        settings = Settings(method=own, temperature=1.0, seed=3, **chosen)
+        settings = Settings(method=own, temperature=1.0, seed=3, **fields)
         wanted = [one.text for one in model.cascade.generate(texts, settings)]
         assert [choice["text"] for choice in found["choices"]] == wanted
     methods, alphas = ([*method], [*fields["alpha"]]) if count > 1 else ([], [])

@@ -1,0 +1,111 @@
+"""Prompts read chunk by chunk: the same tokens, and rows that run wait for one chunk at a time."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from schedules import Letters, alone, calls
+from shapes import TINY_GEMMA, TINY_T5
+
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.inference.chunks import any_continues
+from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.inference.scheduler import Request, Scheduler
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.models import model_of
+from speccascade_jax.models.exits import ExitsConfig
+from speccascade_jax.models.vocabulary import Resized
+
+WIDTH = 40
+GEMMA = dataclasses.replace(TINY_GEMMA, num_layers=2)
+
+
+def pair():
+    """A drafter with fewer logits than the verifier, whose windows are shorter than the prompts."""
+    model = model_of(GEMMA)
+    large = model.init(0)
+    small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
+    return Speculative(Autoregressive(Resized(model, 97, 90)), model, METHODS["token_v3"], 3), (small, large)
+
+
+def exits():
+    """Two exits of one network as a hierarchy, whose lower rule leaves no law where a draft has ended."""
+    model = model_of(ExitsConfig(dataclasses.replace(TINY_GEMMA, num_layers=3), (1, 2)))
+    first, second, full = model.members
+    lower = Speculative(Autoregressive(first), second, METHODS["opt"], 2)
+    return Speculative(lower, full, METHODS["token_v3"], 3), model.init(0)
+
+
+def one():
+    model = model_of(GEMMA)
+    return Autoregressive(model), model.init(0)
+
+
+def bucket(length):
+    return WIDTH
+
+
+def plan_of(sampler, **fields):
+    return Plan(sampler, max_new_tokens=12, eos_id=1, vocab_size=97, history=8, **fields)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    draw = np.random.default_rng(1)
+    sizes = [*draw.integers(1, WIDTH + 1, 10), WIDTH, 1, 2, WIDTH - 1]
+    return [Request(draw.integers(3, 90, size).tolist(), Settings(temperature=0.8, alpha=0.3), number)
+            for number, size in enumerate(sizes)]
+
+
+@pytest.mark.full(quick=["one-7"])
+@pytest.mark.parametrize("make,chunk", [(one, 7), (pair, 1), (pair, 30), (exits, 7)],
+                         ids=["one-7", "pair-1", "pair-30", "exits-7"])
+def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, asked, monkeypatch):
+    sampler, params = make()
+    levels = sampler.level
+    asked = [request._replace(settings=dataclasses.replace(request.settings, alpha=(0.3,) * max(levels, 1)))
+             for request in asked]
+    whole = alone(Programs(plan_of(sampler), params, None, Clock()), asked, bucket)
+    programs = Programs(plan_of(sampler, chunk=chunk), params, None, Clock())
+    scheduler, found, waiting, ids = Scheduler(programs, 3, Letters(), bucket, WIDTH), {}, [*asked], []
+    scheduler.precompile([WIDTH])
+    before, called = programs.clock.compilations, calls(programs, monkeypatch)
+    while waiting or scheduler.busy:
+        arrived, waiting = waiting[:2], waiting[2:]
+        ids += scheduler.admit(arrived)
+        dropped = scheduler.admit(arrived[-1:])  # wait, are read or run when they are given up
+        running = bool(scheduler.running)
+        begun, was = len(called), {number for number, _ in scheduler.running.values()}
+        scheduler.run(rounds=4)
+        # Rows that run stand still for one chunk at most, and each of these for one round.
+        assert not running or called[begun:].count("read") <= 1
+        assert was <= {number for number, _ in scheduler.running.values()} | {n for n, _ in scheduler.done}
+        for number in dropped:
+            scheduler.cancel(number)
+        found |= dict(scheduler.finished())
+    assert [found[number] for number in ids] == whole
+    assert programs.clock.compilations == before
+    assert called.count("read") >= sum(-(-max(len(one.tokens) - 1, 1) // chunk) for one in asked)
+
+
+def test_running_rows_do_a_round_after_every_chunk(asked):
+    """A row that runs writes on, a round a chunk, while a long prompt is read; so it does while short ones
+    wait for their turns next to idle rows."""
+    sampler, params = one()
+    programs = Programs(plan_of(sampler, chunk=4), params, None, Clock())
+    scheduler = Scheduler(programs, 4, Letters(), bucket, WIDTH)
+    first, *rest = scheduler.admit([asked[-3], asked[10], asked[-2], asked[-3]])
+    for chunks in range(1, 11):  # of the 40 tokens
+        scheduler.run(rounds=8)
+        assert len(scheduler.partial(first).tokens) == chunks
+        assert (scheduler.partial(rest[0]) is not None) == (chunks == 10)
+    assert scheduler.partial(rest[1]) is None  # not in the same pause
+    scheduler.run(rounds=8)
+    assert len(scheduler.partial(rest[0]).tokens) == 2 and len(scheduler.partial(rest[1]).tokens) == 1
+
+
+def test_an_encoder_reads_its_source_as_a_whole():
+    model = model_of(dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1))
+    assert not any_continues(Autoregressive(model), model.init(0))
