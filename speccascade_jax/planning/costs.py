@@ -50,30 +50,48 @@ class Written:
 def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *, source_length: int,
                  repetitions: int = 9, track: Track = lambda work, name: work) -> Float[np.ndarray, "M N"]:
     """Seconds of a call of each model that reads n = 1 .. max(widths) tokens, with all that a round does
-    besides; column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other.
+    besides; column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other. What a
+    round of a model and the one before it takes beyond its calls counts as the larger one's.
     """
-    found = []
-    for model, params in track(list(zip(cascade.models, cascade.params, strict=True)), "timing calls"):
-        parts = {str(width): _part(cascade, model, params, width, settings, source_length)
-                 for width in widths}
-        timings = time_parts(parts, repetitions)
+    found: list[Float[np.ndarray, " N"]] = []
+    every, width = np.arange(max(widths) + 1), min(5, max(widths))
+    for number in track(range(len(cascade.models)), "timing calls"):
+        model, params = cascade.models[number], cascade.params[number]
+        samplers = {str(width): (_sampler(model, width), _params(model, params, width)) for width in widths}
+        if number and width > 1:
+            pair = dataclasses.replace(cascade, models=cascade.models[number - 1:number + 1],
+                                       params=cascade.params[number - 1:number + 1])
+            samplers["round"] = pair.sampler(dataclasses.replace(
+                settings, method="speculative", alpha=0.0, block_size=width - 1))
+        timings = time_parts({name: _part(cascade, *sampler, settings, source_length)
+                              for name, sampler in samplers.items()}, repetitions)
         # A difference of two times may be negative on a busy machine.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
-        every = np.arange(max(widths) + 1)
-        found.append(np.where(every > 0, np.interp(every, widths, known), 0))
+        own = np.where(every > 0, np.interp(every, widths, known), 0)
+        if "round" in timings:
+            beyond = timings["round"].median - own[width] - (width - 1) * found[-1][1]
+            own[2:] += max(beyond, 0)
+        found.append(own)
     return np.array(found)
 
 
-def _part(cascade: Cascade, model: LanguageModel, params: Any, width: int, settings: Settings,
-          source_length: int) -> Part:
-    sampler: Sampler = Autoregressive(model)
-    if width > 1:
-        given: LanguageModel = Given(model.vocab_size)
-        sampler = Speculative(Written(given, width), model, METHODS["speculative"], width - 1)
-        params = jnp.full(model.vocab_size, 1 / model.vocab_size), params
+def _sampler(model: LanguageModel, width: int) -> Sampler:
+    """Whose rounds call `model` once, to read `width` tokens."""
+    if width == 1:
+        return Autoregressive(model)
+    return Speculative(Written(Given(model.vocab_size), width), model, METHODS["speculative"], width - 1)
+
+
+def _params(model: LanguageModel, params: Any, width: int) -> Any:
+    return params if width == 1 else (jnp.full(model.vocab_size, 1 / model.vocab_size), params)
+
+
+def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, source_length: int) -> Part:
     inputs, lengths = np.full((1, source_length), 2, np.int32), np.full(1, source_length, np.int32)
-    if isinstance(model, Translated):
-        inputs = inputs_of(sampler.models, inputs, [{model: [2] * model.reads(source_length)}])
+    translated = [model for model in jax.tree.leaves(sampler.models) if isinstance(model, Translated)]
+    if translated:
+        inputs = inputs_of(sampler.models, inputs, [{model: [2] * model.reads(source_length)
+                                                     for model in translated}])
     asked = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
                           options_of(settings), np.zeros(sampler.level), None, None,
                           cascade.max_new_tokens)

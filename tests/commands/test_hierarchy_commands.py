@@ -12,6 +12,9 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.planning import costs
+from speccascade_jax.planning.timing import Given, Timing
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,17 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
         "small": (calls + 0.007, outputs), "large": (np.full(2, 0.070 + 0.005), alone)})
     found = plan.text_seconds(None, ("small", "large"), seconds, Settings(), ["a", "b"], None)
     np.testing.assert_allclose(found, [0.002, 0.005])
+
+
+def test_what_a_round_takes_beyond_its_calls(t5_pair, monkeypatch):
+    """Rounds of 4 drafts: 9 ms beyond the calls of a model of 5 ms and of one of 28 for 5 tokens."""
+    seconds = iter([{"1": 0.005, "5": 0.006}, {"1": 0.020, "5": 0.028, "round": 4 * 0.005 + 0.028 + 0.009}])
+    monkeypatch.setattr(costs, "_part", lambda *arguments: None)
+    monkeypatch.setattr(costs, "time_parts", lambda parts, repetitions: {
+        name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts})
+    cascade = Cascade((Given(9), Given(9)), (None, None), Tokenizer(t5_pair / "verifier" / "spiece.model"))
+    found = costs.call_seconds(cascade, (1, 5), Settings(method="opt"), source_length=8)
+    np.testing.assert_allclose(1e3 * found, [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 31, 33, 35, 37]])
 
 
 def test_plan(run, tmp_path, capsys):
