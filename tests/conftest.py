@@ -58,9 +58,10 @@ def rows(full) -> int:
 
 
 @pytest.fixture(autouse=True)
-def compile_well(request, full):
+def compile_well(request):
     """Programs that run for long are worth it."""
-    jax.config.update("jax_disable_most_optimizations", not (full and "rows" in request.fixturenames))
+    long = request.config.getoption("--full") and "rows" in request.fixturenames
+    jax.config.update("jax_disable_most_optimizations", not long)
 
 
 @pytest.fixture(autouse=True, scope="session")

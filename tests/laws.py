@@ -181,9 +181,9 @@ ASKED = [{"method": "speculative", "temperature": 1.0}, {"method": "opt", "alpha
          {"method": "bild_star", "alpha": 1.5, "temperature": 1.5, "top_p": 0.9}]
 
 
-def test_unlike_rows_follow_each_its_own_law(full):
+def test_unlike_rows_follow_each_its_own_law(full, rows):
     """One batch, one compiled program: methods, leniences, limits and options of all kinds together."""
-    rows, calls = 200_000, len(ASKED) if full else 2  # in all as many texts of each kind, or fewer
+    calls = len(ASKED) if full else 2  # with all of them, so many rows of each kind
     kind = np.random.default_rng(0).integers(0, len(ASKED), rows)
     column = {name: np.array([asked.get(name, off) for asked in ASKED])[kind] for name, off in (
         ("alpha", 0.0), ("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("limit", STEPS))}

@@ -120,6 +120,7 @@ def test_what_a_round_takes_beyond_its_calls(t5_pair, monkeypatch):
     np.testing.assert_allclose(1e3 * found, [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 31, 33, 35, 37]])
 
 
+@pytest.mark.full
 def test_plan(run, tmp_path, capsys):
     out = tmp_path / "planned.py"
     flags = [f"--config={run}", "--limit", "3", "--max-block", "2", "--repetitions", "1"]

@@ -45,7 +45,8 @@ def requests():
     return [Request(row, Settings(temperature=0.8, alpha=0.3), number) for number, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("batch_size", [8, 2])
 def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, monkeypatch):
     expected = alone(programs, requests)
     scheduler = Scheduler(programs, batch_size, Letters(), bucket)
@@ -56,6 +57,7 @@ def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, mo
     assert called.count("refill") > 5
 
 
+@pytest.mark.full
 def test_a_row_may_be_asked_for_more_than_the_batch_was_begun_with(programs, requests):
     """Wide inputs come after narrow ones: the batch becomes wider."""
     ordered = sorted(requests, key=lambda request: len(request.tokens))

@@ -176,6 +176,7 @@ def test_vocabularies_that_do_not_go_together():
         dataclasses.replace(load("demo"), vocabulary="both").check()
 
 
+@pytest.mark.full
 def test_bytes_are_asked_after_once_for_each_beginning_of_a_token(tmp_path):
     """The trie of the target's tokens, node by node; every node's next tokens lead to the longest match."""
     target = Tokenizer(DEMO / "verifier" / "spiece.model")

@@ -60,7 +60,7 @@ def test_exports_for_tpu_cuda_and_cpu(asked):
     assert "callback" not in exported.mlir_module()
 
 
-@pytest.mark.full(quick=["wmt_small_large", "gemma2_2b_9b"])
+@pytest.mark.full(quick=["wmt_small_large"])
 def test_one_decoding_loop_and_no_callback(asked):
     arguments, static = asked
     prompts = {"T5Model": 0, "GemmaModel": 2, "Member": 1}[type(arguments[0].verifier).__name__]
