@@ -19,7 +19,7 @@ WRONG = {  # a body -> its status, and a word of the sentence
     b'{"prompt": "1", "seed": ' + b"9" * 5000 + b"}": (400, "not JSON"),
     b'{"prompt": "1", "seed": 9223372036854775808}': (400, "seed"),
     b'{"prompt": "\\ud800"}': (400, "half a character"), b'{"prompt": 3}': (400, "a text or a list"),
-    b'{"prompt": ["1", 2]}': (400, "prompt[1]"), b'{"prompt": []}': (400, "0 items"),
+    b'{"prompt": "1\x001"}': (400, "not JSON"), b'{"prompt": ["1", 2]}': (400, "prompt[1]"), b'{"prompt": []}': (400, "0 items"),
     b'{"prompt": null}': (400, "prompt is missing"), b"{}": (400, "prompt is missing"),
     b'{"prompt": "1", "n": true}': (400, "n is true"), b'{"prompt": "1", "n": 0}': (400, "n is 0"),
     b'{"prompt": "1", "n": 128}': (400, "at most"), b'{"prompt": "1", "n": 1.5}': (400, "whole number"),
@@ -79,6 +79,14 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
         assert found == status and answer["error"]["message"]
     assert ask(url, b'{"prompt": "1"}', **{"Content-Type": "text/plain"})[0] == 415
     assert sound(url) == before != [] and gauges(url) == [0, 0]
+
+
+def test_nul_characters_are_characters(impatient):
+    """In a prompt they are no piece, and read as such; in a stop text they are looked for like any other."""
+    url, _ = impatient
+    plain = ask(url, {"prompt": "201", "seed": 7})[1]["choices"]
+    assert ask(url, {"prompt": "201", "seed": 7, "stop": "\0"})[1]["choices"] == plain
+    assert ask(url, {"prompt": "20\x001", "seed": 7})[0] == 200 and sound(url)
 
 
 def test_metrics_count_what_usage_says(impatient):

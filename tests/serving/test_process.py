@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from served_toys import ask, gauges, raw
 
-from speccascade_jax.commands import serve
+from speccascade_jax.commands import load, serve
 from speccascade_jax.inference.settings import Settings
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
@@ -136,6 +136,22 @@ def test_clients_that_leave_a_process_leave_no_row_behind(server):
         assert time.monotonic() - began < 30
         time.sleep(0.1)
     assert ask(server.url, {"prompt": "the cat"})[0] == 200
+
+
+@pytest.mark.full
+def test_load_measures_a_server_against_decode(served_config, tmp_path):
+    out = tmp_path / "load.json"
+    assert load.main([f"--config={served_config}", "--requests=6", "--rows=2", "--clients=3",
+                 "--minutes=0.02", f"--output={out}"]) == 0
+    found = json.loads(out.read_text())
+    for name in ("saturated", "one_at_a_time"):
+        assert (found[name]["accepted"], found[name]["lost"]) == (3 * 6, 0)
+        assert found[name]["tokens_per_second"] > 0
+    assert found["saturated"]["least"] <= found["saturated"]["ours_to_decode.py"] <= found["saturated"]["most"]
+    for name in ("half_load", "load_120"):
+        assert found[name]["lost"] == 0 and found[name]["requests"] == (
+            found[name]["accepted"] + found[name]["refused_429"])
+    assert found["load_120"]["megabytes"]
 
 
 @pytest.mark.full
