@@ -10,4 +10,4 @@ config = dataclasses.replace(
     load("demo_drafter"), name="demo_middle", output_dir="runs/demo_middle", export_dir=str(DEMO / "middle"),
     model=T5Config(vocab_size=2048, d_model=256, d_kv=64, num_heads=4, d_ff=512,
                    num_encoder_layers=2, num_decoder_layers=3, dropout_rate=0.0),
-    steps=2000, validation_examples=0)
+    steps=1500, validation_examples=0)

@@ -49,7 +49,7 @@ class Arguments:
     methods: tuple[str, ...] = METHODS
     """What requests may choose from; each is compiled, and costs a little in every round."""
     rounds: int = 2
-    """Tokens go out every so many rounds."""
+    """Tokens go out every so many rounds, every twice as many while requests wait."""
     chunk: int = 128
     """Tokens of a prompt read between two rounds, by decoder-only models."""
     timeout: float = 120.0
