@@ -77,6 +77,8 @@ def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
         for model in ("drafter", "verifier"):
             for file in ("config.json", "model.safetensors", "spiece.model"):
                 assert f"speccascade_jax/demo/{pair}{model}/{file}" in found
+    shipped = {path.relative_to(package.parent) for path in (package / "demo").rglob("*") if path.is_file()}
+    assert {str(path) for path in shipped} <= found
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in found)
 
 
