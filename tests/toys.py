@@ -89,6 +89,11 @@ def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
     token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
              "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
              "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
+    if method == "mixture":
+        return alpha * qs + (1 - alpha) * ps
+    if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
+        threshold = min(1 - alpha, np.sqrt(1 - alpha) * np.exp(-entropy(ps)))
+        return sum(qs[v] * (np.eye(size)[v] if ps[v] > threshold else ps) for v in range(size))
     if method in position:
         return ps if position[method] else qs
     if method in token:

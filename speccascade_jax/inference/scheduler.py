@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from speccascade_jax.baselines.sequence import Trace
+from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.core.loop import Requests
-from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.core.metrics import Counters
 from speccascade_jax.core.samplers import Origin
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.programs import Plan, Programs, row_keys
