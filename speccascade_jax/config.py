@@ -161,12 +161,12 @@ class DecodeConfig(Settings):
         for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
-        for alpha, block_size in zip(self.of_levels("alpha", levels), self.of_levels("block_size", levels),
-                                     strict=True):
+        for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
             if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
                 raise ValueError("alpha is nan; give a number.")
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
-                raise ValueError(f"block_size is {block_size}; a text has at most max_new_tokens, "
+                field = "max_block_size" if self.adaptive else "block_size"
+                raise ValueError(f"{field} is {block_size}; a text has at most max_new_tokens, "
                                  f"{self.max_new_tokens}: lower it.")
         if self.vocabulary not in get_args(Vocabulary):
             raise ValueError(f"vocabulary is {self.vocabulary!r}; known: {', '.join(get_args(Vocabulary))}.")
@@ -248,12 +248,20 @@ def _wrong_fields(config: Any) -> Iterator[str]:
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if not _fits(value, kind):
-            wanted = f"its type is {kind.__name__ if isinstance(kind, type) else kind}"
+            wanted = f"its type is {_named(kind)}"
             if get_origin(kind) is Literal:
                 wanted = f"known: {', '.join(get_args(kind))}"
             yield f"{name} is {reprlib.repr(value)}; {wanted}"
         elif dataclasses.is_dataclass(value):
             yield from _wrong_fields(value)
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(_named, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " | ".join(map(repr, get_args(kind)))
+    return str(kind) if get_origin(kind) else getattr(kind, "__name__", str(kind)).replace("NoneType", "None")
 
 
 def _fits(value: Any, kind: Any) -> bool:

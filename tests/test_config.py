@@ -134,6 +134,7 @@ def test_every_config_that_comes_with_the_package_is_right():
 
 OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens", 2**31),
                 ("max_new_tokens", 1_000_000),
+                ("block_size", "sometimes"), ("max_block_size", 0), ("stop_below", 1.5),
                 ("block_size", 2**70), ("block_size", 1_000_000), ("tensor_parallel", 0),
                 ("alpha", float("nan")),
                 ("temperature", float("nan")), ("temperature", float("inf")), ("seed", 2**63),

@@ -290,7 +290,7 @@ class Scheduler:
         rows = [placed.get(row, empty) for row in range(count * programs.devices)]
         want = None
         if plan.ragged:
-            sizes = [one.settings.of_levels("block_size", plan.sampler.level)[-1] for one in rows]
+            sizes = [one.settings.block_sizes(plan.sampler.level)[-1] for one in rows]
             want = np.array(sizes, np.int32) + 1
         asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
         return programs.call(programs.begin(count, width), programs.params, asked, want)

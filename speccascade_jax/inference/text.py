@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.adaptive import Adaptive
 from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
@@ -38,6 +39,7 @@ from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
+LEAST_TOP_K = 64  # all smaller top-k share a program
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -163,12 +165,16 @@ class Cascade:
             sampler: Sampler = BASELINES[name].sampler(self.drafter, self.verifier)
             return sampler, self.params[0] if name in CONFIDENCES else self.params
         found = methods or tuple((rule,) for rule in settings.rules(self.levels))
-        sizes = settings.of_levels("block_size", self.levels)
+        sizes = settings.block_sizes(self.levels)
         if self.text_drafter is not None:
             given = Proposed(self.verifier.vocab_size, sizes[0], self.text_drafter.translated.start_id)
             several = found[0] if len(found[0]) > 1 else found[0][0]
             return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
+        if settings.adaptive:
+            rules = found[0] if len(found[0]) > 1 else found[0][0]
+            sampler = Adaptive(sampler, self.verifier, rules, sizes[0], stop_below=settings.stop_below)
+            return sampler, params if sampler.shares else (params, self.params[-1])
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
             sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
                                   settings.hand_over)
@@ -206,7 +212,7 @@ class Cascade:
 
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
-        and its index (counted from `first_index`), never on its batch. Blank texts give empty outputs. Each
+        and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
         device decodes `batch_size` rows, fewer where there are not so many texts.
         Raises ValueError before anything is decoded for settings out of their range.
         """
@@ -367,7 +373,7 @@ class Cascade:
             sampler, params = self.sampler(group[0], methods)
             most = max((s.top_k or 0 for s in group), default=0)
             plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
-                        max_top_k=1 << (most - 1).bit_length() if most else None,
+                        max_top_k=max(1 << (most - 1).bit_length(), LEAST_TOP_K) if most else None,
                         top_p=any(s.top_p is not None for s in group),
                         min_p=any(s.min_p is not None for s in group),
                         history=LOOK_EVERY if any(s.stop for s in group) else 0)
@@ -378,7 +384,8 @@ class Cascade:
         """Equal for settings whose requests can share a program."""
         if self.levels == 0 or settings.name in BASELINES or settings.name in SINGLE_MODEL:
             return settings.name
-        return settings.of_levels("block_size", self.levels), settings.hand_over
+        stops = settings.stop_below if settings.adaptive else None
+        return settings.block_sizes(self.levels), stops, settings.hand_over
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""

@@ -91,6 +91,13 @@ class ServedModel:
     def _block_size(self, settings: Settings) -> Any:
         """A request's block size; raises ValueError unless it is at most the server's."""
         most, own = self.defaults.block_size, settings.block_size
+        if self.defaults.adaptive or settings.adaptive:
+            if own != most:
+                raise ValueError(f"block_size is {own}; this server's is {most}: leave it out.")
+            if settings.max_block_size > self.defaults.max_block_size:
+                raise ValueError(f"max_block_size is {settings.max_block_size}; this server drafts at most "
+                                 f"{self.defaults.max_block_size}.")
+            return own
         if own == most or not isinstance(own, int) or not isinstance(most, int) or self.cascade.levels > 1:
             if own != most:
                 raise ValueError(f"block_size is {own}; this model is a hierarchy, and its block sizes are "
@@ -102,8 +109,9 @@ class ServedModel:
 
     def lane(self, settings: Settings) -> ServedLane:
         """Where such a request is decoded."""
-        return self.lanes[self.cascade.lane_of(dataclasses.replace(settings,
-                                                                   block_size=self.defaults.block_size))]
+        own = self.defaults
+        return self.lanes[self.cascade.lane_of(dataclasses.replace(
+            settings, block_size=own.block_size, max_block_size=own.max_block_size))]
 
     def prompts(self, asked: Asked) -> list[Prompt]:
         """What is asked for, read. Raises Refused."""

@@ -25,7 +25,7 @@ def p_value(family, kind=Adaptive, *, rows, seed=0, **options):
     result, which = decoded(adaptive(family, kind), tuple(TABLES[:2]), rows, SamplingOptions(**options),
                             [FAMILIES[family]], seed)
     counts = result.counts[1]
-    if kind is Adaptive:  # blocks of every length
+    if kind is Adaptive and options == {"temperature": 1.0}:  # blocks of every length
         assert (np.asarray(counts.drafted) < MOST * np.asarray(counts.rounds)).any()
         assert (np.asarray(counts.drafted) > np.asarray(counts.rounds)).any()
     return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
@@ -34,10 +34,9 @@ def p_value(family, kind=Adaptive, *, rows, seed=0, **options):
 
 
 @pytest.mark.parametrize("family,transform", quick(
-    *((f, t) for f in FAMILIES for t in TRANSFORMS), among=[("opt", "plain")]))
-def test_adaptive_blocks_follow_the_law(family, transform, rows, full):
-    for temperature in (0.7, 1.0) if full else (1.0,):
-        assert p_value(family, rows=rows, temperature=temperature, **TRANSFORMS[transform]) > FAIL_BELOW
+    ("speculative", "plain"), ("opt", "plain"), ("token_v3", "min_p"), among=[("opt", "plain")]))
+def test_adaptive_blocks_follow_the_law(family, transform, rows):
+    assert p_value(family, rows=rows, **TRANSFORMS[transform]) > FAIL_BELOW
 
 
 class DropsUnlikely(Adaptive):
@@ -57,10 +56,10 @@ class NoBonusLaw(Adaptive):
 
 
 @pytest.mark.parametrize("bug,family", quick(
-    *((DropsUnlikely, f) for f in FAMILIES), (NoBonusLaw, "opt"), (NoBonusLaw, "token_v3"),
+    (DropsUnlikely, "speculative"), (DropsUnlikely, "opt"), (NoBonusLaw, "token_v3"),
     among=[(DropsUnlikely, "speculative")]))
 def test_what_must_not_be_is_seen(bug, family):
-    assert p_value(family, bug, rows=200_000) < FAIL_BELOW
+    assert p_value(family, bug, rows=40_000) < FAIL_BELOW
 
 
 def written(sampler, rows, eos_id=NO_TOKEN, temperature=1.0, steps=24, family="opt"):
@@ -80,6 +79,7 @@ def test_a_row_depends_on_no_other():
     assert len(np.unique(np.asarray(together.counts[1].drafted))) > 5
 
 
+@pytest.mark.full(quick=["token_v3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_extremes_are_blocks_of_a_fixed_length(family):
     """Never stopping is Speculative, token for token, pass for pass; always stopping drafts nothing."""
@@ -92,6 +92,7 @@ def test_extremes_are_blocks_of_a_fixed_length(family):
     assert (none.counts[1].drafted == 0).all() and (none.counts[1].rounds == none.length).all()
 
 
+@pytest.mark.full
 def test_a_row_learns_what_its_drafter_is_worth():
     """A drafter that is its own verifier is always right, whatever it says of itself: blocks grow."""
     def drafted(steps, params):
