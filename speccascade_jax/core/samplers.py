@@ -30,7 +30,7 @@ from speccascade_jax.core.typing import (
     roll_back,
     top,
 )
-from speccascade_jax.core.verification import Draft, Verdict, verify
+from speccascade_jax.core.verification import Draft, Verdict, deferred_drafts, verify
 
 Array = jax.Array
 Counts = Any
@@ -388,14 +388,3 @@ def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) ->
     """`size`, or less: up to and with the first eos_id."""
     is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
     return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)
-
-
-def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:
-    """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
-    tokens = draft.tokens
-    if delta is None:
-        return jnp.zeros(tokens.shape[0], jnp.int32)
-    delta = jnp.broadcast_to(delta, (*tokens.shape[:1], tokens.shape[1] + 1, delta.shape[-1]))[:, :-1]
-    if delta.shape[-1] > 1:
-        delta = jnp.take_along_axis(delta, tokens[..., None], axis=-1)
-    return jnp.sum(delta[..., 0] & draft.inside, axis=1, dtype=jnp.int32)

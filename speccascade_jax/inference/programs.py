@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -237,6 +237,12 @@ def refill(sampler: Sampler, state: loop.State, fresh: loop.State, slots: Int[ja
 def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
     """`state` with the rows where `stopped` [B] finished."""
     return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
+
+
+def largest_top_k(asked: Iterable[int | None]) -> int | None:
+    """A plan's max_top_k for rows that ask for these: a power of two, and all up to 64 share a program."""
+    most = max((top_k or 0 for top_k in asked), default=0)
+    return max(1 << (most - 1).bit_length(), 64) if most else None
 
 
 def shardings(shapes: Any) -> Any:

@@ -67,6 +67,11 @@ class Settings:
     def adaptive(self) -> bool:
         return self.block_size == ADAPTIVE
 
+    @property
+    def stops(self) -> float | None:
+        """stop_below, of adaptive blocks."""
+        return self.stop_below if self.adaptive else None
+
     def block_sizes(self, levels: int) -> tuple[int, ...]:
         """The most tokens that are drafted for each of `levels` verifiers."""
         return dataclasses.replace(self, block_size=self.max_block_size).of_levels(

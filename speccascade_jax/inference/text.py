@@ -27,7 +27,7 @@ from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
-from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
+from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, largest_top_k
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
@@ -39,7 +39,6 @@ from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
-LEAST_TOP_K = 64  # all smaller top-k share a program
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -171,14 +170,11 @@ class Cascade:
             several = found[0] if len(found[0]) > 1 else found[0][0]
             return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
-        if settings.adaptive:
-            rules = found[0] if len(found[0]) > 1 else found[0][0]
-            sampler = Adaptive(sampler, self.verifier, rules, sizes[0], stop_below=settings.stop_below)
-            return sampler, params if sampler.shares else (params, self.params[-1])
+        kind = partial(Adaptive, stop_below=settings.stop_below) if settings.adaptive else Speculative
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
-            sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
-                                  settings.hand_over)
-            params = params if sampler.shares else (params, own)
+            sampler = above = kind(sampler, model, several if len(several) > 1 else several[0], size,
+                                   settings.hand_over)
+            params = params if above.shares else (params, own)
         return sampler, params
 
     def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
@@ -371,9 +367,8 @@ class Cascade:
                 rules = [settings.rules(self.levels) for settings in group]
                 methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
             sampler, params = self.sampler(group[0], methods)
-            most = max((s.top_k or 0 for s in group), default=0)
             plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
-                        max_top_k=max(1 << (most - 1).bit_length(), LEAST_TOP_K) if most else None,
+                        max_top_k=largest_top_k(s.top_k for s in group),
                         top_p=any(s.top_p is not None for s in group),
                         min_p=any(s.min_p is not None for s in group),
                         history=LOOK_EVERY if any(s.stop for s in group) else 0)
@@ -384,8 +379,7 @@ class Cascade:
         """Equal for settings whose requests can share a program."""
         if self.levels == 0 or settings.name in BASELINES or settings.name in SINGLE_MODEL:
             return settings.name
-        stops = settings.stop_below if settings.adaptive else None
-        return settings.block_sizes(self.levels), stops, settings.hand_over
+        return settings.block_sizes(self.levels), settings.stops, settings.hand_over
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""

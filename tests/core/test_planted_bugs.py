@@ -171,7 +171,8 @@ def test_law_test_catches(bug, family, monkeypatch):
     (own_is_sampled_pi, ("speculative", "chow"), (0.0, 0.3), 0.7),
     (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5), (weights_exchanged, ("mixture",), (0.4,), 1.0),
     (typical_tokens_of_p, ("typical",), (0.5,), 1.0)], ids=lambda x: getattr(x, "__name__", None))
-def test_law_test_catches_what_only_one_method_or_temperature_shows(bug, methods, alphas, temperature, monkeypatch):
+def test_law_test_catches_what_only_one_method_or_temperature_shows(bug, methods, alphas, temperature,
+                                                                    monkeypatch):
     sizes = [2] * len(methods)
     assert p_value(methods, alphas, sizes, rows=200_000, temperature=temperature) > FAIL_BELOW
     jax.clear_caches()
