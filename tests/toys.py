@@ -79,12 +79,14 @@ def entropy(x):
 
 
 def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
-    """Each method's target distribution, a token at a time, in float64."""
+    """Each method's target distribution, a token at a time, in float64; or that of a function of these."""
+    if callable(method):
+        return method(q, p, qs, ps, alpha)
     size, tv = len(q), np.maximum(ps - qs, 0).sum()
     cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
     position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
                 "diff": q.max() < p.max() - alpha, "diff_log": entropy(q) > entropy(p) + alpha,
-                "opt": q.max() < p.max() - alpha * tv,
+                "router": q.max() < p.max() - alpha * tv, "opt": q.max() < p.max() - alpha * tv,
                 "opt_log": entropy(q) > entropy(p) + alpha * tv, "bild_star": cross > alpha}
     token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
              "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),

@@ -22,7 +22,8 @@ Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
 class Method:
     """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
 
-    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people.
+    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people,
+    and so is the `name` of one that METHODS does not hold.
     """
 
     target: Target
@@ -31,6 +32,7 @@ class Method:
     summary: str
     defers: bool = True
     lossless: bool = False
+    name: str = ""
 
 
 def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
@@ -54,6 +56,7 @@ METHODS: dict[str, Method] = {
     "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
     "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
     "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)"),
     "typical": Method(_cascade(rules.typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
     "mixture": Method(rules.mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
     "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),

@@ -19,6 +19,7 @@ import numpy as np
 from speccascade_jax.baselines.sequence import Trace
 from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.core.loop import Requests
+from speccascade_jax.core.methods import Method
 from speccascade_jax.core.metrics import Counters
 from speccascade_jax.core.samplers import Origin
 from speccascade_jax.core.typing import SamplingOptions
@@ -63,6 +64,19 @@ class Result(NamedTuple):
     origin: list[str]
     level: list[int]
     counts: dict[str, Any]
+
+
+class Lane(NamedTuple):
+    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
+
+    plan: Plan
+    params: Any
+    methods: tuple[tuple[Method, ...], ...]
+
+    def numbers(self, settings: Settings) -> tuple[int, ...]:
+        """Which of its methods these settings name at each level."""
+        rules = settings.rules(len(self.methods)) if self.methods else ()
+        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
 
 class Scheduler:

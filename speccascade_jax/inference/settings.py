@@ -146,4 +146,4 @@ def _each(value: Any) -> tuple[Any, ...]:
 def _name(method: str | Method) -> str:
     if isinstance(method, str):
         return method
-    return next((name for name, known in METHODS.items() if known is method), "custom")
+    return method.name or next((name for name, known in METHODS.items() if known is method), "custom")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
+from speccascade_jax.inference import router
 from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, largest_top_k
-from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
+from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
@@ -74,6 +75,7 @@ class Cascade:
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
+    router: Method | None = None  # the method of this name, see inference.router
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
@@ -131,7 +133,8 @@ class Cascade:
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
                         tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
-                        stop=config.stop, vocabulary=config.vocabulary)
+                        stop=config.stop, vocabulary=config.vocabulary,
+                        router=router.load(config.router) if config.router else None)
 
     @property
     def drafter(self) -> LanguageModel:
@@ -232,7 +235,7 @@ class Cascade:
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
-        settings = dataclasses.replace(settings, **changes)
+        settings = router.with_router(dataclasses.replace(settings, **changes), self.router)
         settings.check(self.verifier.vocab_size, self.levels)
         if self.foreign:
             check_method(settings, self.levels, self.vocabulary)
@@ -257,7 +260,7 @@ class Cascade:
             begun += len(window)
             window = list(islice(texts, capacity))
 
-    def _window(self, lanes: dict[Any, "Lane"], texts: list[str], each: list[Settings], begun: int,
+    def _window(self, lanes: dict[Any, Lane], texts: list[str], each: list[Settings], begun: int,
                 batch_size: int, truncate: bool) -> list[Output]:
         rows, cut = self.encode(texts, truncate, begun)
         outputs = [Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
@@ -278,7 +281,7 @@ class Cascade:
                 outputs[n] = dataclasses.replace(outputs[n], text=text, **own._asdict())
         return outputs
 
-    def _decode(self, lane: "Lane", asked: list[Request], batch_size: int) -> list[Result]:
+    def _decode(self, lane: Lane, asked: list[Request], batch_size: int) -> list[Result]:
         """The requests' results, in their order."""
         scheduler = self.scheduler(lane.plan, lane.params, batch_size)
         ids, found = scheduler.admit(asked), dict[int, Result]()
@@ -287,8 +290,8 @@ class Cascade:
             found |= dict(scheduler.finished())
         return [found[number] for number in ids]
 
-    def _rewritten(self, lanes: dict[Any, "Lane"], asked: list[Request],
-                   decode: Callable[["Lane", list[Request]], list[Result]]) -> list[Result]:
+    def _rewritten(self, lanes: dict[Any, Lane], asked: list[Request],
+                   decode: Callable[[Lane, list[Request]], list[Result]]) -> list[Result]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
         drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
         deferred = []
@@ -352,7 +355,7 @@ class Cascade:
             return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
 
-    def lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
+    def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
@@ -385,16 +388,3 @@ class Cascade:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
-
-
-class Lane(NamedTuple):
-    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
-
-    plan: Plan
-    params: Any
-    methods: tuple[tuple[Method, ...], ...]
-
-    def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """Which of its methods these settings name at each level."""
-        rules = settings.rules(len(self.methods)) if self.methods else ()
-        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.inference.chunks import any_continues
+from speccascade_jax.inference.router import with_router
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
@@ -66,7 +67,7 @@ class ServedModel:
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return settings
+        return with_router(settings, self.cascade.router)
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""

@@ -99,7 +99,7 @@ def before_work(monkeypatch):
     monkeypatch.setattr(Cascade, "load", fail)
 
 
-BAD = [(["--at-quality=good"], "write a number verifier"), (["--at-quality=nan"], "write a number"),
+BAD = [(["--at-quality=good"], "a number, verifier or truncated"), (["--at-quality=nan"], "write a number"),
        (["--at-quality=inf"], "write a number"), (["--at-quality="], "write a number"),
        (["--at-quality=1", "--at-latency=1"], "exclude each other"),
        (["--at-latency=nan"], "--at-latency is nan"), (["--at-latency=0"], "--at-latency is 0"),
