@@ -68,7 +68,7 @@ class Arguments:
     alphas: tuple[float, ...] | None = None
     """Leniences in [0, 1], tenths and more where a method bends; BiLD's thresholds are ten times as large."""
     gammas: tuple[int | Literal["adaptive"], ...] | None = None
-    """Block sizes or `adaptive`, of methods that have one: 5, or of a hierarchy what its config says."""
+    """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
     top_ps: tuple[float, ...] = (1.0,)
@@ -311,7 +311,7 @@ def sweep(arguments: Arguments) -> None:
     check(arguments)
     gammas: Any = arguments.gammas
     if gammas is None:
-        gammas = (arguments.run.block_size if isinstance(arguments.run.block_size, tuple) else 5,)
+        gammas = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
     points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
                   arguments.truncations)

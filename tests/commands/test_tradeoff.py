@@ -52,7 +52,7 @@ def sweep(tiny, tmp_path_factory):
     at = tmp_path_factory.mktemp("sweep")
     flags = [*shared, f"--task={folder / 'task'}.py", f"--output={at / 'sweep'}", "--methods", "token_v3",
              "token_cascade", "--alphas", "0.3", "0.8", "--timed", "2", "--trials", "1", "--batch-size", "6",
-             f"--pick={at / 'picked.py'}"]
+             "--truncations", f"--pick={at / 'picked.py'}"]
     assert tradeoff.main([*flags, "--at-latency=1000"]) == 0
     return at, flags
 
