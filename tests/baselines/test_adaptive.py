@@ -79,7 +79,7 @@ def test_a_row_depends_on_no_other():
     assert len(np.unique(np.asarray(together.counts[1].drafted))) > 5
 
 
-@pytest.mark.full(quick=["token_v3"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_extremes_are_blocks_of_a_fixed_length(family):
     """Never stopping is Speculative, token for token, pass for pass; always stopping drafts nothing."""
