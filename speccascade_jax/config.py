@@ -111,6 +111,37 @@ class TrainConfig:
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
 
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How the learned rule of a pair, the method `router`, is trained."""
+
+    name: str
+    output: str               # the .json file it is written to, which --router reads
+    pair: str                 # the config of the two models
+    task: str | None = None   # the training config whose texts it learns from; None: the pair's
+    split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
+                               # their errors cannot be learnt
+    examples: int = 2000      # at most so many texts, every fifth of which is held out
+    width: int = 16           # hidden units
+    steps: int = 3000
+    learning_rate: float = 0.01
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of its range."""
+        for field in ("examples", "width", "steps"):
+            if not 1 <= getattr(self, field) <= 10**6:
+                raise ValueError(f"{field} is {getattr(self, field)}; it lies in [1, 1000000].")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it lies in [0, 2**63).")
+        if self.split not in ("train", "validation", "test"):
+            raise ValueError(f"unknown split {self.split!r}: train, validation or test.")
+        if not self.output.endswith(".json"):
+            raise ValueError(f"output is {self.output!r}; a router's file ends in .json.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
@@ -126,6 +157,7 @@ class DecodeConfig(Settings):
     prefix: str = ""               # put before every input
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
+    router: str | None = None      # the trained network's file, for the method of this name
     vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
@@ -161,12 +193,12 @@ class DecodeConfig(Settings):
         for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
-        for alpha, block_size in zip(self.of_levels("alpha", levels), self.of_levels("block_size", levels),
-                                     strict=True):
+        for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
             if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
                 raise ValueError("alpha is nan; give a number.")
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
-                raise ValueError(f"block_size is {block_size}; a text has at most max_new_tokens, "
+                field = "max_block_size" if self.adaptive else "block_size"
+                raise ValueError(f"{field} is {block_size}; a text has at most max_new_tokens, "
                                  f"{self.max_new_tokens}: lower it.")
         if self.vocabulary not in get_args(Vocabulary):
             raise ValueError(f"vocabulary is {self.vocabulary!r}; known: {', '.join(get_args(Vocabulary))}.")
@@ -204,7 +236,7 @@ def path_of(name: str | Path) -> Path:
     return path
 
 
-def load(name: str | Path, kind: type | None = None) -> Any:
+def load(name: str | Path, kind: Any = None) -> Any:
     """The `config` of a file in configs/, or of the file at path `name`; a `kind` where one is asked for.
 
     Raises ConfigError for whatever is wrong with it.
@@ -213,9 +245,9 @@ def load(name: str | Path, kind: type | None = None) -> Any:
     found = _run(path).get("config")
     if found is None:
         raise ConfigError(f"{path} defines no `config`.")
-    if not isinstance(found, DecodeConfig | TrainConfig):
-        raise ConfigError(f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig or a "
-                          "TrainConfig.")
+    if not isinstance(found, DecodeConfig | TrainConfig | RouterConfig):
+        raise ConfigError(f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig, a "
+                          "TrainConfig or a RouterConfig.")
     for wrong in _wrong_fields(found):
         raise ConfigError(f"{path}: {wrong}.")
     if kind is not None and not isinstance(found, kind):
@@ -248,12 +280,20 @@ def _wrong_fields(config: Any) -> Iterator[str]:
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if not _fits(value, kind):
-            wanted = f"its type is {kind.__name__ if isinstance(kind, type) else kind}"
+            wanted = f"its type is {_named(kind)}"
             if get_origin(kind) is Literal:
                 wanted = f"known: {', '.join(get_args(kind))}"
             yield f"{name} is {reprlib.repr(value)}; {wanted}"
         elif dataclasses.is_dataclass(value):
             yield from _wrong_fields(value)
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(_named, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " | ".join(map(repr, get_args(kind)))
+    return str(kind) if get_origin(kind) else getattr(kind, "__name__", str(kind)).replace("NoneType", "None")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -270,6 +310,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _other_kind(name: str, config: Any) -> str:
     """What a config of the wrong kind is, and which one may be meant."""
+    if isinstance(config, RouterConfig):
+        return f"trains a router; its pair is {config.pair}."
     if isinstance(config, DecodeConfig):
         hint = f"; name {config.task}" if config.task else ""
         return f"is a pair to decode with, not a training run{hint}."

@@ -158,7 +158,7 @@ def test_every_method_follows_its_law(method, rows):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_at_temperature_zero(method):
-    tokens, which = texts([method], [LENIENCE[method]], [3], rows=64, temperature=0.0)
+    tokens, which = texts([method], [LENIENCE[method]], [3], rows=1024, temperature=0.0)
     for n, prompt in enumerate(PROMPTS):
         law = sequence_law(TABLES[:2], [method], [LENIENCE[method]], prompt, steps=STEPS, eos=EOS,
                            temperature=0.0)

@@ -35,8 +35,8 @@ WRONG = {  # what a file holds, and what is said of it
     "markup": ("raise ValueError('[/] [red] :smile:')", r"ValueError: \[/\] \[red\] :smile:"),
     "empty": ("", "defines no `config`"),
     "none": ("config = None", "defines no `config`"),
-    "a dict": ("config = {'drafter': 'a'}", "`config` is {'drafter': 'a'}; it must be a DecodeConfig or"),
-    "a class": ("from speccascade_jax.config import DecodeConfig as config", "it must be a DecodeConfig or"),
+    "a dict": ("config = {'drafter': 'a'}", "`config` is {'drafter': 'a'}; it must be a DecodeConfig, a "),
+    "a class": ("from speccascade_jax.config import DecodeConfig as config", "it must be a DecodeConfig, a "),
     "missing fields": (PAIR.replace("drafter='a', ", "").format(""), "line 2: ValueError: no models"),
     "unknown field": (wrong_field("gamma=5"), "line 2: TypeError: .*'gamma'"),
     "text for int": (wrong_field("batch_size='4'"), "batch_size is '4'; its type is int"),
@@ -134,6 +134,7 @@ def test_every_config_that_comes_with_the_package_is_right():
 
 OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens", 2**31),
                 ("max_new_tokens", 1_000_000),
+                ("block_size", "sometimes"), ("max_block_size", 0), ("stop_below", 1.5),
                 ("block_size", 2**70), ("block_size", 1_000_000), ("tensor_parallel", 0),
                 ("alpha", float("nan")),
                 ("temperature", float("nan")), ("temperature", float("inf")), ("seed", 2**63),

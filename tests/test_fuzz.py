@@ -31,16 +31,16 @@ def flags(values, names):
     return dict.fromkeys(names.split(), values)
 
 
-DECODING = (flags(NUMBERS, "alpha block-size temperature top-k top-p min-p seed max-new-tokens batch-size "
-                           "max-source-length tensor-parallel limit") |
+DECODING = (flags(NUMBERS, "alpha block-size max-block-size stop-below temperature top-k top-p min-p seed "
+                           "max-new-tokens batch-size max-source-length tensor-parallel limit") |
             flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over") |
             flags(PATHS, "drafter verifier tokenizer models"))
 SCORING = DECODING | flags(WORDS, "task split methods") | flags(PATHS, "output") | flags(NUMBERS, "join")
 FLAGS = {
     "decode": DECODING | flags(WORDS, "text") | flags(PATHS, "input output summary"),
     "evaluate": SCORING | flags(WORDS, "cluster") | flags(PATHS, "summary"),
-    "tradeoff": SCORING | flags(PATHS, "pick") | flags(NUMBERS, "alphas gammas temperatures top-ps timed "
-                                                       "trials at-quality at-latency"),
+    "tradeoff": SCORING | flags(PATHS, "pick") | flags(WORDS, "truncations") |
+        flags(NUMBERS, "alphas gammas temperatures top-ps timed trials at-quality at-latency"),
     "fewshot": DECODING | flags(WORDS, "task methods") | flags(PATHS, "inputs shot-pool output") |
         flags(NUMBERS, "shots shot-seed"),
     "finetune": flags(WORDS, "config cluster dtype optimizer") | flags(WRONG, "steps batch-tokens") |

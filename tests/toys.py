@@ -79,16 +79,23 @@ def entropy(x):
 
 
 def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
-    """Each method's target distribution, a token at a time, in float64."""
+    """Each method's target distribution, a token at a time, in float64; or that of a function of these."""
+    if callable(method):
+        return method(q, p, qs, ps, alpha)
     size, tv = len(q), np.maximum(ps - qs, 0).sum()
     cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
     position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
                 "diff": q.max() < p.max() - alpha, "diff_log": entropy(q) > entropy(p) + alpha,
-                "opt": q.max() < p.max() - alpha * tv,
+                "router": q.max() < p.max() - alpha * tv, "opt": q.max() < p.max() - alpha * tv,
                 "opt_log": entropy(q) > entropy(p) + alpha * tv, "bild_star": cross > alpha}
     token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
              "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
              "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
+    if method == "mixture":
+        return alpha * qs + (1 - alpha) * ps
+    if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
+        threshold = min(1 - alpha, np.sqrt(1 - alpha) * np.exp(-entropy(ps)))
+        return sum(qs[v] * (np.eye(size)[v] if ps[v] > threshold else ps) for v in range(size))
     if method in position:
         return ps if position[method] else qs
     if method in token:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from speccascade_jax.core.metrics import Tally
+from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.core.rules import Scores, diff, target_probs
 from speccascade_jax.core.samplers import (
     Block,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, last_token, read
-from speccascade_jax.core.metrics import Tally
+from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.core.samplers import (
     NO_TOKEN,
     Autoregressive,

@@ -19,7 +19,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, Task, TrainConfig
 
 
-def config_of(argv: list[str], kind: type, default: str | None = None) -> tuple[str, Any]:
+def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[str, Any]:
     """The name after --config in argv (or `default`), and that config, which must be a `kind`.
 
     Found before the rest of the command line is parsed: its fields are the other flags' defaults. Where only

@@ -1,20 +1,24 @@
-"""Fine-tunes (or trains from scratch) the model of a config.
+"""Fine-tunes (or trains from scratch) the model of a config, or the router of a pair.
 
     python scripts/finetune.py --config=demo_verifier
+    python scripts/finetune.py --config=demo_router
 
 Killed and started again, it goes on from its last save.
 """
 
 import dataclasses
+from pathlib import Path
 
 import tyro
 
-from speccascade_jax.commands.commandline import config_of, exit_code
-from speccascade_jax.config import TrainConfig, load
+from speccascade_jax.commands.commandline import config_of, console, exit_code
+from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
 from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.inference.outputs import check_targets
 from speccascade_jax.parallel import connect
 from speccascade_jax.training.checks import check
 from speccascade_jax.training.loop import train
+from speccascade_jax.training.router import train_router
 
 SHOWN = "demo_verifier"
 
@@ -30,8 +34,33 @@ class Arguments:
     """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RouterArguments:
+    """A router; every field of its config is a flag."""
+
+    run: tyro.conf.OmitArgPrefixes[RouterConfig]
+    config: str
+    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+
+
+def finetune_router(name: str, run: RouterConfig, argv: list[str]) -> None:
+    own = tyro.cli(RouterArguments, default=RouterArguments(run, name), args=argv, prog="finetune.py",
+                   description=__doc__).run
+    own.check()
+    Path(own.output).parent.mkdir(parents=True, exist_ok=True)
+    check_targets({"--output": Path(own.output)}, {"--config": path_of(name)})
+    screen = console()
+    for what, error in train_router(own).items():
+        screen.print(f"squared error of the gain on texts held out, {what}: {error:.4f}")
+    screen.print(f"written: {own.output}. Decode with it: python scripts/decode.py --config={own.pair} "
+                 f"--method router --alpha 0.1 --router {own.output}", soft_wrap=True)
+
+
 def finetune(argv: list[str]) -> None:
-    name, run = config_of(argv, TrainConfig)
+    name, run = config_of(argv, TrainConfig | RouterConfig)
+    if isinstance(run, RouterConfig):
+        finetune_router(name, run, argv)
+        return
     about = __doc__
     if run is tyro.MISSING:  # of --help; without a config, no flag has a default
         run = load(SHOWN, TrainConfig)

@@ -13,7 +13,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -48,6 +48,8 @@ from speccascade_jax.training.data import joined_examples
 SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
          "examples")
 PICKED = "Picked by scripts/tradeoff.py"
+QUALITIES = ("verifier", "truncated")
+POINT = ("method", "alpha", "block_size", "temperature", "top_k", "top_p", "min_p")  # what a sweep varies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +65,16 @@ class Arguments:
     """train, validation or test."""
     methods: tuple[str, ...] = COMPARED
     """The verifier and the drafter alone are always there."""
-    alphas: tuple[float, ...] = tuple(n / 10 for n in range(11))
-    """Leniences in [0, 1]; BiLD's thresholds are ten times as large."""
-    gammas: tuple[int, ...] | None = None
-    """Block sizes, of methods that have one: 5, or of a hierarchy what its config says."""
+    alphas: tuple[float, ...] | None = None
+    """Leniences in [0, 1], tenths and more where a method bends; BiLD's thresholds are ten times as large."""
+    gammas: tuple[int | Literal["adaptive"], ...] | None = None
+    """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
     top_ps: tuple[float, ...] = (1.0,)
     """1 keeps all tokens."""
+    truncations: tuple[Literal["top_p", "top_k", "min_p"], ...] = ("top_p", "top_k", "min_p")
+    """Curves of the verifier and of the lossless cascade whose lenience is this truncation."""
     join: int | None = None
     """One to this many examples are joined into one (the task's own number)."""
     limit: int | None = None
@@ -80,7 +84,8 @@ class Arguments:
     trials: int = 3
     """Times each is decoded by every point."""
     at_quality: str | None = None
-    """Pick the fastest point of at least this quality: a number, or `verifier`."""
+    """Pick the fastest point of at least this quality: a number, `verifier`, or `truncated`, the verifier's
+    under the best truncation of the sweep."""
     at_latency: float | None = None
     """Pick the best point that takes at most this share of the verifier's time."""
     pick: str = "picked.py"
@@ -92,7 +97,7 @@ class Arguments:
 def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
     for (temperature, top_p), methods in table_two(found).items():
-        verifier = next(r for r in found if r.point.method == "verifier"
+        verifier = next(r for r in found if r.name == "verifier"
                         and (r.point.temperature, r.point.top_p) == (temperature, top_p))
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
         quickest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
@@ -103,13 +108,13 @@ def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
             row = [method, *"----"]
             if fast is not None and fast.time is not None:
                 share, (low, high), predicted = fast.time
-                row[1:] = [*_setting(fast.point), f"{1 / share:.2f} ({1 / high:.2f} to {1 / low:.2f})",
+                row[1:] = [*_setting(fast), f"{1 / share:.2f} ({1 / high:.2f} to {1 / low:.2f})",
                            f"{1 / predicted:.2f}"]
             quickest.add_row(*row)
             row = [method, *"------"]
             if good is not None and good.time is not None:
                 gain = good.quality - verifier.quality
-                row[1:] = [*_setting(good.point), f"{good.quality:.2f}",
+                row[1:] = [*_setting(good), f"{good.quality:.2f}",
                            f"{gain:+.2f} ({good.gain[0]:+.2f} to {good.gain[1]:+.2f})",
                            f"{good.time.share:.2f}", f"{good.time.predicted:.2f}"]
             highest.add_row(*row)
@@ -120,13 +125,13 @@ def _table(title: str, *columns: str) -> Table:
     return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
 
 
-def _setting(point: Settings) -> tuple[str, str]:
-    return f"{point.alpha:g}", str(gamma(point) or "-")
+def _setting(r: Result) -> tuple[str, str]:
+    return f"{r.lenience:g}", str(gamma(r.point) or "-")
 
 
-def _fields(point: Settings) -> tuple[Any, ...]:
+def _fields(r: Result) -> tuple[Any, ...]:
     """What a sweep varies."""
-    return point.name, point.alpha, gamma(point), point.temperature, point.top_p
+    return r.name, r.lenience, gamma(r.point), r.point.temperature, r.point.top_p
 
 
 def show_points(found: list[Result], metric: str, screen: Console) -> None:
@@ -136,7 +141,7 @@ def show_points(found: list[Result], metric: str, screen: Console) -> None:
     for r in found:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
         rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
-        table.add_row(*("-" if x is None else str(x) for x in _fields(r.point)),
+        table.add_row(*("-" if x is None else str(x) for x in _fields(r)),
                       f"{r.quality:.2f}", "{:+.2f} to {:+.2f}".format(*r.gain), time,
                       *("-" if x is None else f"{x:.2f}" for x in rates))
     screen.print(table)
@@ -200,14 +205,18 @@ class Sweep:
 def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Result, str]:
     """The point that --at-quality or --at-latency asks for, and the wish in words."""
     candidates = [r for r in found if r.point.method not in SINGLE_MODEL]
+    goals = {v.panel: v.quality for v in found if v.name == "verifier"}
     if arguments.at_latency is not None:
         chosen = best(candidates, arguments.at_latency)
         wish = f"at most {arguments.at_latency:g} of the verifier's time"
     else:
         target = arguments.at_quality or ""
-        choices = [fastest([r for r in candidates if alone(r.point, "verifier") == v.point],
-                           v.quality if target == "verifier" else float(target))
-                   for v in found if v.point.method == "verifier"]
+        if target == "truncated":
+            goals = {panel: max(r.quality for r in found if r.point.name == "verifier" and r.panel == panel)
+                     for panel in goals}
+        choices = [fastest([r for r in candidates if r.panel == panel],
+                           goal if target in QUALITIES else float(target))
+                   for panel, goal in goals.items()]
         chosen = fastest([r for r in choices if r is not None], -math.inf)
         wish = f"{metric} of at least {target}"
     if chosen is None:
@@ -222,16 +231,16 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
     point, promise = chosen.point, f"{metric} {chosen.quality:.2f} in {_time(chosen)} on {arguments.split}"
     run = dataclasses.replace(
         arguments.run, batch_size=configs.load(arguments.config).batch_size,
-        **{name: getattr(point, name) for name in ("method", "alpha", "block_size", "temperature", "top_p")})
+        **{name: getattr(point, name) for name in POINT})
     write_config(Path(arguments.pick), arguments.config, run, promise)
-    screen.print(f"picked for {wish}: {point.name}, alpha {point.alpha:g}, gamma {gamma(point) or '-'}, "
+    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, gamma {gamma(point) or '-'}, "
                  f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
                  f"--config={arguments.pick}")
     if test is not None:
-        name = "-".join(str(x) for x in ("test", *_fields(point)))
-        points = [*(alone(point, model) for model in SINGLE_MODEL), point]
+        name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
+        points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
         measured = {r.point: r for r in test.measure(points, Path(arguments.output) / name)}
-        own, verifier = measured[point], measured[alone(point, "verifier")]
+        own, verifier = measured[point], measured[chosen.panel]
         screen.print(f"on test: {metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
                      "(difference {:+.2f} to {:+.2f}), in ".format(*own.gain) + f"{_time(own)}.")
 
@@ -243,9 +252,9 @@ def _time(r: Result) -> str:
 
 def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> None:
     """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
-    loaded, point = configs.load(config), ("method", "alpha", "block_size", "temperature", "top_p")
+    loaded = configs.load(config)
     changed = [f"{field.name}={getattr(run, field.name)!r}" for field in dataclasses.fields(run)
-               if field.name in point or getattr(run, field.name) != getattr(loaded, field.name)]
+               if field.name in POINT or getattr(run, field.name) != getattr(loaded, field.name)]
     write_whole(
         path, f"# {PICKED} from {config!r}: {promise}.\n\n"
         "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
@@ -258,13 +267,14 @@ def check(arguments: Arguments) -> None:
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
     at_most(1000, trials=a.trials)
-    at_most(a.run.max_new_tokens, gammas=max(a.gammas or (), default=1))  # no draft is longer than a text
+    numbers = [size for size in a.gammas or () if isinstance(size, int)]
+    at_most(a.run.max_new_tokens, gammas=max(numbers, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
         raise ValueError("--at-quality and --at-latency exclude each other: give one.")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
         raise ValueError(f"--at-latency is {a.at_latency}; write a share of the verifier's time above 0.")
-    if a.at_quality not in (None, "verifier") and not _finite(a.at_quality):
-        raise ValueError(f"--at-quality is {a.at_quality!r}; write a number or verifier.")
+    if a.at_quality not in (None, *QUALITIES) and not _finite(a.at_quality):
+        raise ValueError(f"--at-quality is {a.at_quality!r}; write a number, verifier or truncated.")
     if a.at_quality is not None or a.at_latency is not None:
         if not a.timed:
             raise ValueError("nothing can be picked without latency: raise --timed.")
@@ -301,9 +311,10 @@ def sweep(arguments: Arguments) -> None:
     check(arguments)
     gammas: Any = arguments.gammas
     if gammas is None:
-        gammas = (arguments.run.block_size if isinstance(arguments.run.block_size, tuple) else 5,)
+        gammas = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
     points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
-                  arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps])
+                  arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
+                  arguments.truncations)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None

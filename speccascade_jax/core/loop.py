@@ -1,7 +1,7 @@
 """The one compiled loop that runs a sampler: rounds until every row is finished.
 
-    generate                      a batch from its prompts to its ends, in one call
-    begin, run, refill, finish    the same in pieces: a scheduler puts new requests into finished rows
+    generate              a batch from its prompts to its ends, in one call
+    begin, run, finish    the same in pieces; inference.programs puts new requests into finished rows
 """
 
 from functools import partial
@@ -22,8 +22,6 @@ from speccascade_jax.core.typing import (
     SamplingOptions,
     each,
     fitted,
-    insert,
-    insert_rows,
 )
 
 Array = jax.Array
@@ -126,7 +124,8 @@ def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) ->
 
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
     """One round: every unfinished row commits one block."""
-    block, caches, counted = step(sampler, params, state.caches, state.rows, eos_id)
+    so_far = state.counts if getattr(sampler, "remembers", False) else None
+    block, caches, counted = step(sampler, params, state.caches, state.rows._replace(so_far=so_far), eos_id)
     recent = after(block, state.rows.recent)
     finished = (block.size > 0) & (recent[:, -1] == eos_id)
     rows = state.rows._replace(recent=recent, start=state.rows.start + block.size,
@@ -156,23 +155,6 @@ def run(sampler: Sampler, params: Params, state: State, finished: Any, rounds: A
         return advance(sampler, params, carry[0], eos_id=eos_id), carry[1] + 1
 
     return lax.while_loop(goes_on, one_more, (state, jnp.int32(0)))[0]
-
-
-def refill(sampler: Sampler, state: State, fresh: State, slots: Int[Array, " R"], like_fresh: bool = False
-           ) -> State:
-    """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
-
-    The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with
-    `like_fresh` as those of `fresh`, which must hold all unfinished rows.
-    """
-    caches = insert(sampler.models, state.caches, fresh.caches, slots, like_fresh)
-    rest = insert_rows(state._replace(caches=None), fresh._replace(caches=None), slots, like_fresh)
-    return rest._replace(caches=caches)
-
-
-def stop_rows(state: State, stopped: Array) -> State:
-    """`state` with the rows where `stopped` [B] finished."""
-    return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
 
 
 def finish(state: State, max_new_tokens: int) -> Generation:

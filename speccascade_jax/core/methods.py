@@ -6,11 +6,12 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from speccascade_jax.core import rules
-from speccascade_jax.core.rules import Alpha, Scores, target_probs
+from speccascade_jax.core.rules import CERTAINTY, Alpha, Scores, target_probs
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
@@ -21,7 +22,8 @@ Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
 class Method:
     """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
 
-    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people.
+    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people,
+    and so is the `name` of one that METHODS does not hold.
     """
 
     target: Target
@@ -30,11 +32,12 @@ class Method:
     summary: str
     defers: bool = True
     lossless: bool = False
+    name: str = ""
 
 
-def _cascade(rule: Callable[[Scores, Alpha], Array]) -> Target:
+def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
     def target(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
-        delta = rule(s, alpha)
+        delta = rule(s, alpha, *more)
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
     return target
@@ -44,15 +47,18 @@ METHODS: dict[str, Method] = {
     "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless; alpha unused",
                           lossless=True),
     "chow": Method(_cascade(rules.chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(rules.chow_log), 0, math.inf, "defer when H(q) > alpha"),
+    "chow_log": Method(_cascade(rules.chow, CERTAINTY), 0, math.inf, "defer when H(q) > alpha"),
     "diff": Method(_cascade(rules.diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(rules.diff_log), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "diff_log": Method(_cascade(rules.diff, CERTAINTY), 0, math.inf, "defer when H(q) > H(p) + alpha"),
     "opt": Method(_cascade(rules.opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(rules.opt_log), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "opt_log": Method(_cascade(rules.opt, CERTAINTY), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
     "token_v1": Method(_cascade(rules.token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
     "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
     "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
     "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)"),
+    "typical": Method(_cascade(rules.typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
+    "mixture": Method(rules.mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
     "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
     "lossy_tuned": Method(rules.lossy_tuned, 0, 0.999, "as lossy, with a tuned beta", defers=False),
     "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),

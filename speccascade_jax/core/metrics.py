@@ -26,14 +26,3 @@ class Counters(NamedTuple):
         one = active.astype(jnp.int32)
         return cls(one, one * drafted, one * accepted, one * deferred, one * emitted,
                    one[:, None] * jax.nn.one_hot(accepted, most + 1, dtype=jnp.int32))
-
-
-class Tally(NamedTuple):
-    """Of a baseline."""
-
-    drafter_passes: Int[Array, " B"]
-    rounds: Int[Array, " B"]    # = verifier calls
-    drafted: Int[Array, " B"]   # positions for which the drafter was asked to write
-    accepted: Int[Array, " B"]  # of them, those that keep its token
-    deferred: Int[Array, " B"]  # times the drafter was not trusted
-    emitted: Int[Array, " B"]

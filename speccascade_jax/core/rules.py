@@ -6,6 +6,7 @@ the target distribution that the output follows:
     pi(v) = (1 - delta(v)) q~(v) + p~(v) sum_u delta(u) q~(u)
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -59,38 +60,34 @@ def speculative(s: Scores, alpha: Alpha) -> Array:
     return jnp.ones((*s.q.shape[:-1], 1), bool)
 
 
-def chow(s: Scores, alpha: Alpha) -> Array:
-    """max q < 1 - alpha (Chow 1970)."""
-    return _max(s.q) < 1.0 - alpha
+class Confidence(NamedTuple):
+    """How sure a distribution is at each position, and the most it can be."""
+
+    of: Callable[[Array], Array]
+    most: float
 
 
-def chow_log(s: Scores, alpha: Alpha) -> Array:
-    """H(q) > alpha."""
-    return entropy(s.q) > alpha
+LIKELIEST = Confidence(_max, 1.0)                   # of the 0-1 loss
+CERTAINTY = Confidence(lambda x: -entropy(x), 0.0)  # of the log loss
 
 
-def diff(s: Scores, alpha: Alpha) -> Array:
-    """max q < max p - alpha (Narasimhan et al., Table 1)."""
-    return _max(s.q) < _max(s.p) - alpha
+def chow(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
+    """max q < 1 - alpha (Chow 1970); by certainty H(q) > alpha."""
+    return by.of(s.q) < by.most - alpha
 
 
-def diff_log(s: Scores, alpha: Alpha) -> Array:
-    """H(q) > H(p) + alpha."""
-    return entropy(s.q) > entropy(s.p) + alpha
+def diff(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
+    """max q < max p - alpha (Narasimhan et al., Table 1); by certainty H(q) > H(p) + alpha."""
+    return by.of(s.q) < by.of(s.p) - alpha
 
 
-def opt(s: Scores, alpha: Alpha) -> Array:
-    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10).
+def opt(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
+    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10); by certainty App. C.2.
 
     At temperature 0 this is `diff` (Lemma 8): there TV is 0 or 1, and where the argmaxes agree
     both rules emit that token.
     """
-    return _max(s.q) < _max(s.p) - alpha * total_variation(s.p_sampled, s.q_sampled)
-
-
-def opt_log(s: Scores, alpha: Alpha) -> Array:
-    """H(q) > H(p) + alpha TV(p~, q~) (App. C.2)."""
-    return entropy(s.q) > entropy(s.p) + alpha * total_variation(s.p_sampled, s.q_sampled)
+    return diff(s, alpha * total_variation(s.p_sampled, s.q_sampled), by)
 
 
 def token_v1(s: Scores, alpha: Alpha) -> Array:
@@ -112,6 +109,22 @@ def bild_star(s: Scores, alpha: Alpha) -> Array:
     """-sum_v q(v) log p(v) > alpha; greedy decoding has its one drafted token: -log p(argmax q)."""
     weights = jnp.where(s.greedy, s.q_sampled, s.q)
     return -jnp.sum(jax.scipy.special.xlogy(weights, s.p), axis=-1, keepdims=True) > alpha
+
+
+def mixture(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+    """alpha q~ + (1 - alpha) p~ (an ensemble; DIVERSED's static form, arXiv 2604.07622)."""
+    return alpha * s.q_sampled + (1.0 - alpha) * s.p_sampled, None
+
+
+def typical(s: Scores, alpha: Alpha) -> Array:
+    """p~(v) <= min(eps, sqrt(eps) exp(-H(p~))) with eps = 1 - alpha, for each token v (Medusa, Cai et al.
+    2024, whose default is eps = 0.09).
+
+    Medusa accepts the other drafted tokens whatever q~ gives them, and after a rejection draws from p~
+    itself: the law of what it emits is pi of the formula above, with this delta.
+    """
+    eps = 1.0 - alpha
+    return s.p_sampled <= jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(s.p_sampled)))
 
 
 def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -> Float[Array, "*B 1"]:

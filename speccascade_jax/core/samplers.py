@@ -30,7 +30,7 @@ from speccascade_jax.core.typing import (
     roll_back,
     top,
 )
-from speccascade_jax.core.verification import Draft, Verdict, verify
+from speccascade_jax.core.verification import Draft, Verdict, deferred_drafts, verify
 
 Array = jax.Array
 Counts = Any
@@ -63,6 +63,7 @@ class Rows(NamedTuple):
     start: Int[Array, " B"]    # the position of the next one
     room: Int[Array, " B"]     # how many tokens it may take; 0: the row is finished
     want: Int[Array, " B"] | None = None  # how many are of use; None: as many as it may take
+    so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
 
     @property
     def last(self) -> Int[Array, " B"]:
@@ -214,7 +215,7 @@ class Speculative:
         draft = draft._replace(tokens=jnp.where(draft.inside, draft.tokens, 0))  # the rest may be no tokens
 
         cache = top(self.drafter.models, below) if self.shares else caches[1]
-        logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
+        logits, cache = self.score(top(self.models, params), cache, rows, draft)
         scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
                         token_probs(logits, rows.options), is_greedy(rows))
 
@@ -232,6 +233,11 @@ class Speculative:
         accepted = jnp.minimum(verdict.num_accepted, emitted)
         counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, size)
         return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
+
+    def score(self, params: Params, cache: Cache, rows: Rows, draft: Draft
+              ) -> tuple[Float[Array, "B N V"], Cache]:
+        """The verifier's logits after the last committed token and each drafted one; the longer cache."""
+        return read(self.verifier, params, cache, rows, self.behind, draft.tokens)
 
     def target(self, scores: Scores, rows: Rows, draft: Draft
                 ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
@@ -382,14 +388,3 @@ def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) ->
     """`size`, or less: up to and with the first eos_id."""
     is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
     return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)
-
-
-def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:
-    """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
-    tokens = draft.tokens
-    if delta is None:
-        return jnp.zeros(tokens.shape[0], jnp.int32)
-    delta = jnp.broadcast_to(delta, (*tokens.shape[:1], tokens.shape[1] + 1, delta.shape[-1]))[:, :-1]
-    if delta.shape[-1] > 1:
-        delta = jnp.take_along_axis(delta, tokens[..., None], axis=-1)
-    return jnp.sum(delta[..., 0] & draft.inside, axis=1, dtype=jnp.int32)

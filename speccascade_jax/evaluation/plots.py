@@ -20,8 +20,12 @@ QUALITY = {"bleu": "BLEU", "bleu_intl": "BLEU (intl)", "rouge1": "ROUGE-1", "rou
            "rougeLsum": "ROUGE-Lsum", "exact_match": "Exact matches (%)"}
 INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
-           "#4D4D4D", "#2F4B7C")  # apart for most kinds of colour blindness; markers tell the rest
-MARKERS = "osD^vXPphd"
+           "#4D4D4D", "#2F4B7C", "#C2185B", "#6B8E23")  # apart for most kinds of colour blindness; markers
+MARKERS = "osD^vXPphd<>"                               # tell the rest
+LETTERS = {"top_p": ("$p$", "top-p"), "top_k": ("$k$", "top-k"), "min_p": ("$m$", "min-p")}
+NAMES = {"opt": "OPT", "opt_log": "OPT (log)", "chow_log": "Chow (log)", "diff_log": "Diff (log)",
+         "token_v1": "Token V1", "token_v2": "Token V2", "token_v3": "Token V3", "bild": "BiLD",
+         "bild_star": "BiLD*", "bild_compat": "BiLD (as released)"}
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
@@ -46,12 +50,17 @@ def page(results: Sequence[Result], metric: str, name: str) -> Any:
     from matplotlib.lines import Line2D
 
     label, x = AXES[name]
-    if not any(x(r) is not None for r in results if r.point.method not in SINGLE_MODEL):
+    if not any(x(r) is not None for r in results if r.name not in SINGLE_MODEL):
         return None
-    rows = list(dict.fromkeys((r.point.temperature, r.point.top_p) for r in results))
-    columns = sorted({gamma(r.point) for r in results if gamma(r.point)}) or [0]
+    rows = list(dict.fromkeys((r.panel.temperature, r.panel.top_p) for r in results))
+    columns = sorted({gamma(r.point) for r in results if gamma(r.point)},
+                     key=lambda size: (type(size).__name__, size)) or [0]
     style = _styles(results)
-    figure = Figure((4.0 * len(columns) + 1.6, 3.8 * len(rows)), layout="constrained", facecolor=PAPER)
+    placed = {r.name for r in results if x(r) is not None}
+    looks = {model: _alone(model) | ({} if model in placed else {"marker": ""}) for model in SINGLE_MODEL}
+    looks |= {name: look for name, look in style.items() if name in placed}
+    height = max(3.8 * len(rows), 0.23 * len(looks) + 0.2)  # the legend's, where there are many names
+    figure = Figure((4.0 * len(columns) + 1.6, height), layout="constrained", facecolor=PAPER)
     panels = figure.subplots(len(rows), len(columns), squeeze=False)
     for line, (temperature, top_p) in zip(panels, rows, strict=True):
         for axes, size in zip(line, columns, strict=True):
@@ -60,11 +69,8 @@ def page(results: Sequence[Result], metric: str, name: str) -> Any:
             axes.set_title(title + (f", gamma {size}" if size else ""), fontsize=10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-            _curves(axes, [r for r in results if (r.point.temperature, r.point.top_p) == (temperature, top_p)
+            _curves(axes, [r for r in results if (r.panel.temperature, r.panel.top_p) == (temperature, top_p)
                            and gamma(r.point) in (0, size)], x, style)
-    placed = {r.point.name for r in results if x(r) is not None}
-    looks = {model: _alone(model) | ({} if model in placed else {"marker": ""}) for model in SINGLE_MODEL}
-    looks |= {name: look for name, look in style.items() if name in placed}
     figure.legend(handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
                   loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.9, handlelength=3)
     return figure
@@ -73,7 +79,10 @@ def page(results: Sequence[Result], metric: str, name: str) -> Any:
 def _title(name: str) -> str:
     if name in SINGLE_MODEL:
         return f"{name.capitalize()} alone"
-    return f"{name} (lossless)" if _lossless(name) else name
+    method, _, kind = name.partition(", ")
+    shown = NAMES.get(method, method.replace("_", " ").capitalize())
+    shown += f", {LETTERS[kind][1]}" if kind else ""
+    return f"{shown} (lossless)" if _lossless(name) else shown
 
 
 def _lossless(name: str) -> bool:
@@ -86,21 +95,28 @@ def _alone(model: str) -> dict[str, Any]:
 
 def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """How each method is drawn: COMPARED alike in every picture, the others as colours are free."""
-    names = list(dict.fromkeys(r.point.name for r in results if r.point.method not in SINGLE_MODEL))
+    every = list(dict.fromkeys(r.name for r in results if r.name not in SINGLE_MODEL))
+    names = [name for name in every if ", " not in name]
     places = {name: n for n, name in enumerate(COMPARED) if name in names}
     free = [n for n in range(len(COLOURS)) if n not in places.values()]
     places |= zip((name for name in names if name not in COMPARED), cycle(free), strict=False)
     curve = {"ms": 4.5, "lw": 1.4}
     point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
-    return {name: {"ls": "--" if name in BASELINES else "-", "color": COLOURS[n], "marker": MARKERS[n],
-                   **(point if _lossless(name) else curve)} for name, n in places.items()}
+    style = {name: {"ls": "--" if name in BASELINES else "-", "color": COLOURS[n], "marker": MARKERS[n],
+                    **(point if _lossless(name) else curve)} for name, n in places.items()}
+    for name in every:  # what is only truncated, in grey
+        method, _, kind = name.partition(", ")
+        if kind:
+            style[name] = {"ls": ":" if method == "verifier" else "-", "color": "#7F7F7F", "lw": 1.2, "ms": 6,
+                           "marker": LETTERS[kind][0], "mec": INK if method == "verifier" else "#7F7F7F"}
+    return style
 
 
 def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str, Any]]) -> None:
-    models = {r.point.name: r for r in results if r.point.method in SINGLE_MODEL}
+    models = {r.name: r for r in results if r.name in SINGLE_MODEL}
     for name, look in style.items():
-        points = [(at, r) for r in sorted(results, key=lambda r: r.point.alpha)
-                  if r.point.name == name and (at := x(r)) is not None]
+        points = [(at, r) for r in sorted(results, key=lambda r: r.lenience)
+                  if r.name == name and (at := x(r)) is not None]
         if points:
             axes.plot([at for at, _ in points], [r.quality for _, r in points], **look)
             for at, r in points:

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.baselines.tally import Tally
+from speccascade_jax.core.metrics import Counters
 from speccascade_jax.planning.prediction import expected_tokens
 
 

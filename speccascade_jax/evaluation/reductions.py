@@ -4,12 +4,12 @@ and what a person picks from them."""
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
-from speccascade_jax.evaluation.sweep import Latency, Quality, alone, gamma
+from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, contests, gamma
 from speccascade_jax.inference.settings import Settings
 
 
@@ -32,18 +32,35 @@ class Result:
     rejection_rate: float | None
     calls_per_token: float
     time: Time | None = None                     # None: not timed
+    contest: Contest | None = None               # None: among its method's points
+
+    @property
+    def name(self) -> str:
+        """Of its curve."""
+        return self.contest.name if self.contest else self.point.name
+
+    @property
+    def lenience(self) -> Any:
+        return self.contest.lenience if self.contest else self.point.alpha
+
+    @property
+    def panel(self) -> Settings:
+        """The verifier alone that it is compared with."""
+        return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
 def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
             ) -> list[Result]:
     """Every point of a sweep with its quality, its measured latency and the predicted one."""
     found = []
-    for point, q in qualities.items():
-        verifier = qualities[alone(point, "verifier")]
+    stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
+    for point, q, contest in stands:
+        verifier = qualities[contest.panel]
         calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
         time = None
         if point in latencies:
-            own, large, small = (latencies[p] for p in (point, *(alone(point, m) for m in SINGLE_MODEL)))
+            own, large, small = (latencies[p] for p in (
+                point, *(alone(contest.panel, m) for m in SINGLE_MODEL)))
             drawn = resamples(len(own.seconds))
             ratios = own.seconds[drawn].sum(axis=1) / large.seconds[drawn].sum(axis=1)
             step_ratio = _seconds_a_token(small) / _seconds_a_token(large)
@@ -54,7 +71,7 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
             point, score(metric, q.statistics.sum(axis=0)),
             bootstrap(metric, q.statistics, verifier.statistics),
             q.rate("deferred", "drafted") if point.defers else None,
-            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time))
+            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest))
     return found
 
 
@@ -70,7 +87,7 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     """
     if "passes of model 1" in quality.counts:
         return math.nan  # of a hierarchy: planning.planner predicts it from measured costs
-    if gamma(point):
+    if gamma(point) and not point.adaptive:
         return relative_cost(quality.acceptance, gamma(point), step_ratio)
     if point.name in SINGLE_MODEL:
         return {"verifier": 1.0, "drafter": step_ratio}[point.name]
@@ -102,11 +119,10 @@ def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[
     less than the verifier's quality, the best one within its latency), None where there is no such point."""
     tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
     for r in found:
-        if r.point.method not in SINGLE_MODEL and r.time is not None:
-            key = r.point.temperature, r.point.top_p
-            if r.point.name not in tables.setdefault(key, {}):
-                group = [other for other in found if other.point.method == r.point.method
-                         and (other.point.temperature, other.point.top_p) == key]
-                verifier = next(v for v in found if v.point == alone(r.point, "verifier"))
-                tables[key][r.point.name] = fastest(group, verifier.quality), best(group, 1.0)
+        if r.name not in SINGLE_MODEL and r.time is not None:
+            key = r.panel.temperature, r.panel.top_p
+            if r.name not in tables.setdefault(key, {}):
+                group = [other for other in found if other.name == r.name and other.panel == r.panel]
+                verifier = next(v for v in found if v.point == r.panel)
+                tables[key][r.name] = fastest(group, verifier.quality), best(group, 1.0)
     return tables

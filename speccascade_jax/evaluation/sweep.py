@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,15 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
-            "sequence")  # what a sweep compares unless told otherwise
+            "sequence", "mixture", "typical")  # what a sweep compares unless told otherwise
+TENTHS = tuple(n / 10 for n in range(11))
+BENDS = dict.fromkeys(("token_v3", "typical", "lossy", "lossy_tuned", "lossy_greedy"),
+                      (0.92, 0.94, 0.96, 0.98, 0.99))  # leniences between which tenths would miss a bend
+TRUNCATIONS: dict[str, tuple[float, ...]] = {
+    "top_p": (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3), "top_k": (64, 32, 16, 8, 4, 2),
+    "min_p": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)}
+"""What any sampler can have without a rule: the lossless cascade's and the verifier's leniences."""
+TRUNCATED = ("speculative", "verifier")
 THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
 UNTIMED = ("oracle",)  # its time means nothing
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
@@ -31,7 +39,7 @@ Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
 def gamma(point: Settings) -> Any:
-    """The block size of a point; 0 where its method has none."""
+    """The block size of a point, which may be "adaptive"; 0 where its method has none."""
     return 0 if point.name in BASELINES or point.name in SINGLE_MODEL else point.block_size
 
 
@@ -40,20 +48,43 @@ def alone(point: Settings, model: str) -> Settings:
     return dataclasses.replace(point, method=model, alpha=0.0, block_size=1)
 
 
-def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas: Sequence[Any],
-         temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,)) -> list[Settings]:
-    """Every point once, the two models alone first at each temperature and top-p; the other fields are
-    those of `base`.
+class Contest(NamedTuple):
+    """The curve on which a point stands, its lenience there, and the verifier that it is compared with."""
 
-    alphas are multiplied by THRESHOLDS, and those in [0, 1] are kept within the method's range. Greedy
-    methods appear at temperature 0 only, methods without a block size once for all gammas.
+    name: str
+    lenience: Any
+    panel: Settings
+
+
+def contests(point: Settings, points: Any) -> Iterator[Contest]:
+    """Where a point of `points` stands: among what is truncated as it is, and where the truncation is its
+    lenience, against the verifier without one."""
+    own = alone(point, "verifier")
+    if alone(point, "drafter") in points:
+        yield Contest(point.name, point.alpha, own)
+    for kind in TRUNCATIONS:
+        without: dict[str, Any] = {kind: None}
+        plain, value = dataclasses.replace(own, **without), getattr(point, kind)
+        if point.name in TRUNCATED and value is not None and point.temperature > 0 and plain in points:
+            yield Contest(f"{point.name}, {kind}", value, plain)
+
+
+def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, gammas: Sequence[Any],
+         temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,),
+         truncations: Sequence[str] = ()) -> list[Settings]:
+    """Every point once, the two models alone first at each temperature and top-p; the other fields are
+    those of `base`. Where nothing is truncated, TRUNCATED at all values of the `truncations`.
+
+    alphas, by default tenths and BENDS, are multiplied by THRESHOLDS, and those in [0, 1] are kept within
+    the method's range. Greedy methods appear at temperature 0 only, methods without a block size once for
+    all gammas.
 
     Raises ValueError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
-    if any(block_size < 1 for block_size in gammas if isinstance(block_size, int)):
-        raise ValueError(f"--gammas holds {min(gammas)}; a block size is at least 1.")
-    for name, values in (("methods", methods), ("alphas", alphas), ("gammas", gammas),
-                         ("temperatures", temperatures), ("top-ps", top_ps)):
+    if (least := min((size for size in gammas if isinstance(size, int)), default=1)) < 1:
+        raise ValueError(f"--gammas holds {least}; a block size is at least 1.")
+    for name, values in (("methods", methods), ("alphas", TENTHS if alphas is None else alphas),
+                         ("gammas", gammas), ("temperatures", temperatures), ("top-ps", top_ps)):
         if not values:
             raise ValueError(f"--{name} is empty: give at least one.")
     points: dict[Settings, None] = {}
@@ -68,9 +99,15 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float], gammas
             if rule is None or (isinstance(rule, Baseline) and rule.greedy and temperature != 0):
                 continue
             for block_size in gammas if method in METHODS else (1,):
-                for alpha in (0.0,) if method == "speculative" else alphas:
+                leniences = sorted({*TENTHS, *BENDS.get(method, ())}) if alphas is None else alphas
+                for alpha in (0.0,) if method == "speculative" else leniences:
                     points[dataclasses.replace(chosen, method=method, block_size=block_size,
                                                alpha=_lenience(method, rule, alpha))] = None
+        for kind in truncations if temperature > 0 else ():
+            for value in TRUNCATIONS[kind] if getattr(chosen, kind) is None and top_p is None else ():
+                changed: dict[str, Any] = {kind: value, "method": "speculative", "alpha": 0.0}
+                cuts = [dataclasses.replace(chosen, **changed, block_size=size) for size in gammas]
+                points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
         point.check(10**9)  # how many tokens there are is known once the models are loaded
     return list(points)
@@ -200,7 +237,8 @@ def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Seque
     with file:
         if work:
             rows, _ = cascade.encode(sources, truncate=True)
-            programs = {(p.method, p.block_size, p.top_p is None): p for p in points}
+            programs = {(p.method, p.block_size, *(getattr(p, kind) is None for kind in TRUNCATIONS)): p
+                        for p in points}
             shapes = {cascade.bucket(len(row)): n for n, row in enumerate(rows)}
             for point, n in track(list(itertools.product(programs.values(), shapes.values())), "compiling"):
                 decode(point, n)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
 
 from speccascade_jax.core import loop
 from speccascade_jax.core.samplers import Sampler
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.typing import SamplingOptions, insert, insert_rows
 from speccascade_jax.inference.chunks import Unread, read_chunk
 from speccascade_jax.inference.vocabularies import shapes_of
 from speccascade_jax.parallel import AXIS
@@ -124,7 +125,7 @@ class Programs:
         def compiled() -> Any:
             state, fresh = self._state(rows, width), self._state(fresh_rows, fresh_width)
             slots = self._placed(jax.ShapeDtypeStruct((fresh_rows * self.devices,), jnp.int32))
-            mapped = self._mapped(partial(loop.refill, self.plan.sampler, like_fresh=like_fresh),
+            mapped = self._mapped(partial(refill, self.plan.sampler, like_fresh=like_fresh),
                                   P(AXIS), P(AXIS), P(AXIS))
             where = shardings(self._state(rows, fresh_width if like_fresh else width))
             return jax.jit(mapped, donate_argnums=() if like_fresh else 0, out_shardings=where).lower(
@@ -137,7 +138,7 @@ class Programs:
         def compiled() -> Any:
             state = self._state(rows, width)
             which = self._placed(jax.ShapeDtypeStruct((rows * self.devices,), jnp.bool))
-            return jax.jit(loop.stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(
+            return jax.jit(stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(
                 state, which)
 
         return self._once(("stop", rows, width), compiled)
@@ -219,6 +220,29 @@ def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, 
     plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
     done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
     return done._replace(rows=done.rows._replace(options=options))
+
+
+def refill(sampler: Sampler, state: loop.State, fresh: loop.State, slots: Int[jax.Array, " R"],
+           like_fresh: bool = False) -> loop.State:
+    """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
+
+    The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with
+    `like_fresh` as those of `fresh`, which must hold all unfinished rows.
+    """
+    caches = insert(sampler.models, state.caches, fresh.caches, slots, like_fresh)
+    rest = insert_rows(state._replace(caches=None), fresh._replace(caches=None), slots, like_fresh)
+    return rest._replace(caches=caches)
+
+
+def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
+    """`state` with the rows where `stopped` [B] finished."""
+    return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
+
+
+def largest_top_k(asked: Iterable[int | None]) -> int | None:
+    """A plan's max_top_k for rows that ask for these: a power of two, and all up to 64 share a program."""
+    most = max((top_k or 0 for top_k in asked), default=0)
+    return max(1 << (most - 1).bit_length(), 64) if most else None
 
 
 def shardings(shapes: Any) -> Any:

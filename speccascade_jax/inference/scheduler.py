@@ -17,8 +17,10 @@ import jax
 import numpy as np
 
 from speccascade_jax.baselines.sequence import Trace
+from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.core.loop import Requests
-from speccascade_jax.core.metrics import Counters, Tally
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.metrics import Counters
 from speccascade_jax.core.samplers import Origin
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.programs import Plan, Programs, row_keys
@@ -62,6 +64,19 @@ class Result(NamedTuple):
     origin: list[str]
     level: list[int]
     counts: dict[str, Any]
+
+
+class Lane(NamedTuple):
+    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
+
+    plan: Plan
+    params: Any
+    methods: tuple[tuple[Method, ...], ...]
+
+    def numbers(self, settings: Settings) -> tuple[int, ...]:
+        """Which of its methods these settings name at each level."""
+        rules = settings.rules(len(self.methods)) if self.methods else ()
+        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
 
 class Scheduler:
@@ -289,7 +304,7 @@ class Scheduler:
         rows = [placed.get(row, empty) for row in range(count * programs.devices)]
         want = None
         if plan.ragged:
-            sizes = [one.settings.of_levels("block_size", plan.sampler.level)[-1] for one in rows]
+            sizes = [one.settings.block_sizes(plan.sampler.level)[-1] for one in rows]
             want = np.array(sizes, np.int32) + 1
         asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
         return programs.call(programs.begin(count, width), programs.params, asked, want)

@@ -5,12 +5,14 @@ import math
 from typing import Any, Literal, get_args
 
 from speccascade_jax.baselines import BASELINES, Baseline
+from speccascade_jax.baselines.adaptive import STOP_BELOW
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
 
 MOST_TOKENS = 2**17  # a text's
 Vocabulary = Literal["auto", "tli", "union", "slem", "slrs"]
 """How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
+ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,11 @@ class Settings:
 
     method: str | Method | tuple[str | Method, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
-    block_size: int | tuple[int, ...] = 5    # gamma, the tokens drafted per verifier call
+    block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
+                                             # call; adaptive: up to max_block_size
+    max_block_size: int = 10       # of adaptive blocks
+    stop_below: float = STOP_BELOW  # adaptive drafting stops where the chance that all of the draft stands
+                                    # is estimated to fall below this
     hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
     temperature: float = 0.0       # 0 is greedy
     top_k: int | None = None       # sample among the k likeliest tokens
@@ -57,6 +63,20 @@ class Settings:
                              f"verifiers: give one value, or {levels}.")
         return values * levels if len(values) == 1 else values
 
+    @property
+    def adaptive(self) -> bool:
+        return self.block_size == ADAPTIVE
+
+    @property
+    def stops(self) -> float | None:
+        """stop_below, of adaptive blocks."""
+        return self.stop_below if self.adaptive else None
+
+    def block_sizes(self, levels: int) -> tuple[int, ...]:
+        """The most tokens that are drafted for each of `levels` verifiers."""
+        return dataclasses.replace(self, block_size=self.max_block_size).of_levels(
+            "block_size", levels) if self.adaptive else self.of_levels("block_size", levels)
+
     def rules(self, levels: int) -> tuple[Method, ...]:
         """The Method of each of `levels` verifiers."""
         methods = self.of_levels("method", levels)
@@ -71,6 +91,10 @@ class Settings:
             self._check_level(method, alpha, block_size, most if levels is None else levels)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy).")
+        if self.max_block_size < 1:
+            raise ValueError(f"max_block_size is {self.max_block_size}; it must be at least 1.")
+        if not 0 <= self.stop_below <= 1:
+            raise ValueError(f"stop_below is {self.stop_below}; it is a chance, and lies in [0, 1].")
         if self.hand_over not in get_args(HandOver):
             raise ValueError(f"hand_over is {self.hand_over!r}; known: {', '.join(get_args(HandOver))}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -89,7 +113,7 @@ class Settings:
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which ends every output: leave it out.")
 
-    def _check_level(self, method: Any, alpha: float, block_size: int, levels: int) -> None:
+    def _check_level(self, method: Any, alpha: float, block_size: Any, levels: int) -> None:
         known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
         rule = known.get(method) if isinstance(method, str) else method
         if rule is None and method not in SINGLE_MODEL:
@@ -107,7 +131,9 @@ class Settings:
         if isinstance(rule, Baseline) and rule.greedy and self.temperature != 0:
             raise ValueError(f"temperature is {self.temperature}; {method} decodes greedily: make it 0, "
                              "or take bild_star.")
-        if block_size < 1:
+        if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
+            raise ValueError(f"block_size is {block_size!r}; give a number, or of two models {ADAPTIVE!r}.")
+        if not isinstance(block_size, str) and block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1.")
 
 
@@ -120,4 +146,4 @@ def _each(value: Any) -> tuple[Any, ...]:
 def _name(method: str | Method) -> str:
     if isinstance(method, str):
         return method
-    return next((name for name, known in METHODS.items() if known is method), "custom")
+    return method.name or next((name for name, known in METHODS.items() if known is method), "custom")

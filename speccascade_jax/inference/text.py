@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,16 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.baselines.adaptive import Adaptive
 from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
-from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded
-from speccascade_jax.inference.scheduler import LOOK_EVERY, Request, Result, Scheduler
+from speccascade_jax.inference import router
+from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, largest_top_k
+from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
@@ -73,6 +75,7 @@ class Cascade:
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
+    router: Method | None = None  # the method of this name, see inference.router
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
@@ -130,7 +133,8 @@ class Cascade:
                         tokenizer=config.tokenizer, prefix=config.prefix,
                         max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
                         tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
-                        stop=config.stop, vocabulary=config.vocabulary)
+                        stop=config.stop, vocabulary=config.vocabulary,
+                        router=router.load(config.router) if config.router else None)
 
     @property
     def drafter(self) -> LanguageModel:
@@ -163,16 +167,17 @@ class Cascade:
             sampler: Sampler = BASELINES[name].sampler(self.drafter, self.verifier)
             return sampler, self.params[0] if name in CONFIDENCES else self.params
         found = methods or tuple((rule,) for rule in settings.rules(self.levels))
-        sizes = settings.of_levels("block_size", self.levels)
+        sizes = settings.block_sizes(self.levels)
         if self.text_drafter is not None:
             given = Proposed(self.verifier.vocab_size, sizes[0], self.text_drafter.translated.start_id)
             several = found[0] if len(found[0]) > 1 else found[0][0]
             return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
+        kind = partial(Adaptive, stop_below=settings.stop_below) if settings.adaptive else Speculative
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
-            sampler = Speculative(sampler, model, several if len(several) > 1 else several[0], size,
-                                  settings.hand_over)
-            params = params if sampler.shares else (params, own)
+            sampler = above = kind(sampler, model, several if len(several) > 1 else several[0], size,
+                                   settings.hand_over)
+            params = params if above.shares else (params, own)
         return sampler, params
 
     def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
@@ -206,7 +211,7 @@ class Cascade:
 
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
-        and its index (counted from `first_index`), never on its batch. Blank texts give empty outputs. Each
+        and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
         device decodes `batch_size` rows, fewer where there are not so many texts.
         Raises ValueError before anything is decoded for settings out of their range.
         """
@@ -230,7 +235,7 @@ class Cascade:
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
-        settings = dataclasses.replace(settings, **changes)
+        settings = router.with_router(dataclasses.replace(settings, **changes), self.router)
         settings.check(self.verifier.vocab_size, self.levels)
         if self.foreign:
             check_method(settings, self.levels, self.vocabulary)
@@ -255,7 +260,7 @@ class Cascade:
             begun += len(window)
             window = list(islice(texts, capacity))
 
-    def _window(self, lanes: dict[Any, "Lane"], texts: list[str], each: list[Settings], begun: int,
+    def _window(self, lanes: dict[Any, Lane], texts: list[str], each: list[Settings], begun: int,
                 batch_size: int, truncate: bool) -> list[Output]:
         rows, cut = self.encode(texts, truncate, begun)
         outputs = [Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
@@ -276,7 +281,7 @@ class Cascade:
                 outputs[n] = dataclasses.replace(outputs[n], text=text, **own._asdict())
         return outputs
 
-    def _decode(self, lane: "Lane", asked: list[Request], batch_size: int) -> list[Result]:
+    def _decode(self, lane: Lane, asked: list[Request], batch_size: int) -> list[Result]:
         """The requests' results, in their order."""
         scheduler = self.scheduler(lane.plan, lane.params, batch_size)
         ids, found = scheduler.admit(asked), dict[int, Result]()
@@ -285,8 +290,8 @@ class Cascade:
             found |= dict(scheduler.finished())
         return [found[number] for number in ids]
 
-    def _rewritten(self, lanes: dict[Any, "Lane"], asked: list[Request],
-                   decode: Callable[["Lane", list[Request]], list[Result]]) -> list[Result]:
+    def _rewritten(self, lanes: dict[Any, Lane], asked: list[Request],
+                   decode: Callable[[Lane, list[Request]], list[Result]]) -> list[Result]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
         drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
         deferred = []
@@ -350,7 +355,7 @@ class Cascade:
             return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
 
-    def lanes(self, each: Sequence[Settings]) -> dict[Any, "Lane"]:
+    def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
@@ -365,9 +370,8 @@ class Cascade:
                 rules = [settings.rules(self.levels) for settings in group]
                 methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
             sampler, params = self.sampler(group[0], methods)
-            most = max((s.top_k or 0 for s in group), default=0)
             plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
-                        max_top_k=1 << (most - 1).bit_length() if most else None,
+                        max_top_k=largest_top_k(s.top_k for s in group),
                         top_p=any(s.top_p is not None for s in group),
                         min_p=any(s.min_p is not None for s in group),
                         history=LOOK_EVERY if any(s.stop for s in group) else 0)
@@ -378,22 +382,9 @@ class Cascade:
         """Equal for settings whose requests can share a program."""
         if self.levels == 0 or settings.name in BASELINES or settings.name in SINGLE_MODEL:
             return settings.name
-        return settings.of_levels("block_size", self.levels), settings.hand_over
+        return settings.block_sizes(self.levels), settings.stops, settings.hand_over
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
-
-
-class Lane(NamedTuple):
-    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
-
-    plan: Plan
-    params: Any
-    methods: tuple[tuple[Method, ...], ...]
-
-    def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """Which of its methods these settings name at each level."""
-        rules = settings.rules(len(self.methods)) if self.methods else ()
-        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))

@@ -163,6 +163,9 @@ def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> Non
     if vocabulary == "slem" and settings.name not in (*SINGLE_MODEL, *NEEDS_NO_DRAFTER):
         raise ValueError(f"{settings.name} needs the drafter's distribution, which slem has not: take "
                          f"vocabulary tli, or one of {', '.join(NEEDS_NO_DRAFTER)}.")
+    if vocabulary == "slem" and settings.adaptive:
+        raise ValueError("block_size is 'adaptive', which slem's drafts are not: give a number, or take "
+                         "vocabulary tli.")
     if vocabulary != "union" or settings.name in SINGLE_MODEL:
         return
     rule = None if settings.name in BASELINES else settings.rules(levels)[0]

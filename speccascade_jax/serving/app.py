@@ -272,7 +272,8 @@ def described(model: ServedModel) -> dict[str, Any]:
     """A model as /v1/models lists it, and what its requests may ask for."""
     own = model.defaults
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "speccascade_jax",
-            "methods": model.methods, "method": own.name, "alpha": own.alpha, "block_size": own.block_size,
+            "methods": model.methods, "method": own.name, "alpha": own.alpha,
+            "block_size": own.block_size, "max_block_size": own.max_block_size,
             "temperature": own.temperature, "max_tokens": model.cascade.max_new_tokens,
             "max_prompt_tokens": model.cascade.max_source_length, "max_top_k": model.max_top_k,
             "chat": model.chat is not None, "examples": model.examples}

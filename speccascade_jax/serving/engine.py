@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from speccascade_jax.inference.scheduler import Request, Result, Scheduler
+from speccascade_jax.inference.scheduler import Lane, Request, Result, Scheduler
 from speccascade_jax.inference.scoring import Scored, Scorer
 from speccascade_jax.inference.settings import Settings
-from speccascade_jax.inference.text import Cascade, Lane
+from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import up_to_stop
 
 log = logging.getLogger("speccascade_jax.serving")

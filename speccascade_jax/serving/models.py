@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
 from speccascade_jax.inference.chunks import any_continues
+from speccascade_jax.inference.router import with_router
 from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
@@ -66,7 +67,7 @@ class ServedModel:
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return settings
+        return with_router(settings, self.cascade.router)
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""
@@ -91,6 +92,13 @@ class ServedModel:
     def _block_size(self, settings: Settings) -> Any:
         """A request's block size; raises ValueError unless it is at most the server's."""
         most, own = self.defaults.block_size, settings.block_size
+        if self.defaults.adaptive or settings.adaptive:
+            if own != most:
+                raise ValueError(f"block_size is {own}; this server's is {most}: leave it out.")
+            if settings.max_block_size > self.defaults.max_block_size:
+                raise ValueError(f"max_block_size is {settings.max_block_size}; this server drafts at most "
+                                 f"{self.defaults.max_block_size}.")
+            return own
         if own == most or not isinstance(own, int) or not isinstance(most, int) or self.cascade.levels > 1:
             if own != most:
                 raise ValueError(f"block_size is {own}; this model is a hierarchy, and its block sizes are "
@@ -102,8 +110,9 @@ class ServedModel:
 
     def lane(self, settings: Settings) -> ServedLane:
         """Where such a request is decoded."""
-        return self.lanes[self.cascade.lane_of(dataclasses.replace(settings,
-                                                                   block_size=self.defaults.block_size))]
+        own = self.defaults
+        return self.lanes[self.cascade.lane_of(dataclasses.replace(
+            settings, block_size=own.block_size, max_block_size=own.max_block_size))]
 
     def prompts(self, asked: Asked) -> list[Prompt]:
         """What is asked for, read. Raises Refused."""

@@ -13,11 +13,11 @@ from speccascade_jax.baselines import BASELINES
 from speccascade_jax.baselines.bild import Bild
 from speccascade_jax.baselines.oracle import Oracle
 from speccascade_jax.baselines.sequence import CONFIDENCES, QUANTILE
+from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.baselines.token_cascade import TokenCascade
 from speccascade_jax.core import loop
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.metrics import Tally
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally

@@ -52,7 +52,7 @@ def sweep(tiny, tmp_path_factory):
     at = tmp_path_factory.mktemp("sweep")
     flags = [*shared, f"--task={folder / 'task'}.py", f"--output={at / 'sweep'}", "--methods", "token_v3",
              "token_cascade", "--alphas", "0.3", "0.8", "--timed", "2", "--trials", "1", "--batch-size", "6",
-             f"--pick={at / 'picked.py'}"]
+             "--truncations", f"--pick={at / 'picked.py'}"]
     assert tradeoff.main([*flags, "--at-latency=1000"]) == 0
     return at, flags
 
@@ -99,8 +99,8 @@ def before_work(monkeypatch):
     monkeypatch.setattr(Cascade, "load", fail)
 
 
-BAD = [(["--at-quality=good"], "write a number or verifier"), (["--at-quality=nan"], "write a number or"),
-       (["--at-quality=inf"], "write a number or"), (["--at-quality="], "write a number or"),
+BAD = [(["--at-quality=good"], "a number, verifier or truncated"), (["--at-quality=nan"], "write a number"),
+       (["--at-quality=inf"], "write a number"), (["--at-quality="], "write a number"),
        (["--at-quality=1", "--at-latency=1"], "exclude each other"),
        (["--at-latency=nan"], "--at-latency is nan"), (["--at-latency=0"], "--at-latency is 0"),
        (["--at-latency=1", "--timed=0"], "raise --timed"),

@@ -120,6 +120,26 @@ def bild_star_of_sampled_q(monkeypatch):
         right, target=lambda s, alpha: right.target(s._replace(q=s.q_sampled), alpha)))
 
 
+def weights_exchanged(monkeypatch):
+    """The mixture gives the verifier the drafter's weight."""
+    right = METHODS["mixture"]
+    monkeypatch.setitem(METHODS, "mixture", dataclasses.replace(
+        right, target=lambda s, alpha: right.target(s, 1 - alpha)))
+
+
+def typical_tokens_of_p(monkeypatch):
+    """Typical acceptance taken for what it is called: p~ cut to its typical tokens."""
+    right = METHODS["typical"]
+
+    def wrong(s, alpha):
+        _, refused = right.target(s, alpha)
+        kept = jnp.where(refused, 0.0, s.p_sampled)
+        mass = jnp.sum(kept, axis=-1, keepdims=True)
+        return jnp.where(mass > 0, kept / jnp.where(mass > 0, mass, 1.0), s.p_sampled), refused
+
+    monkeypatch.setitem(METHODS, "typical", dataclasses.replace(right, target=wrong))
+
+
 def one_temperature(monkeypatch):
     """Every row is sampled as the first one is."""
     token_probs = samplers.token_probs
@@ -149,8 +169,10 @@ def test_law_test_catches(bug, family, monkeypatch):
 @pytest.mark.parametrize("bug,methods,alphas,temperature", [
     (own_of_sampled_p, ("speculative", "chow"), (0.0, 0.3), 0.7),
     (own_is_sampled_pi, ("speculative", "chow"), (0.0, 0.3), 0.7),
-    (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5)], ids=lambda x: getattr(x, "__name__", None))
-def test_law_test_catches_what_only_another_temperature_shows(bug, methods, alphas, temperature, monkeypatch):
+    (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5), (weights_exchanged, ("mixture",), (0.4,), 1.0),
+    (typical_tokens_of_p, ("typical",), (0.5,), 1.0)], ids=lambda x: getattr(x, "__name__", None))
+def test_law_test_catches_what_only_one_method_or_temperature_shows(bug, methods, alphas, temperature,
+                                                                    monkeypatch):
     sizes = [2] * len(methods)
     assert p_value(methods, alphas, sizes, rows=200_000, temperature=temperature) > FAIL_BELOW
     jax.clear_caches()

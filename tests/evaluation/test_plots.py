@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
 from speccascade_jax.evaluation import plots
-from speccascade_jax.evaluation.sweep import COMPARED
+from speccascade_jax.evaluation.sweep import COMPARED, TRUNCATIONS, Contest
 
 RNG = np.random.default_rng(0)
 CROWDED = [*FOUND[:2], *(
@@ -94,7 +94,7 @@ def test_labels_are_words_with_units():
     assert axes.get_xlabel() == "Time relative to the verifier alone (share)"
     assert axes.get_ylabel() == "ROUGE-2" and axes.get_title() == "Temperature 1, top-p 0.9, gamma 5"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["Verifier alone", "Drafter alone", "opt", "chow"]
+    assert names == ["Verifier alone", "Drafter alone", "OPT", "Chow"]
     for name in plots.AXES:
         assert plots.AXES[name][0][0].isupper()
 
@@ -105,7 +105,7 @@ def test_the_lossless_point_is_seen_among_curves(tmp_path):
               for name in ("opt", "diff", "token_v3") for alpha in (0, 1)]
     results = [*FOUND[:2], *curves, result("speculative", 0.0, 28.0, 0.8)]
     figure = plots.page(results, "bleu", "latency")
-    assert "speculative (lossless)" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "Speculative (lossless)" in [text.get_text() for text in figure.legends[0].get_texts()]
     colour = plots.COLOURS[COMPARED.index("speculative")]
     own, = (line for line in figure.axes[0].lines if line.get_color() == colour)
     others = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "s", "D")]
@@ -130,6 +130,21 @@ def test_a_panel_holds_its_own_points():
     for axes in figure.axes:
         drawn = [line for line in axes.lines if line.get_color() == plots.COLOURS[COMPARED.index("opt")]]
         assert [len(line.get_xdata()) for line in drawn] == [4]
+
+
+def test_truncations_have_curves_with_names():
+    def cut(kind, value, method):
+        one = result(method, 0.0, 28 + 5 * value, 0.9 - 0.2 * (method == "speculative"))
+        plain = FOUND[0].point
+        return dataclasses.replace(one, contest=Contest(f"{method}, {kind}", value, plain))
+
+    found = [*CROWDED, *(cut(kind, value, method) for kind in TRUNCATIONS for value in (0.3, 0.8)
+                         for method in ("verifier", "speculative"))]
+    figure = plots.page(found, "bleu", "latency")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"Verifier, top-p", "Speculative, min-p", "Token V3"} <= set(names)
+    assert all(name[0].isupper() for name in names)
+    checked(figure)
 
 
 def test_pictures(tmp_path):
@@ -159,7 +174,7 @@ def test_a_method_looks_the_same_in_every_picture():
         return legend_of([*FOUND[:2], *(result(name, 0.1, 30.0, 0.5) for name in names)])
 
     every = looks("token_v1", "sequence", "token_v2", *(name for name in COMPARED if name != "opt"))
-    assert all(looks("lossy_tuned", name)[name] == every[name]
+    assert all(looks("lossy_tuned", name)[plots._title(name)] == every[plots._title(name)]
                for name in COMPARED if name not in ("opt", "speculative"))
 
 
@@ -167,5 +182,5 @@ def test_no_two_methods_share_a_colour_or_a_marker():
     """Whoever sees no colours reads the markers."""
     looks = legend_of(CROWDED)
     methods = {name: look for name, look in looks.items() if not name.endswith("alone")}
-    assert len(methods) == 10
-    assert len({colour for colour, _ in methods.values()}) == len({m for _, m in looks.values()}) - 2 == 10
+    assert len(methods) == 12
+    assert len({colour for colour, _ in methods.values()}) == len({m for _, m in looks.values()}) - 2 == 12

@@ -6,7 +6,7 @@ from made_by_hand import FOUND
 
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.reductions import best, fastest, results, table_two
-from speccascade_jax.evaluation.sweep import Latency, Quality, alone
+from speccascade_jax.evaluation.sweep import Latency, Quality, alone, grid
 from speccascade_jax.inference.settings import Settings
 
 
@@ -47,3 +47,34 @@ def test_table_two():
     assert fast is None and good.point.alpha == 0.5  # never at the verifier's quality
     assert fastest(FOUND, 24.0).point.alpha == 0.9
     assert best(FOUND, 0.35).quality == 24.0
+
+
+def test_what_is_truncated_stands_against_the_plain_verifier():
+    """The verifier and the lossless cascade under a truncation are curves whose lenience it is."""
+    points = grid(Settings(), ["opt", "speculative"], [0.1], [5], [0.0, 1.0], truncations=["top_p", "min_p"])
+    cut = [p for p in points if p.top_p is not None or p.min_p is not None]
+    assert all(p.temperature == 1 and p.method in ("verifier", "speculative") for p in cut)
+    assert {p.top_p for p in cut if p.method == "verifier"} == {None, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3}
+    rng = np.random.default_rng(0)
+    qualities = {p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9)
+                 for p in points}
+    found = results("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    assert len(found) == len(points)
+    plain = next(p for p in points if p.method == "verifier" and p.temperature == 1 and p not in cut)
+    curves = {r.name for r in found}
+    assert curves == {"verifier", "drafter", "opt", "speculative", "verifier, top_p", "verifier, min_p",
+                      "speculative, top_p", "speculative, min_p"}
+    for r in found:
+        if r.point in cut:
+            assert r.panel == plain and r.lenience in (r.point.top_p, r.point.min_p)
+    best_cut = max(r.quality for r in found if r.name == "verifier, top_p")
+    _, good = table_two(found)[1.0, None]["verifier, top_p"]
+    assert good.quality == best_cut and set(table_two(found)[0.0, None]) == {"opt", "speculative"}
+
+
+def test_a_truncated_panel_is_also_a_curves_point():
+    points = grid(Settings(), ["speculative"], [0.1], [5], [1.0], top_ps=[None, 0.8])
+    qualities = {p: Quality(np.ones((4, 2)), {"model_passes": 9}, 0.5, 9) for p in points}
+    found = [(r.name, r.panel.top_p) for r in results("exact_match", qualities, {})]
+    assert found.count(("speculative", 0.8)) == found.count(("speculative, top_p", None)) == 1
+    assert ("drafter, top_p", None) not in found

@@ -141,6 +141,13 @@ def test_leniences_beyond_one_are_for_rules_without_a_bound():
     assert {p.alpha for p in grid(BASE, ["lossy"], [1.0], [2], [1.0])} == {0.0, 0.999}
 
 
+def test_leniences_are_finer_where_a_method_bends():
+    points = grid(BASE, ["token_v3", "opt"], None, [2, "adaptive"], [1.0])
+    by_method = {name: sorted({p.alpha for p in points if p.method == name}) for name in ("token_v3", "opt")}
+    assert len(by_method["opt"]) == 11 and sum(alpha > 0.9 for alpha in by_method["token_v3"]) == 6
+    assert {gamma(p) for p in points} == {0, 2, "adaptive"}
+
+
 @pytest.mark.parametrize("damage", [
     {"statistics": [[1.0, 1.0]]}, {"statistics": [[float("nan"), 1.0]] * len(SOURCES)}, {"counts": [1]},
     {"tokens": None}, {"point": {"method": "token_v3"}}, {"point": 3}])

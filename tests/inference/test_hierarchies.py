@@ -123,7 +123,8 @@ def test_one_model_is_a_cascade_of_one(pair, t5_pair):
     ({"method": "token_cascade"}, "token_cascade is made of two models, not of 3"),
     ({"method": "opt+nothing"}, "unknown method 'nothing'"),
     ({"method": "opt", "alpha": (0.1, -1.0)}, "alpha is -1.0; for opt"),
-    ({"block_size": (2, 0)}, "block_size is 0")])
+    ({"block_size": (2, 0)}, "block_size is 0"),
+    ({"block_size": "adaptive"}, "block_size is 'adaptive'; give a number")])
 def test_values_that_fit_no_hierarchy(three, options, said):
     with pytest.raises(ValueError, match=said):
         three.generate(SENTENCES, **options)

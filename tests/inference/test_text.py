@@ -25,6 +25,7 @@ UNLIKE = [Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8), Se
           Settings(method="lossy", alpha=0.2, temperature=1.0, min_p=0.1), Settings(method="verifier"),
           Settings(method="sequence", alpha=0.9, temperature=1.0), Settings(block_size=2, temperature=1.2),
           Settings(method="token_cascade", alpha=0.7, temperature=1.0),
+          Settings(block_size="adaptive", max_block_size=4, stop_below=0.02, temperature=0.8),
           Settings(method="chow", alpha=0.4, temperature=1.0, stop=("a",))]
 
 

@@ -29,12 +29,16 @@ async function loadModels() {
   showModel();
 }
 
+const adaptive = model => model.block_size === "adaptive";
+const blockField = () => adaptive(chosen()) ? "max_block_size" : "block_size";
+const chosen = () => models.find(one => one.id === $("model").value);
+
 function showModel() {
-  const model = models.find(one => one.id === $("model").value);
+  const model = chosen();
   $("method").replaceChildren(...model.methods.filter(one => one !== "verifier").map(one => new Option(one)));
   $("method").value = model.method;
   $("alpha").value = [model.alpha].flat().at(-1);
-  $("block").value = [model.block_size].flat().at(-1);
+  $("block").value = adaptive(model) ? model.max_block_size : [model.block_size].flat().at(-1);
   $("block").max = $("block").value;
   $("block").disabled = Array.isArray(model.block_size);
   $("temperature").value = model.temperature;
@@ -111,7 +115,7 @@ async function run() {
   try {
     const cascade = () => decode("cascade", {
       method: $("method").value, alpha: Number($("alpha").value),
-      ...($("block").disabled ? {} : {block_size: Number($("block").value)})}, own.signal);
+      ...($("block").disabled ? {} : {[blockField()]: Number($("block").value)})}, own.signal);
     const verifier = () => $("verifier-section").hidden ? null : decode("verifier", {speculative: false}, own.signal);
     $("verifier-text").replaceChildren();
     $("verifier-figures").replaceChildren();

@@ -1,0 +1,5 @@
+"""The learned rule of the shipped English-to-German pair: python scripts/finetune.py --config=demo_router."""
+
+from speccascade_jax.config import RouterConfig
+
+config = RouterConfig(name="demo_router", output="runs/demo_router/router.json", pair="demo")

@@ -1,0 +1,17 @@
+"""What baselines count: sums over a row's rounds. Rates are made of them in evaluation.rates."""
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Int
+
+Array = jax.Array
+
+
+class Tally(NamedTuple):
+    drafter_passes: Int[Array, " B"]
+    rounds: Int[Array, " B"]    # = verifier calls
+    drafted: Int[Array, " B"]   # positions for which the drafter was asked to write
+    accepted: Int[Array, " B"]  # of them, those that keep its token
+    deferred: Int[Array, " B"]  # times the drafter was not trusted
+    emitted: Int[Array, " B"]

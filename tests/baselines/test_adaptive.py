@@ -1,0 +1,108 @@
+"""Adaptive blocks: their law, what decides where a row stops, and decisions that must not be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from joint_laws import EOS, FAIL_BELOW, FAMILIES, PROMPTS, STEPS, TABLES, TRANSFORMS, VOCAB, decoded, quick
+from toys import TableLM, chi_square, sequence_law
+
+from speccascade_jax.baselines.adaptive import Adaptive
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
+from speccascade_jax.core.typing import SamplingOptions
+
+MODEL, MOST = TableLM(VOCAB), 4
+
+
+def adaptive(family, kind=Adaptive, stop_below=0.25):
+    return kind(Autoregressive(MODEL), MODEL, METHODS[family], MOST, stop_below=stop_below)
+
+
+def p_value(family, kind=Adaptive, *, rows, seed=0, **options):
+    options = {"temperature": 1.0, **options}
+    result, which = decoded(adaptive(family, kind), tuple(TABLES[:2]), rows, SamplingOptions(**options),
+                            [FAMILIES[family]], seed)
+    counts = result.counts[1]
+    if kind is Adaptive and options == {"temperature": 1.0}:  # blocks of every length
+        assert (np.asarray(counts.drafted) < MOST * np.asarray(counts.rounds)).any()
+        assert (np.asarray(counts.drafted) > np.asarray(counts.rounds)).any()
+    return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
+        TABLES[:2], [family], [FAMILIES[family]], prompt, steps=STEPS, eos=EOS, **options))
+        for n, prompt in enumerate(PROMPTS))
+
+
+@pytest.mark.parametrize("family,transform", quick(
+    ("speculative", "plain"), ("opt", "plain"), ("token_v3", "min_p"), among=[("opt", "plain")]))
+def test_adaptive_blocks_follow_the_law(family, transform, rows):
+    assert p_value(family, rows=rows, **TRANSFORMS[transform]) > FAIL_BELOW
+
+
+class DropsUnlikely(Adaptive):
+    """Drops a token that it has drawn because the token's own probability is small."""
+
+    def goes_on(self, chance, block):
+        return jnp.take_along_axis(block.own[:, 0], block.tokens, axis=1)[:, 0] >= 0.2
+
+
+class NoBonusLaw(Adaptive):
+    """Forgets the law at which a row stops."""
+
+    def _draft(self, *asked):
+        drafted, *rest = super()._draft(*asked)
+        inside = (jnp.arange(self.width) < drafted.size[:, None])[..., None]
+        return drafted._replace(probs=drafted.probs * inside, own=drafted.own * inside), *rest
+
+
+@pytest.mark.parametrize("bug,family", quick(
+    (DropsUnlikely, "speculative"), (DropsUnlikely, "opt"), (NoBonusLaw, "token_v3"),
+    among=[(DropsUnlikely, "speculative")]))
+def test_what_must_not_be_is_seen(bug, family):
+    assert p_value(family, bug, rows=40_000) < FAIL_BELOW
+
+
+def written(sampler, rows, eos_id=NO_TOKEN, temperature=1.0, steps=24, family="opt"):
+    keys, ones = jax.vmap(jax.random.key)(rows), np.ones((len(rows), 1), np.int32)
+    return generate(sampler, tuple(TABLES[:2]), keys, ones, ones[:, 0], SamplingOptions(temperature),
+                    jnp.array([FAMILIES[family]]), max_new_tokens=steps, eos_id=eos_id)
+
+
+def test_a_row_depends_on_no_other():
+    """Rows stop where they like: together, in another order and by themselves they write the same."""
+    rows = np.arange(48)
+    together = written(adaptive("opt"), rows)
+    for alone in (rows[::-1], rows[7:8]):
+        other = written(adaptive("opt"), alone)
+        np.testing.assert_array_equal(other.tokens, together.tokens[alone])
+        np.testing.assert_array_equal(other.counts[1].histogram, together.counts[1].histogram[alone])
+    assert len(np.unique(np.asarray(together.counts[1].drafted))) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extremes_are_blocks_of_a_fixed_length(family):
+    """Never stopping is Speculative, token for token, pass for pass; always stopping drafts nothing."""
+    whole = written(adaptive(family, stop_below=-1.0), np.arange(32), family=family)
+    fixed = written(Speculative(Autoregressive(MODEL), MODEL, METHODS[family], MOST), np.arange(32),
+                    family=family)
+    np.testing.assert_array_equal(whole.tokens, fixed.tokens)
+    np.testing.assert_array_equal(whole.counts[0].passes, fixed.counts[0])
+    none = written(adaptive(family, stop_below=2.0), np.arange(32), family=family)
+    assert (none.counts[1].drafted == 0).all() and (none.counts[1].rounds == none.length).all()
+
+
+@pytest.mark.full
+def test_a_row_learns_what_its_drafter_is_worth():
+    """A drafter that is its own verifier is always right, whatever it says of itself: blocks grow."""
+    def drafted(steps, params):
+        keys, ones = jax.vmap(jax.random.key)(np.arange(64)), np.ones((64, 1), np.int32)
+        return generate(adaptive("speculative", stop_below=0.3), params, keys, ones, ones[:, 0],
+                        SamplingOptions(), jnp.zeros(1), max_new_tokens=steps, eos_id=NO_TOKEN).counts
+
+    (seen, long), (_, short) = (drafted(steps, (TABLES[0], TABLES[0])) for steps in (60, 4))
+    np.testing.assert_array_equal(seen.kept, long.accepted)
+    assert (np.asarray(seen.bias) > 0.2).all()
+    assert long.drafted.sum() / long.rounds.sum() > 1.2 * short.drafted.sum() / short.rounds.sum()
+    worse, _ = drafted(60, (TABLES[0], -TABLES[0]))
+    assert (np.asarray(worse.bias) < np.asarray(seen.bias)).all()

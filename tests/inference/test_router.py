@@ -1,0 +1,145 @@
+"""The learned rule: its law, what it learns, its file, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
+from toys import TableLM, chi_square, entropy, pair, sequence_law, target
+
+from speccascade_jax.commands import decode, finetune
+from speccascade_jax.config import RouterConfig
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference import router
+from speccascade_jax.inference.router import FEATURES, Weights
+from speccascade_jax.inference.settings import Settings
+from speccascade_jax.training.router import errors, fit
+
+RNG = np.random.default_rng(3)
+WEIGHTS = Weights(*(RNG.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
+NOTHING = Weights(*(np.zeros_like(x) for x in WEIGHTS))
+
+
+def by_hand(weights, gains_from=lambda q, p, qs, ps: (q, p)):
+    """The target distribution, a position at a time, in float64."""
+    def law(q, p, qs, ps, alpha):
+        q, p = gains_from(q, p, qs, ps)
+        features = np.array([q.max(), p.max(), entropy(q), entropy(p), np.maximum(p - q, 0).sum(),
+                             q[p.argmax()], p[q.argmax()]])
+        gain = p.max() - q.max() + np.tanh(features @ weights.hidden + weights.bias) @ weights.out
+        return ps if gain > alpha * np.maximum(ps - qs, 0).sum() else qs
+
+    return law
+
+
+@pytest.mark.full
+def test_a_trained_router_follows_its_law(rows):
+    """Its decisions read the models' own distributions; with transformed ones the law is another."""
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), router.method_of(WEIGHTS), 2)
+    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(0.7, top_p=0.95), [0.4])
+    assert 0 < result.counts[1].deferred.sum() < result.counts[1].drafted.sum()
+
+    def p_value(law):
+        return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
+            TABLES[:2], [law], [0.4], prompt, steps=STEPS, eos=EOS, temperature=0.7, top_p=0.95))
+            for n, prompt in enumerate(PROMPTS))
+
+    assert p_value(by_hand(WEIGHTS)) > FAIL_BELOW
+    assert p_value(by_hand(WEIGHTS, lambda q, p, qs, ps: (qs, ps))) < FAIL_BELOW
+    assert p_value(by_hand(NOTHING)) < FAIL_BELOW
+
+
+def test_a_router_that_has_learnt_nothing_is_opt():
+    for _ in range(50):
+        q, p = RNG.dirichlet(np.ones(6), 2)
+        for alpha in (0.0, 0.3):
+            np.testing.assert_array_equal(by_hand(NOTHING)(q, p, q, p, alpha),
+                                          target("opt", q, p, q, p, alpha, False))
+
+
+def test_training_finds_what_the_plug_in_misses():
+    """A drafter that is right half as often as it says, where it is sure: no gain there by max p - max q."""
+    config = RouterConfig("toy", "toy.json", "toy", steps=300)
+    whole = RNG.random((20_000, len(FEATURES))).astype(np.float32)
+    right_q = RNG.random(len(whole)) < np.where(whole[:, 0] > 0.5, 0.5, 1.0) * whole[:, 0]
+    gains = (RNG.random(len(whole)) < whole[:, 1]).astype(np.float32) - right_q
+    weights = fit(whole, gains, config)
+    found = errors(weights, whole, gains)
+    assert found["network"] < found["opt"] - 0.02
+    sure = whole[whole[:, 0] > 0.8]
+    assert np.mean(router.gain(weights, sure) - (sure[:, 1] - sure[:, 0])) > 0.2
+
+
+@pytest.mark.full
+def test_a_file_decodes_by_its_network(tmp_path):
+    path = tmp_path / "router.json"
+    path.write_text(router.described(WEIGHTS, pair="toy"))
+    options = {"method": "router", "alpha": 0.3, "temperature": 1.0}
+    texts = [[o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
+             for cascade, more in ((pair(router=router.load(path)), {}), (pair(), {"method": "opt"}),
+                                   (pair(router=router.method_of(NOTHING)), {}))]
+    assert texts[0] != texts[1] == texts[2]
+
+
+def test_only_routers_files_are_read(tmp_path):
+    path, options = tmp_path / "router.json", {"method": "router", "alpha": 0.3}
+    path.write_text(router.described(WEIGHTS, pair="toy"))
+    assert pair(router=router.load(path)).checked(Settings(), options).name == "router"
+    with pytest.raises(ValueError, match="give its file with --router"):
+        pair().checked(Settings(), options)
+    good = json.loads(path.read_text())
+    for damage in ({"bias": [1.0]}, {"out": [float("nan")] * 5}, {"features": ["x"]}, {"hidden": "x"}):
+        path.write_text(json.dumps({**good, **damage}))
+        with pytest.raises(ValueError, match="no router's file"):
+            router.load(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        router.load(tmp_path / "none.json")
+
+
+CONFIGS = {"pair": '''
+from speccascade_jax.config import DecodeConfig
+config = DecodeConfig(drafter={drafter!r}, verifier={verifier!r}, max_source_length=32, max_new_tokens=24)
+''', "task": '''
+from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.models.t5 import T5Config
+task = Task(train="", validation={data!r}, test="", max_source_length=32, max_target_length=24)
+config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
+''', "router": '''
+from speccascade_jax.commands import decode, finetune
+from speccascade_jax.config import RouterConfig
+config = RouterConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
+'''}
+
+
+@pytest.mark.full
+def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    lines = [{"source": f"the cat {n}", "target": "a dog sings"} for n in range(40)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = {name: str(tmp_path / f"{name}.py") for name in CONFIGS}
+    output = str(tmp_path / "made" / "router.json")
+    for name, text in CONFIGS.items():
+        Path(names[name]).write_text(text.format(
+            drafter=str(t5_pair / "drafter"), verifier=str(t5_pair / "verifier"), data=str(data),
+            output=output, pair=names["pair"], task=names["task"]))
+    assert finetune.main([f"--config={names['router']}", "--examples=32"]) == 0
+    assert "texts held out, network" in capsys.readouterr().out
+    assert json.loads(Path(output).read_text())["about"]["split"] == "validation"
+    assert decode.main([f"--config={names['pair']}", "--method=router", "--alpha=0.1", f"--router={output}",
+                        "--text=the cat"]) == 0
+    for flags, said in ((["--split=dev"], "unknown split"), (["--pair=router_of_none"], "no config"),
+                        ([f"--output={output[:-5]}"], "ends in .json")):
+        assert finetune.main([f"--config={names['router']}", *flags]) == 2
+        assert said in capsys.readouterr().err
+    assert decode.main([f"--config={names['router']}", "--text=the cat"]) == 2
+    assert "trains a router; its pair is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"examples": 0}, {"split": "dev"}, {"output": "router.txt"}, {"width": 0},
+                                    {"learning_rate": float("nan")}, {"seed": -1}])
+def test_configs_of_nonsense_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()
