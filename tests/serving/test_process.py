@@ -147,7 +147,8 @@ def test_load_measures_a_server_against_decode(served_config, tmp_path):
     for name in ("saturated", "one_at_a_time"):
         assert (found[name]["accepted"], found[name]["lost"]) == (3 * 6, 0)
         assert found[name]["tokens_per_second"] > 0
-    assert found["saturated"]["least"] <= found["saturated"]["ours_to_decode.py"] <= found["saturated"]["most"]
+    least, own, most = (found["saturated"][name] for name in ("least", "ours_to_decode.py", "most"))
+    assert least <= own <= most
     for name in ("half_load", "load_120"):
         assert found[name]["lost"] == 0 and found[name]["requests"] == (
             found[name]["accepted"] + found[name]["refused_429"])
