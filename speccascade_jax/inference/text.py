@@ -123,10 +123,10 @@ class Cascade:
                 raise ValueError(f"{role}'s checkpoint {path} is missing. "
                                  f"{config.missing or f'Give its folder with --{flag}.'}")
         config.check()
-        same: dict[str, Any] = {name: getattr(config, name) for name in (
-            "tokenizer", "prefix", "suffix", "max_source_length", "max_new_tokens", "tensor_parallel", "stop",
-            "chat", "vocabulary")} | {"dtype": jnp.dtype(dtype_of(config)), "mesh": mesh}
-        return cls.load(*(path for _, path in config.roles), **same)
+        names = ("tokenizer", "prefix", "suffix", "max_source_length", "max_new_tokens", "tensor_parallel",
+                 "stop", "chat", "vocabulary")
+        same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
+        return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property
     def drafter(self) -> LanguageModel:
