@@ -6,7 +6,7 @@ import dataclasses
 
 from speccascade_jax.config import ExitTraining, load
 from speccascade_jax.models import ExitsConfig
-from speccascade_jax.models.gemma import PRESETS
+from speccascade_jax.models.presets import PRESETS
 
 config = dataclasses.replace(
     load("e2e_gemma_verifier"), name="gemma2_9b_heads", output_dir="runs/gemma2_9b_heads", export_dir=None,

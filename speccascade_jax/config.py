@@ -156,6 +156,7 @@ class DecodeConfig(Settings):
     truncate: bool = False         # cut longer inputs instead of refusing them
     prefix: str = ""               # put before every input
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
+    chat: bool = False             # each input is what a user says, in the models' own chat templates
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
     router: str | None = None      # the trained network's file, for the method of this name
     vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli

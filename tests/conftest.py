@@ -132,10 +132,10 @@ def gemma_pair(gemma_vocabulary, tmp_path_factory):
 
     from speccascade_jax import checkpoints
     from speccascade_jax.checkpoints import Checkpoint, huggingface
-    from speccascade_jax.models.gemma import GemmaModel
+    from speccascade_jax.models.decoder import DecoderModel
 
     folder = tmp_path_factory.mktemp("pair")
-    model = GemmaModel(dataclasses.replace(TINY_GEMMA, vocab_size=352))
+    model = DecoderModel(dataclasses.replace(TINY_GEMMA, vocab_size=352))
     large = model.init(0)
     small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
     with pytest.MonkeyPatch.context() as patch:

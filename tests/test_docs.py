@@ -1,6 +1,5 @@
 """The documentation keeps its word: its code runs, its links lead somewhere, and the README stays short."""
 
-import json
 import re
 import subprocess
 import sys
@@ -65,23 +64,22 @@ def test_the_readmes_code_runs(modules, capsys):
 
 @pytest.mark.full
 def test_what_extending_shows_works(modules, tmp_path):
-    """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Llama."""
+    """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Gemma."""
     from speccascade_jax import checkpoints
+    from speccascade_jax.checkpoints import decoder, families
 
-    made = run(EXTENDING, modules)
+    row = run(EXTENDING, modules)["row"]
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    theirs = transformers.GemmaForCausalLM(transformers.GemmaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, initializer_range=0.3)).eval()
+        num_key_value_heads=1, head_dim=6, pad_token_id=0, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path)
-    found = json.loads((tmp_path / "config.json").read_text())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(checkpoints.families.FAMILIES, "llama", made["row"])
-        for module in (checkpoints, checkpoints.huggingface):  # theirs wants a shipped family
-            patched.setattr(module, "model_of", made["LlamaModel"])
+        patched.setitem(decoder.FAMILIES, "gemma", row)
+        patched.setitem(families.FAMILIES, "gemma", families.decoder_row(row))
         model, params, *_ = checkpoints.load(tmp_path)
-    assert found["model_type"] == "llama"
+    assert model.config.family == "gemma"
     tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
     _, cache = model.prefill(params, jnp.array(tokens[:, :1]), jnp.array([1]), 9)
     ours, _ = model.extend(params, jnp.array(tokens), cache)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE
 
-from speccascade_jax.checkpoints import Checkpoint, t5
+from speccascade_jax.checkpoints import Checkpoint, decoder, t5
 from speccascade_jax.models import model_of
 
 
@@ -48,4 +48,18 @@ def transformers_t5(config, seed=0):
         model.shared.weight.copy_(torch.randn_like(model.shared.weight))
         if not config.tied_embeddings:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+    return model.eval()
+
+
+def transformers_decoder(config, seed=0):
+    """transformers' model of that shape, with random weights that reach the soft-caps."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = decoder.describe(config)
+    kind = getattr(transformers, described.pop("architectures")[0])
+    model = kind(kind.config_class(**described, attn_implementation="eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25 + (parameter.ndim == 1) * parameter)
     return model.eval()

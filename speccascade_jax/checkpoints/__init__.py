@@ -70,8 +70,9 @@ def from_hub(name: str) -> str:
     except ImportError:
         raise ValueError(f"to fetch {name} from the hub: pip install 'speccascade_jax[hub]'.") from None
     try:
-        wanted = ["*.safetensors*", "config.json", *tokenizer_files.NAMES]
-        return snapshot_download(name, allow_patterns=wanted)
+        wanted = ["*.safetensors*", "config.json", *tokenizer_files.NAMES, *tokenizer_files.COMPANIONS]
+        twice = ["consolidated*", "original/*"]  # the weights once more, as their authors keep them
+        return snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice)
     except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
         raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local "
                          "folder instead.") from None
@@ -94,6 +95,10 @@ def readers_of(folder: Path) -> tuple[Any, Any]:
     for name, found in READERS.items():
         if exists(folder / name):
             return found
+    if exists(folder / "adapter_config.json"):
+        raise ValueError(f"{folder} holds an adapter without its model: merge it into the model it was "
+                         f"trained on "
+                         "(peft's merge_and_unload), and save that.")
     raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
                      "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
 
@@ -101,7 +106,7 @@ def readers_of(folder: Path) -> tuple[Any, Any]:
 def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
          config: Config | None = None, packed: bool = False) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
-    Gemma 2 as DeepMind publishes it.
+    Gemma as DeepMind publishes it.
 
     FOLDER@4 is the exit after 4 layers of the network in FOLDER, FOLDER@drafter the drafter that reads its
     verifier's encoder; the folder without a name is a network's full model.

@@ -1,9 +1,12 @@
-"""Gemma 2 as DeepMind publishes it (Flax, on Kaggle): an Orbax directory. Read only.
+"""Gemma 2 and 3 as DeepMind publishes them (Flax, on Kaggle): an Orbax directory. Read only.
 
 Its names are flat (`transformer/layer_0/attn/q_einsum`, `w`) or nested (google-deepmind/gemma,
-gm/ckpts); heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked.
+gm/ckpts); heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked. What
+sees pictures is
+not read.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import numpy as np
 from flax import nnx
 
 from speccascade_jax.checkpoints.arrays import Placement, reason, to_params
+from speccascade_jax.checkpoints.decoder import check
 from speccascade_jax.checkpoints.files import check_folder
-from speccascade_jax.checkpoints.gemma import check
-from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
+from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
+from speccascade_jax.models.presets import GEMMA2, GEMMA3, PRESETS
 
 VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with rows of no token
 Entries = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> (keys in the file, shape)
@@ -45,35 +49,38 @@ def read_entries(folder: Path) -> Entries:
 def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int, ...]:
     shape = entries[name][1] if name in entries else ()
     if len(shape) != rank:
-        raise ValueError(f"{folder}: the array {name} is missing or of another rank; this is no Gemma 2 of "
+        raise ValueError(f"{folder}: the array {name} is missing or of another rank; this is no Gemma of "
                          "DeepMind's, or it is incomplete: fetch it again.")
     return shape
 
 
-def infer_config(folder: Path, entries: Entries) -> GemmaConfig:
-    """The GemmaConfig that arrays of these shapes belong to; what no shape tells is the preset's of these
-    sizes, else 2b's with the head's width as query_scalar."""
+def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
+    """The DecoderConfig that arrays of these shapes belong to; what no shape tells is the preset's of these
+    sizes, else Gemma 2 2b's or Gemma 3 4b's with the head's width as query_scalar."""
     vocab_size, d_model = shape_of(folder, entries, "embedder/input_embedding", 2)
     shared = "layer_0/attn/qkv_einsum" in entries
     query = shape_of(folder, entries, "layer_0/attn/qkv_einsum" if shared else "layer_0/attn/q_einsum",
                      4 if shared else 3)
     heads, d_kv = query[-3], query[-1]
     kv_heads = heads if shared else shape_of(folder, entries, "layer_0/attn/kv_einsum", 4)[1]
-    found = GemmaConfig(
-        vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size, d_model=d_model, d_kv=d_kv,
-        d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0], num_heads=heads, num_kv_heads=kv_heads,
-        num_layers=sum(name.endswith("/mlp/linear") for name in entries), query_scalar=d_kv)
-    large = PRESETS["gemma2_27b"]
-    found = large if found.d_model == large.d_model and found.num_layers == large.num_layers else found
+    usual = GEMMA3 if "layer_0/attn/_key_norm/scale" in entries else GEMMA2
+    found = dataclasses.replace(
+        usual, vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size, d_model=d_model,
+        d_kv=d_kv, d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0], num_heads=heads,
+        num_kv_heads=kv_heads, query_scalar=d_kv,
+        num_layers=sum(name.startswith("layer_") and name.endswith("/mlp/linear") for name in entries))
+    for preset in PRESETS.values():
+        if all(getattr(preset, name) == getattr(found, name) for name in ("family", "d_model", "num_layers")):
+            found = dataclasses.replace(preset, vocab_size=found.vocab_size)
     check(folder, found)
     return found
 
 
-def read_config(folder: Path) -> GemmaConfig:
+def read_config(folder: Path) -> DecoderConfig:
     return infer_config(folder, read_entries(folder))
 
 
-def converted(config: GemmaConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
+def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
     """A layer's arrays (their names without the layer's) by the paths of ours."""
     def columns(x: np.ndarray) -> np.ndarray:
         """[heads, D, K] -> [D, heads K]"""
@@ -92,11 +99,13 @@ def converted(config: GemmaConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[
                ("mlp", "up"): up, ("mlp", "down"): arrays["mlp/linear"]}
     scales = {"attention_norm": "pre_attention_norm", "attention_post_norm": "post_attention_norm",
               "mlp_norm": "pre_ffw_norm", "mlp_post_norm": "post_ffw_norm"}
+    if config.head_norms:
+        scales |= {"attention/query_norm": "attn/_query_norm", "attention/key_norm": "attn/_key_norm"}
     return {**{(*path, "kernel"): array for path, array in kernels.items()},
-            **{(ours, "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()}}
+            **{(*ours.split("/"), "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()}}
 
 
-def load(folder: Path, place: Placement) -> tuple[GemmaModel, nnx.State]:
+def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
     """Model and parameters in `dtype`, one layer at a time on the host.
 
     The model's shape is inferred from the arrays'. Raises ValueError naming what is missing, damaged or
@@ -105,7 +114,7 @@ def load(folder: Path, place: Placement) -> tuple[GemmaModel, nnx.State]:
     import orbax.checkpoint as ocp
 
     entries = read_entries(folder)
-    model = GemmaModel(infer_config(folder, entries))
+    model = DecoderModel(infer_config(folder, entries))
     config = model.config
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
 
@@ -149,7 +158,7 @@ def load(folder: Path, place: Placement) -> tuple[GemmaModel, nnx.State]:
                 raise ValueError(f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
                                  "incomplete: fetch it again.") from None
             except (ValueError, IndexError) as error:  # arrays of another rank, or of sizes that do not fit
-                raise ValueError(f"{folder}: the arrays of {prefix} are not a Gemma 2's ({reason(error)}): "
+                raise ValueError(f"{folder}: the arrays of {prefix} are not a Gemma's ({reason(error)}): "
                                  "fetch it again.") from None
             for inside, array in arrays.items():
                 name, expected = f"{prefix}{'/'.join(inside)}", shapes[(*path, *inside)]

@@ -1,25 +1,28 @@
 """One row a model family: what the formats and training must know of it.
 
-A new family has its two classes in models/__init__.py and a row here; nothing else asks which family a model
-is of.
+A family that only decodes has its row in checkpoints.decoder.FAMILIES; another one has its two classes in
+models/__init__.py and a row here. Nothing else asks which family a model is of.
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
 
-from speccascade_jax.checkpoints import deepmind, gemma, networks, t5, t5x
+from speccascade_jax.checkpoints import decoder, deepmind, networks, t5, t5gemma, t5x
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
 from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig, SingleConfig
-from speccascade_jax.models import gemma as gemma_models
+from speccascade_jax.models import presets as decoders
 from speccascade_jax.models import t5 as t5_models
+from speccascade_jax.models import t5gemma as t5gemma_models
 
 
 class Family(NamedTuple):
-    config: type[Config]
+    usual: Config
+    """The shape whose fields stand for those that a description leaves out."""
     presets: Mapping[str, SingleConfig]
     bos: bool
     """Its prompts begin with <bos>: a tokenizer trained for it has one."""
@@ -40,32 +43,53 @@ class Family(NamedTuple):
     """(path in our parameters, name of theirs, whether theirs is transposed) of every array."""
     unused: Set[str] = frozenset()
     """Arrays that may lie there and are not read."""
+    canonical: Callable[[str], str | None] = str
+    """The name of an array as parameter_names() has it, of that in a folder; None for one that is not
+    read."""
     stand_ins: Mapping[str, str] = {}
     """Array -> the one that is read where it is missing."""
     parts: tuple[str, ...] = ()
     """The fields of a network's config that are configs themselves."""
 
+    @property
+    def config(self) -> type[Config]:
+        return type(self.usual)
 
-def network(config: type[Config], parts: tuple[str, ...], check: Callable[[Any, Any], None],
+
+def network(usual: Config, parts: tuple[str, ...], check: Callable[[Any, Any], None],
             parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]) -> Family:
     """The row of a network, which is a model of one of the other rows with more around it."""
-    return Family(config, {}, bos=False, check=check, formats=("native",), own_file=None,
+    return Family(usual, {}, bos=False, check=check, formats=("native",), own_file=None,
                   load_own=networks.refuse, read_own_config=networks.refuse, read_config=networks.refuse,
                   describe=networks.refuse, parameter_names=parameter_names, parts=parts)
 
 
-FAMILIES = {row.config.family: row for row in (
-    Family(t5_models.T5Config, t5_models.PRESETS, bos=False, check=t5.check,
+def decoder_row(spelling: decoder.Spelling) -> Family:
+    usual = spelling.usual
+    own: Any = (deepmind.load, deepmind.read_config) if usual.family == "gemma2" else (networks.refuse,
+                                                                                  networks.refuse)
+    return Family(usual, {name: config for name, config in decoders.PRESETS.items()
+                          if config.family == usual.family},
+                  bos=True, check=decoder.check, formats=("huggingface", "native"),
+                  own_file="_METADATA" if usual.family == "gemma2" else None, load_own=own[0],
+                  read_own_config=own[1], read_config=decoder.read_config, describe=decoder.describe,
+                  parameter_names=decoder.parameter_names, unused=frozenset({"lm_head.weight"}),
+                  canonical=decoder.canonical)
+
+
+FAMILIES = {row.usual.family: row for row in (
+    Family(t5_models.T5Config(), t5_models.PRESETS, bos=False, check=t5.check,
            formats=("huggingface", "t5x", "native"), own_file="checkpoint", load_own=t5x.load,
            read_own_config=t5x.read_config, read_config=t5.read_config,
            describe=t5.describe, parameter_names=t5.parameter_names, unused=t5.UNUSED,
            stand_ins=t5.STAND_INS),
-    Family(gemma_models.GemmaConfig, gemma_models.PRESETS, bos=True, check=gemma.check,
-           formats=("huggingface", "native"), own_file="_METADATA", load_own=deepmind.load,
-           read_own_config=deepmind.read_config, read_config=gemma.read_config,
-           describe=gemma.describe, parameter_names=gemma.parameter_names),
-    network(ExitsConfig, ("full",), networks.check_exits, networks.exits_names),
-    network(SharedEncoderConfig, ("verifier", "drafter"), networks.check_shared_encoder,
+    *map(decoder_row, decoder.FAMILIES.values()),
+    Family(t5gemma_models.T5GemmaConfig(), t5gemma_models.PRESETS, bos=True, check=t5gemma.check,
+           formats=("huggingface", "native"), own_file=None, load_own=networks.refuse,
+           read_own_config=networks.refuse, read_config=t5gemma.read_config, describe=t5gemma.describe,
+           parameter_names=t5gemma.parameter_names, unused=t5gemma.UNUSED, parts=("encoder", "decoder")),
+    network(ExitsConfig(), ("full",), networks.check_exits, networks.exits_names),
+    network(SharedEncoderConfig(), ("verifier", "drafter"), networks.check_shared_encoder,
             networks.shared_encoder_names),
 )}
 PRESETS: dict[str, SingleConfig] = {name: config for row in FAMILIES.values()
@@ -75,5 +99,9 @@ PRESETS: dict[str, SingleConfig] = {name: config for row in FAMILIES.values()
 def family_of(where: Any, name: Any) -> Family:
     """The row of a family's name. Raises ValueError for an unknown one."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{where} holds a {shown(name)} model; only {' and '.join(FAMILIES)} are supported.")
+        near = [] if not isinstance(name, str) else [known for known in FAMILIES if name and known.startswith(
+            name)] or difflib.get_close_matches(name[:100], FAMILIES, n=1)
+        hint = f" (the nearest is {near[0]})" if near else ""
+        raise ValueError(f"{where} holds a {shown(name)} model; only {', '.join(FAMILIES)} are "
+                         f"supported{hint}.")
     return FAMILIES[name]

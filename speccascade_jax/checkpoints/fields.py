@@ -12,11 +12,13 @@ MOST_LAYERS = 1000
 
 
 def check_fields(where: Any, kind: type[Config], values: Mapping[str, Any],
-                 names: Mapping[str, str] | None = None, part: bool = False) -> None:
+                 names: Mapping[str, str] | None = None, part: bool = False,
+                 usual: Config | None = None) -> None:
     """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
-    value; what `values` leaves out has its default. A `part` of a network may lack an encoder."""
+    value; what `values` leaves out has its default, or is as in `usual`. A `part` of a network may lack an
+    encoder."""
     hints = get_type_hints(kind)
-    usual = kind()
+    usual = usual or kind()
     values = {field.name: values.get(field.name, getattr(usual, field.name))
               for field in dataclasses.fields(kind)}
     for field in dataclasses.fields(kind):
@@ -41,8 +43,10 @@ def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
         return None if whole else "a list of whole numbers"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
-    if type(None) in get_args(kind) and value is None:
-        return None
+    if type(None) in get_args(kind):
+        if value is None:
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "dropout_rate":
         return None if number and 0 <= value < 1 else "a number from 0 to below 1"

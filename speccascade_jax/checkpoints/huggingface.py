@@ -6,7 +6,7 @@ never a pickle.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,26 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from speccascade_jax.checkpoints import decoder
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement, check, checksum, to_params
 from speccascade_jax.checkpoints.families import FAMILIES, family_of
 from speccascade_jax.checkpoints.files import check_regular, checked_path, exists, read_json, shown
 from speccascade_jax.models import Config, Model, model_of
 
 SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
-Headers = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of an array -> (file, shape)."""
+Headers = dict[str, tuple[str, tuple[int, ...], str]]
+"""Name of an array, as its family's others are called -> (file, shape, name there)."""
 
 
 def read_config(folder: Path) -> Config:
     """The model's shape in a config.json. Raises ValueError for another architecture."""
     where = folder / "config.json"
     found = read_json(where)
+    if found.get("quantization_config") is not None:
+        raise ValueError(f"{folder} holds quantised weights (quantization_config), which are not read: take "
+                         f"the "
+                         "model in bfloat16; --dtype=int8 quantises it here.")
+    found = decoder.text_part(found)
     return family_of(folder, found.get("model_type")).read_config(where, found)
 
 
@@ -48,6 +54,9 @@ def weight_files(folder: Path) -> list[str]:
                                  "again.")
         files = set(found.values())
     for file in sorted(files):
+        if not exists(folder / file) and exists(folder / "adapter_config.json"):
+            raise ValueError(f"{folder} holds an adapter without its model: merge it into the model it was "
+                             "trained on (peft's merge_and_unload), and save that.")
         if not exists(folder / file):
             raise ValueError(f"{folder / file} is missing: fetch it; pickled weights (.bin) are never read, "
                              "save them again with safe_serialization=True.")
@@ -55,8 +64,8 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(files)
 
 
-def read_headers(folder: Path) -> Headers:
-    """Every array of the folder; only the headers are read.
+def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Headers:
+    """Every array of the folder that is a model's own; only the headers are read.
 
     Raises ValueError for a file that is missing, truncated or no safetensors.
     """
@@ -64,8 +73,9 @@ def read_headers(folder: Path) -> Headers:
     for file in weight_files(folder):
         try:
             with safe_open(folder / file, framework="numpy") as opened:
-                found |= {name: (file, tuple(opened.get_slice(name).get_shape()))
-                          for name in opened.keys()}  # noqa: SIM118
+                for stored in opened.keys():  # noqa: SIM118
+                    if (name := canonical(stored)) is not None:
+                        found[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
                              ) from None
@@ -97,7 +107,8 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
 
     Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
-    config, found = read_config(folder), read_headers(folder)
+    config = read_config(folder)
+    found = read_headers(folder, FAMILIES[config.family].canonical)
     places, model = place_arrays(folder, config, found), model_of(config)
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
     for path, name, stored, transposed in places:
@@ -108,7 +119,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
         for path, name, stored, transposed in places:
-            file, _ = found[stored]
+            file, _, stored = found[stored]
             # Opened anew for each array: what was read of a mapped file stays in memory until it is closed.
             with safe_open(folder / file, framework="numpy") as opened:
                 try:

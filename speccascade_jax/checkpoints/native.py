@@ -100,14 +100,14 @@ def config_from(where: Any, shape: dict[str, Any], within: bool = False) -> Conf
     family = family_of(where, shape.pop("family", "t5"))
     unknown = sorted(shape.keys() - {field.name for field in dataclasses.fields(family.config)})
     if unknown:
-        raise ValueError(f"{where} is damaged: {family.config.family} has no field {shown(unknown[0])}.")
+        raise ValueError(f"{where} is damaged: {family.usual.family} has no field {shown(unknown[0])}.")
     for name, value in shape.items():
         if name in family.parts and isinstance(value, dict) and not within:
             shape[name] = config_from(f"{where}: {name}", value, within=True)
         elif isinstance(value, list):
             shape[name] = tuple(value)
-    check_fields(where, family.config, shape, part=within)
-    config = family.config(**shape)
+    check_fields(where, family.config, shape, part=within, usual=family.usual)
+    config = dataclasses.replace(family.usual, **shape)
     if not within:
         family.check(where, config)
     return config

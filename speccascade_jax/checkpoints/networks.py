@@ -4,17 +4,21 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from speccascade_jax.checkpoints import gemma, t5
+from speccascade_jax.checkpoints import decoder, t5
 from speccascade_jax.checkpoints.arrays import ParameterPath
 from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import shown
+from speccascade_jax.models.decoder import DecoderConfig
 from speccascade_jax.models.exits import HEADS, ExitsConfig, depth_of
-from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig
 from speccascade_jax.models.t5 import T5Config
 
-SINGLE: dict[str, Any] = {T5Config.family: t5, GemmaConfig.family: gemma}
 Names = Iterator[tuple[ParameterPath, str, bool]]
+
+
+def of(config: T5Config | DecoderConfig) -> Any:
+    """What knows the shapes and parameters of such a model."""
+    return t5 if isinstance(config, T5Config) else decoder
 
 
 def refuse(where: Any, *_: Any) -> NoReturn:
@@ -25,7 +29,7 @@ def refuse(where: Any, *_: Any) -> NoReturn:
 def check_exits(where: Any, config: ExitsConfig) -> None:
     """Raises ValueError naming the field of a model with exits that none can have."""
     check_fields(where, ExitsConfig, vars(config))
-    SINGLE[config.full.family].check(f"{where}: full", config.full)
+    of(config.full).check(f"{where}: full", config.full)
     deepest = depth_of(config.full) - 1
     layers = config.layers
     if not layers or list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] <= deepest:
@@ -67,9 +71,9 @@ def shared_encoder_names(config: SharedEncoderConfig) -> Names:
     yield from plain([("projection", "kernel"), *([("states", "kernel")] if config.states else [])])
 
 
-def part(name: str, config: T5Config | GemmaConfig) -> Names:
+def part(name: str, config: T5Config | DecoderConfig) -> Names:
     """The arrays of a model that is a part of a network."""
-    yield from plain((name, *path) for path, _, _ in SINGLE[config.family].parameter_names(config))
+    yield from plain((name, *path) for path, _, _ in of(config).parameter_names(config))
 
 
 def plain(paths: Any) -> Names:

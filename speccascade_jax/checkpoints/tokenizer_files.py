@@ -1,16 +1,26 @@
-"""Which file of a checkpoint folder is its tokenizer."""
+"""Which files of a checkpoint folder are its tokenizer."""
 
 from pathlib import Path
 
-from speccascade_jax.checkpoints.files import MEGABYTE, exists, read
+from speccascade_jax.checkpoints.files import MEGABYTE, exists, parse_json, read
 
-LARGEST_FILE = 256 * MEGABYTE
+LARGEST_FILE, LARGEST_COMPANION = 256 * MEGABYTE, 64 * MEGABYTE
 NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5's, Gemma's); Hugging Face's
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+              "chat_template.jinja",
+              "chat_template.json")
+"""What tells the special tokens' roles and how a chat is written."""
 
 
 def find(folder: Path) -> Path | None:
-    """The folder's tokenizer file, SentencePiece's where both kinds lie there."""
-    return next((folder / name for name in NAMES if exists(folder / name)), None)
+    """The folder's tokenizer file. Where both kinds lie there it is SentencePiece's for T5 and Gemma, and for
+    others tokenizer.json, as only that knows all of their special tokens."""
+    names = [name for name in NAMES if exists(folder / name)]
+    if names[-1:] == [NAMES[-1]] and len(names) > 1 and exists(folder / COMPANIONS[0]):
+        told = parse_json(folder / COMPANIONS[0], read(folder / COMPANIONS[0], LARGEST_COMPANION))
+        if not any(family in str(told.get("tokenizer_class")) for family in ("None", "T5", "Gemma")):
+            names.reverse()
+    return folder / names[0] if names else None
 
 
 def name_for(tokenizer: str) -> str:
@@ -20,7 +30,11 @@ def name_for(tokenizer: str) -> str:
 
 
 def copy(tokenizer: Path, folder: Path) -> None:
-    """Puts the file into `folder` under the name by which find() knows its kind."""
+    """Puts the file into `folder` under the name by which find() knows its kind, and what lies next to it."""
     place = folder / name_for(tokenizer.name)
-    if tokenizer.resolve() != place.resolve():
-        place.write_bytes(read(tokenizer, LARGEST_FILE))
+    if tokenizer.resolve() == place.resolve():
+        return
+    place.write_bytes(read(tokenizer, LARGEST_FILE))
+    for name in COMPANIONS:
+        if exists(tokenizer.parent / name):
+            (folder / name).write_bytes(read(tokenizer.parent / name, LARGEST_COMPANION))

@@ -23,6 +23,8 @@ from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models import Model, model_of
+from speccascade_jax.models.decoder import DecoderConfig
+from speccascade_jax.models.vocabulary import Resized
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
 MOST = {"devices": 256, "rows": 2**16, "source_length": 2**20, "new_tokens": 2**20, "block_size": 2**10}
@@ -32,7 +34,8 @@ MOST = {"devices": 256, "rows": 2**16, "source_length": 2**20, "new_tokens": 2**
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     drafter: str = "gemma2_2b"
-    """A preset: gemma2_2b, gemma2_9b, gemma2_27b, or t5_1_1_small, _base, _large, _xl, _xxl."""
+    """A preset: qwen3_0.6b, llama3_1b, gemma3_270m, gemma2_2b, t5_1_1_small and so on; an unknown one names
+    all."""
     verifier: str = "gemma2_27b"
     devices: int = 8
     """On a machine with CPUs only, so many virtual ones."""
@@ -46,7 +49,10 @@ def compiled_pair(drafter: Model, verifier: Model, devices: int, rows: int, sour
                   new_tokens: int, block_size: int) -> jax.stages.Compiled:
     """generate() for bfloat16 weights of these shapes, each model cut over the devices."""
     mesh = tensor_mesh(devices)
-    sampler = Speculative(Autoregressive(drafter), verifier, METHODS["token_v3"], block_size)
+    drafts: Any = drafter
+    if drafter.vocab_size != verifier.vocab_size:  # padded, or of another tokenizer
+        drafts = Resized(drafter, verifier.vocab_size, min(drafter.vocab_size, verifier.vocab_size))
+    sampler = Speculative(Autoregressive(drafts), verifier, METHODS["token_v3"], block_size)
 
     def weights(model: Model) -> nnx.State:
         return nnx.from_flat_state([
@@ -69,7 +75,8 @@ def check(arguments: Arguments) -> None:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
     small, large = PRESETS[arguments.drafter], PRESETS[arguments.verifier]
-    if small.vocab_size != large.vocab_size:
+    if small.vocab_size != large.vocab_size and not (
+            isinstance(small, DecoderConfig) and isinstance(large, DecoderConfig)):
         raise ValueError(f"{arguments.drafter} has {small.vocab_size} tokens, {arguments.verifier} "
                          f"{large.vocab_size}; a cascade needs one vocabulary.")
     for name, most in MOST.items():

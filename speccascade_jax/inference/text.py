@@ -1,9 +1,4 @@
-"""Text in, text out: Cascade, the API over generate.
-
-    cascade = Cascade.load(drafter_folder, verifier_folder)  # or speccascade_jax.load("demo"), or more models
-    for output in cascade.generate(["Where is the station?"], method="token_v3", alpha=0.3):
-        print(output.text, output.counts)
-"""
+"""Text in, text out: Cascade, the API over generate."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +27,9 @@ from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, l
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
-from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.inference.tokenizer import Tokenizer, as_user, up_to_stop
 from speccascade_jax.inference.vocabularies import check_method, joined, readings
+from speccascade_jax.models import full_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.vocabulary import Translated
@@ -73,6 +69,7 @@ class Cascade:
     mesh: Mesh | None = None      # devices (parallel.make_mesh) that share the rows, each with all parameters
     suffix: str = ""
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
+    chat: bool = False            # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
     router: Method | None = None  # the method of this name, see inference.router
@@ -80,6 +77,8 @@ class Cascade:
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
         check_order(self.models, self.params)
+        if self.chat:
+            self.tokenizer.template()
         if self.mesh is not None:
             placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
             self.params = tuple(placed[id(own)] for own in self.params)
@@ -114,6 +113,7 @@ class Cascade:
                                  f"models only {one.model.vocab_size}: it belongs to other models.")
         found = joined([(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
                        vocabulary)
+        fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         return cls(tuple(found.models), tuple(found.params), target, foreign=found.foreign,
                    vocabulary=vocabulary, **fields)
 
@@ -125,16 +125,12 @@ class Cascade:
                 flag = "models" if config.models else role.removeprefix("the ")
                 raise ValueError(f"{role}'s checkpoint {path} is missing. "
                                  f"{config.missing or f'Give its folder with --{flag}.'}")
-        dtype = dtype_of(config)
-        for name in ("batch_size", "max_new_tokens", "max_source_length"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
-        return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype),
-                        tokenizer=config.tokenizer, prefix=config.prefix,
-                        max_source_length=config.max_source_length, max_new_tokens=config.max_new_tokens,
-                        tensor_parallel=config.tensor_parallel, mesh=mesh, suffix=config.suffix,
-                        stop=config.stop, vocabulary=config.vocabulary,
-                        router=router.load(config.router) if config.router else None)
+        config.check()
+        names = ("tokenizer", "prefix", "suffix", "max_source_length", "max_new_tokens", "tensor_parallel",
+                 "stop", "chat", "vocabulary")
+        same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
+        same["router"] = router.load(config.router) if config.router else None
+        return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property
     def drafter(self) -> LanguageModel:
@@ -189,20 +185,25 @@ class Cascade:
         for n, text in enumerate(texts, first_index):
             if not isinstance(text, str):
                 raise ValueError(f"input {n} is {text!r}, not a text.")
-        rows = self.tokenizer.encode_batch([self.prefix + text + self.suffix for text in texts])
+        rows = self.tokenizer.encode_batch(self.asked(texts, self.tokenizer))
         limit, cut = self.max_source_length, []
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            cut.append(bool(text.strip()) and len(row) + 1 > limit)
+            whole = len(self.tokenizer.framed(row))
+            cut.append(bool(text.strip()) and whole > limit)
             if cut[-1] and not truncate:
-                raise ValueError(f"input {first_index + n} has {len(row) + 1} tokens, the limit is {limit}: "
+                raise ValueError(f"input {first_index + n} has {whole} tokens, the limit is {limit}: "
                                  "shorten it, raise --max-source-length, or cut it with --truncate.")
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
     def own_readings(self, texts: Sequence[str]) -> list[dict[Translated, list[int]]]:
         """Each text as every model of another vocabulary reads it."""
+        return readings(self.foreign, texts, self.max_source_length, self.asked)
+
+    def asked(self, texts: Sequence[str], own: Tokenizer) -> list[str]:
+        """What a model with this tokenizer reads for each text."""
         texts = [self.prefix + text + self.suffix for text in texts]
-        return readings(self.foreign, texts, self.max_source_length)
+        return as_user(texts, own, self.tokenizer) if self.chat else texts
 
     def generate(self, texts: Iterable[str], settings: Settings | Sequence[Settings] | None = None, *,
                  batch_size: int = 1, truncate: bool = False, first_index: int = 0, **changes: Any

@@ -2,15 +2,17 @@
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 
-from speccascade_jax.checkpoints.files import checked_path, read
+from speccascade_jax.checkpoints.files import checked_path, parse_json, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
+from speccascade_jax.inference.chat import ChatTemplate, read_companion, specials_of
 
 SPACE = "\u2581"  # what SentencePiece writes for one
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
@@ -31,9 +33,11 @@ def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
 
 
 class TokenizerJson:
-    """A Hugging Face tokenizer.json under the names of SentencePiece's methods."""
+    """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
+    tokens
+    by role, as far as they are told."""
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: bytes, roles: Mapping[str, str]):
         try:
             import tokenizers
         except ImportError:
@@ -46,16 +50,31 @@ class TokenizerJson:
             raise RuntimeError(error) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        ids = self.tokenizer.get_vocab()
-        eos = "<eos>" if "<bos>" in ids else "</s>"  # in Gemma's vocabulary </s> is a tag of HTML
-        if not {"<pad>", eos} <= ids.keys():
-            raise RuntimeError(f"it has no <pad> or no {eos}, and so is neither T5's nor Gemma's")
-        self.pad, self.eos, self.bos = ids["<pad>"], ids[eos], ids.get("<bos>", -1)
+        ids, self.added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder()
+        # In Gemma's vocabulary </s> is a tag of HTML.
+        eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
+        if eos not in ids:
+            raise RuntimeError(f"it has no {eos}, and no tokenizer_config.json next to it tells what ends a "
+                               f"text: "
+                               "put the model's own there")
+        self.eos, self.bos = ids[eos], ids.get(roles.get("bos_token", "<bos>"), -1)
+        self.pad = ids.get(roles.get("pad_token", "<pad>"), self.eos)
+        self.unknown = roles.get("unk_token", "<unk>")
         # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
         self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
                        if not piece.startswith("<extra_id_")]
         if [ids[piece] for piece in self.pieces] != list(range(len(self.pieces))):
             raise RuntimeError("its ids are not 0, 1, 2 and so on")
+        self.bytes = byte_level(parse_json("tokenizer.json", content))
+        self.frame = self._frame()
+
+    def _frame(self) -> tuple[list[int], list[int]] | None:
+        """What the file itself puts before and after a text; None where it puts nothing."""
+        inner, whole = (self.tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        for begin in range(len(whole) - len(inner) + 1):
+            if whole[begin:begin + len(inner)] == inner and len(whole) > len(inner):
+                return whole[:begin], whole[begin + len(inner):]
+        return None
 
     def pad_id(self) -> int:
         return self.pad
@@ -76,11 +95,18 @@ class TokenizerJson:
         return self.tokenizer.token_to_id(piece) or 0
 
     def is_control(self, token: int) -> bool:
-        added = self.tokenizer.get_added_tokens_decoder().get(token)
+        added = self.added.get(token)
         return added is not None and added.special and not self.is_unknown(token)
 
     def is_unknown(self, token: int) -> bool:
-        return self.pieces[token] == "<unk>"
+        return self.pieces[token] == self.unknown
+
+    def text(self, token: int) -> bytes:
+        """What a token that is neither special nor a byte stands for."""
+        piece = self.pieces[token]
+        if self.bytes is None or token in self.added or not self.bytes.keys() >= set(piece):
+            return piece.replace(SPACE, " ").encode()
+        return bytes(self.bytes[character] for character in piece)
 
     def is_byte(self, token: int) -> bool:
         return BYTE.fullmatch(self.pieces[token]) is not None
@@ -92,26 +118,75 @@ class TokenizerJson:
         return self.tokenizer.decode(tokens)
 
 
+def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
+    """The byte that each character of a piece stands for, where a tokenizer.json's pieces are bytes (as in
+    GPT-2: printable ones stand for themselves, the others for the characters from 256 on); None elsewhere."""
+    decoder = described.get("decoder") or {}
+    if not any(one.get("type") == "ByteLevel" for one in (decoder, *decoder.get("decoders", ()))):
+        return None
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
 class Tokenizer:
-    """A vocabulary with T5's or Gemma's special tokens: a SentencePiece file or a tokenizer.json."""
+    """A vocabulary and its special tokens: a SentencePiece file or a tokenizer.json, and the files next to it
+    that tell these tokens' roles."""
 
     def __init__(self, path: str | Path):
         path = checked_path(path) if isinstance(path, str) else path
         content = read(path, LARGEST_FILE)
         if not content:
             raise ValueError(f"the tokenizer {path} is empty: fetch it again.")
+        told = read_companion(path.parent, "tokenizer_config.json")
+        self.specials = {**specials_of(read_companion(path.parent, "special_tokens_map.json")),
+                         **specials_of(told)}
         try:
-            self.processor: Any = (TokenizerJson(content) if path.suffix == ".json" else
+            self.processor: Any = (TokenizerJson(content, self.specials) if path.suffix == ".json" else
                                    sentencepiece.SentencePieceProcessor(model_proto=content))
         except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
-        self.pad_id: int = self.processor.pad_id()
+        self.path = path
         self.eos_id: int = self.processor.eos_id()
         self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
         self.size: int = self.processor.get_piece_size()
-        if self.pad_id < 0 or self.eos_id < 0:
-            raise ValueError(f"the tokenizer {path} has no piece for padding or none for the end of a "
-                             "sequence, and so is neither T5's nor Gemma's.")
+        if self.eos_id < 0:
+            raise ValueError(f"the tokenizer {path} has no piece for the end of a sequence: take the "
+                             f"model's own.")
+        pad = self.processor.pad_id()
+        self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
+        begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
+        frame = getattr(self.processor, "frame", None)
+        encodes = not isinstance(self.processor, TokenizerJson) or not told
+        usual = ([self.bos_id] if begins else []), ([self.eos_id] if encodes and self.bos_id < 0 else [])
+        begin_end: tuple[list[int], list[int]] = frame or usual
+        self.begin, self.end = begin_end
+
+    def ends(self, config: Any) -> list[str]:
+        """Pieces that end a text besides eos_id: those that generation_config.json or the model's config
+        names."""
+        named = read_companion(self.path.parent, "generation_config.json").get("eos_token_id")
+        ids = {*(named if isinstance(named, list) else [named]), *getattr(config, "more_eos", ())}
+        return self.pieces_of(sorted(n for n in ids if type(n) is int and n >= 0 and n != self.eos_id))
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The chat template next to the file, if any. Raises ValueError for one that cannot be read."""
+        return ChatTemplate.find(self.path.parent, self.specials)
+
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises ValueError where there is none."""
+        if self.chat is None:
+            raise ValueError(f"there is no chat template next to {self.path}: put the model's "
+                             f"chat_template.jinja or "
+                             "tokenizer_config.json there.")
+        return self.chat
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as text, and the beginning of the answer; without what framed() puts before it.
+        Raises ValueError where there is no template, or it does not take such a conversation."""
+        text = self.template().render(messages)
+        return text.removeprefix(self.specials.get("bos_token", "<bos>")) if self.begin else text
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without those that begin and end a sequence."""
@@ -120,14 +195,13 @@ class Tokenizer:
     def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
         """What a model reads for a source of `tokens`, cut to `limit` ids.
 
-        An encoder's source ends with the end-of-sequence token and loses its end first. A vocabulary
-        with <bos> is a decoder-only model's: its prompts begin with it, and lose their beginning first.
+        An encoder's source ends with the end-of-sequence token and loses its end first. A decoder-only
+        model's prompt may begin with <bos>, and loses its beginning first.
         """
         tokens = list(tokens)
-        excess = 0 if limit is None else max(len(tokens) + 1 - limit, 0)
-        if self.bos_id < 0:
-            return [*tokens[:len(tokens) - excess], self.eos_id]
-        return [self.bos_id, *tokens[excess:]]
+        excess = 0 if limit is None else max(len(tokens) + len(self.begin) + len(self.end) - limit, 0)
+        kept = tokens[:len(tokens) - excess] if self.end else tokens[excess:]
+        return [*self.begin, *kept, *self.end]
 
     def id_of(self, piece: str) -> int | None:
         """The id of the piece spelt so, if there is one."""
@@ -138,12 +212,15 @@ class Tokenizer:
         """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
         return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
 
+    def pieces_of(self, tokens: Iterable[int]) -> list[str]:
+        return [self.processor.id_to_piece(n) for n in tokens if n < self.size]
+
     def pieces(self) -> list[str]:
-        return [self.processor.id_to_piece(n) for n in range(self.size)]
+        return self.pieces_of(range(self.size))
 
     def surfaces(self) -> list["Surface"]:
         """What each token stands for."""
-        processor, roles = self.processor, {self.pad_id: "pad", self.eos_id: "eos", self.bos_id: "bos"}
+        processor, roles = self.processor, {self.pad_id: "pad", self.bos_id: "bos", self.eos_id: "eos"}
         found = []
         for token, piece in enumerate(self.pieces()):
             if token in roles or processor.is_control(token):
@@ -153,8 +230,15 @@ class Tokenizer:
             elif processor.is_byte(token):
                 found.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
             else:
-                found.append(Surface("piece", piece.replace(SPACE, " ").encode()))
+                text = processor.text(token) if isinstance(processor, TokenizerJson) else None
+                found.append(Surface("piece", piece.replace(SPACE, " ").encode() if text is None else text))
         return found
+
+
+def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
+    """Each text as what a user says, in the first chat template that the tokenizers have."""
+    own = next((one for one in tokenizers if one.chat is not None), tokenizers[-1])
+    return [own.conversation([{"role": "user", "content": text}]) for text in texts]
 
 
 def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,

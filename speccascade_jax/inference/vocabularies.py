@@ -5,7 +5,7 @@ What is committed in target tokens is never tokenised anew, and the target's law
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.strings import strings
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models import full_of
+from speccascade_jax.models.decoder import DecoderConfig
+from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.models.vocabulary import (
     NONE,
     Resized,
@@ -110,7 +112,7 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
     tables, tree = Tables(*map(jnp.asarray, (place, table, count))), None
     if vocabulary == "slrs":
         if not hasattr(model, "extend_branches"):
-            raise ValueError("slrs is for T5 and Gemma 2 drafters by themselves, not for members of a "
+            raise ValueError("slrs is for drafters by themselves, not for members of a "
                              "network: take vocabulary tli.")
         tree = jax.tree.map(jnp.asarray, strings(theirs, ours, rows, size))
     return found, TranslatedParams(params, head, tables, tree)
@@ -129,7 +131,8 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
     """Each (model, parameters, tokenizer), the largest last, over the largest one's vocabulary.
 
     Models of its tokenizer stay as they are; where their logits are padded to another number of rows, what is
-    past the tokenizer gets no mass. Raises ValueError for vocabularies that `vocabulary` cannot join.
+    past the tokenizer gets no mass; of decoder-only models never. Raises ValueError for vocabularies that
+    `vocabulary` cannot join.
     """
     *smaller, (verifier, largest, target) = loaded
     pieces = target.pieces()
@@ -139,7 +142,8 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
     if vocabulary == "slem" and foreign and len(loaded) > 2:
         raise ValueError(f"slem is made of two models, not of {len(loaded)}: take tli.")
     full, found = full_of(verifier.config), Joined([], [], {})
-    start = None if hasattr(full, "bos_id") else full.pad_id  # a decoder-only model goes on with its prompt
+    # A decoder-only model goes on with its prompt.
+    start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
     for n, (model, params, own) in enumerate(smaller):
         if n in foreign:
             model, params = translated(model, params, own, target, verifier.vocab_size, start, number=n,
@@ -148,14 +152,24 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], vocabulary: Vocabulary)
         found.models.append(model)
         found.params.append(params)
     size = max(model.vocab_size for model in [*found.foreign, verifier])
-    known = min(target.size, verifier.vocab_size)
-    for n, model in enumerate(found.models):
-        if n not in foreign and model.vocab_size != size:
-            found.models[n] = Resized(model, size, min(known, model.vocab_size))
-    found.models.append(verifier if verifier.vocab_size == size else Resized(
-        verifier, size, verifier.vocab_size))
+    found.models = [model if n in foreign else resized(model, size, min(target.size, verifier.vocab_size))
+                    for n, model in enumerate(found.models)]
+    whole = isinstance(full_of(verifier.config), T5Config)  # its texts may hold sentinels
+    found.models.append(resized(verifier, size, size if whole else target.size))
     found.params.append(largest)
     return found
+
+
+def resized(model: Any, size: int, known: int) -> Any:
+    """The model over `size` tokens, of which it writes the first `known` only.
+
+    Of a model that has so many rows itself,
+    those past its tokenizer are padding where it only decodes (T5 has
+    sentinels there); members of a network are left as they are.
+    """
+    pads = isinstance(full_of(model.config), DecoderConfig) and not hasattr(model, "member_of")
+    known = min(known, model.vocab_size)
+    return model if model.vocab_size == size and not (pads and known < size) else Resized(model, size, known)
 
 
 def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> None:
@@ -174,10 +188,12 @@ def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> Non
                          "tli, or speculative at the lowest level.")
 
 
-def readings(foreign: dict[Translated, Tokenizer], texts: Sequence[str], width: int
+def readings(foreign: dict[Translated, Tokenizer], texts: Sequence[str], width: int,
+             asked: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, own: texts
              ) -> list[dict[Translated, list[int]]]:
-    """Each text as every foreign model reads it, cut to what stands for `width` target tokens."""
-    rows = {model: [own.framed(row, model.reads(width)) for row in own.encode_batch(list(texts))]
+    """Each text as every foreign model reads it, cut to what stands for `width` target tokens; asked(texts,
+    tokenizer): what a model of that tokenizer is shown for them."""
+    rows = {model: [own.framed(row, model.reads(width)) for row in own.encode_batch(list(asked(texts, own)))]
             for model, own in foreign.items()}
     return [{model: row[n] for model, row in rows.items()} for n in range(len(texts))]
 

@@ -3,25 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
+from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
-from speccascade_jax.models.gemma import GemmaConfig, GemmaModel
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
-SingleConfig = T5Config | GemmaConfig
+SingleConfig = T5Config | DecoderConfig | T5GemmaConfig
 NetworkConfig = ExitsConfig | SharedEncoderConfig
 """Of several models that share parameters."""
 Config = SingleConfig | NetworkConfig
 Network = ExitsModel | SharedEncoderModel
-Model = T5Model | GemmaModel | Network
-MODELS: dict[str, Callable[..., Model]] = {
-    T5Config.family: T5Model, GemmaConfig.family: GemmaModel, ExitsConfig.family: ExitsModel,
-    SharedEncoderConfig.family: SharedEncoderModel}
+Model = T5Model | DecoderModel | T5GemmaModel | Network
+MODELS: dict[type, Callable[..., Model]] = {
+    T5Config: T5Model, DecoderConfig: DecoderModel, T5GemmaConfig: T5GemmaModel, ExitsConfig: ExitsModel,
+    SharedEncoderConfig: SharedEncoderModel}
 
 
 def model_of(config: Config, **fields: Any) -> Model:
     """The model of that shape; `fields` are its others: dtype, cache_dtype, remat."""
-    return MODELS[config.family](config, **fields)
+    return MODELS[type(config)](config, **fields)
 
 
 def full_of(config: Config) -> SingleConfig:

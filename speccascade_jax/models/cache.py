@@ -27,8 +27,8 @@ class T5Cache(NamedTuple):
     length: Array                    # [B]
 
 
-class GemmaCache(NamedTuple):
-    """What a Gemma remembers. Entries at or past `length` are scratch."""
+class DecoderCache(NamedTuple):
+    """What a decoder by itself remembers. Entries at or past `length` are scratch."""
 
     keys: tuple[Array, ...]    # a layer: [B, H_kv, L, K], rotated to their positions
     values: tuple[Array, ...]  # a layer: [B, H_kv, L, K]

@@ -15,15 +15,14 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import GemmaCache, T5Cache
-from speccascade_jax.models.gemma import Gemma, GemmaConfig, GemmaModel
+from speccascade_jax.models.cache import DecoderCache, T5Cache
+from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, skeleton
 from speccascade_jax.models.members import Member, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
 HEADS = "shared", "norm", "adapter", "own"
-FULL: dict[str, Any] = {T5Config.family: T5Model, GemmaConfig.family: GemmaModel}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ExitsConfig:
 
     family: ClassVar[str] = "exits"
     full_part: ClassVar[str] = "full"  # where the full model's parameters are
-    full: T5Config | GemmaConfig = dataclasses.field(default_factory=T5Config)
+    full: T5Config | DecoderConfig = dataclasses.field(default_factory=T5Config)
     layers: tuple[int, ...] = (4,)  # how many decoder layers each exit has, the fewest first
     head: str = "shared"
     rank: int = 64  # of adapters
@@ -55,7 +54,7 @@ class ExitsConfig:
         return self.full.eos_id
 
 
-def depth_of(config: T5Config | GemmaConfig) -> int:
+def depth_of(config: Any) -> int:
     """How many layers a model's decoder has."""
     return config.num_decoder_layers if isinstance(config, T5Config) else config.num_layers
 
@@ -63,7 +62,7 @@ def depth_of(config: T5Config | GemmaConfig) -> int:
 class ExitsCache(NamedTuple):
     """What a network with exits remembers."""
 
-    full: T5Cache | GemmaCache     # what all members write; its own length is the longest member's
+    full: T5Cache | DecoderCache     # what all members write; its own length is the longest member's
     lengths: Int[Array, "B M"]  # of each member's part, the smallest member first
 
     @property
@@ -75,7 +74,7 @@ class ExitsCache(NamedTuple):
 class ExitHead(nnx.Module):
     """What an exit has of its own. An untrained adapter changes nothing."""
 
-    def __init__(self, full: T5 | Gemma, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, full: T5 | Decoder, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, std: float) -> Linear:
             return Linear(inputs, outputs, std=std, dtype=dtype, rngs=rngs)
 
@@ -85,7 +84,7 @@ class ExitHead(nnx.Module):
         self.widen = linear(config.rank, width, 0.0) if adapts else None
         self.head = linear(width, config.vocab_size, width**-0.5) if kind == "own" else None
 
-    def __call__(self, x: Array, full: T5 | Gemma) -> Array:
+    def __call__(self, x: Array, full: T5 | Decoder) -> Array:
         """The residual stream [B, T, D] -> logits [B, T, V]."""
         norm = full.final_norm if self.norm is None else self.norm
 
@@ -97,7 +96,7 @@ class ExitHead(nnx.Module):
 
         return full.logits(x, normed, self.head)
 
-    def begin_as(self, full: T5 | Gemma) -> None:
+    def begin_as(self, full: T5 | Decoder) -> None:
         """Takes the values of the full model's norm and head, to be trained from there."""
         if self.norm is not None:
             self.norm.scale[...] = full.final_norm.scale[...]
@@ -108,7 +107,7 @@ class ExitHead(nnx.Module):
 class Exits(nnx.Module):
     """The full model's network and its exits'."""
 
-    def __init__(self, config: ExitsConfig, full: T5 | Gemma, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ExitsConfig, full: T5 | Decoder, *, dtype: Any, rngs: nnx.Rngs):
         self.full = full
         self.exits = nnx.List([ExitHead(full, config, dtype=dtype, rngs=rngs) for _ in config.layers])
 
@@ -132,7 +131,8 @@ class ExitsModel:
     @property
     def full(self) -> Any:
         """The full model without exits."""
-        return FULL[self.config.full.family](self.config.full, self.dtype, self.cache_dtype, self.remat)
+        kind: Any = T5Model if isinstance(self.config.full, T5Config) else DecoderModel
+        return kind(self.config.full, self.dtype, self.cache_dtype, self.remat)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,5 +227,5 @@ class ExitsModel:
         return logits, with_lengths(own, jnp.maximum(cache.lengths, written))
 
 
-def with_lengths(cache: T5Cache | GemmaCache, lengths: Int[Array, "B M"]) -> ExitsCache:
+def with_lengths(cache: T5Cache | DecoderCache, lengths: Int[Array, "B M"]) -> ExitsCache:
     return ExitsCache(cache._replace(length=jnp.max(lengths, axis=1)), lengths)

@@ -33,7 +33,7 @@ from speccascade_jax.core.typing import (
     roll_back,
 )
 from speccascade_jax.models.cache import write
-from speccascade_jax.models.gemma import GemmaModel
+from speccascade_jax.models.decoder import DecoderModel
 from speccascade_jax.models.layers import Branches
 from speccascade_jax.models.quantization import columns_of, tied_kernel
 from speccascade_jax.models.t5 import T5Model
@@ -277,11 +277,11 @@ class Resized:
 def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
     """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams' `own`
     and `head`; False where the model's head cannot be cut, and gives all columns."""
-    if isinstance(model, T5Model) and not model.config.tied_embeddings:
+    if isinstance(model, T5Model | DecoderModel) and not model.config.tied_embeddings:
         flat = dict(nnx.to_flat_state(params))
         kernel = flat["head", "kernel"]
         flat["head", "kernel"] = kernel.replace(columns_of(kernel.get_value(), keep))
         return nnx.from_flat_state(flat), None, True
-    if isinstance(model, T5Model | GemmaModel):
+    if isinstance(model, T5Model | DecoderModel):
         return params, columns_of(tied_kernel(params["embedding"].get_value()), keep), True
     return params, None, False

@@ -276,7 +276,7 @@ def described(model: ServedModel) -> dict[str, Any]:
             "block_size": own.block_size, "max_block_size": own.max_block_size,
             "temperature": own.temperature, "max_tokens": model.cascade.max_new_tokens,
             "max_prompt_tokens": model.cascade.max_source_length, "max_top_k": model.max_top_k,
-            "chat": model.chat is not None, "examples": model.examples}
+            "chat": model.cascade.tokenizer.chat is not None, "examples": model.examples}
 
 
 def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, limits: Limits,

@@ -14,7 +14,6 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.vocabularies import readings
 from speccascade_jax.models.vocabulary import Translated
-from speccascade_jax.serving.chat import ChatTemplate
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import Asked, Refused
 
@@ -43,7 +42,6 @@ class ServedModel:
         self.examples = config.examples
         if cascade.text_drafter is not None:
             raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
-        self.chat = ChatTemplate.find(config.roles[-1][1])
         self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
         if cascade.levels == 0:  # whatever its config says, it is the verifier
             self.defaults, methods = dataclasses.replace(self.defaults, method="verifier"), ()
@@ -117,9 +115,12 @@ class ServedModel:
     def prompts(self, asked: Asked) -> list[Prompt]:
         """What is asked for, read. Raises Refused."""
         if asked.messages:
-            if self.chat is None:
+            if self.cascade.tokenizer.chat is None:
                 raise Refused(f"{self.name} has no chat template: use /v1/completions.", "messages")
-            texts = [self.chat.render(asked.messages)]
+            try:
+                texts = [self.cascade.tokenizer.conversation(asked.messages)]
+            except ValueError as error:
+                raise Refused(str(error), "messages") from None
         else:
             texts = list(asked.prompts)
         field, limit = ("messages" if asked.messages else "prompt"), self.cascade.max_source_length
@@ -130,7 +131,9 @@ class ServedModel:
         if asked.messages:
             [row] = self.cascade.tokenizer.encode_batch(texts)
             rows, cut = [self.cascade.tokenizer.framed(row)], [False]
-            own = readings(self.cascade.foreign, texts, limit)
+            own = readings(self.cascade.foreign, texts, limit, lambda texts,
+                           own: texts if own.chat is None else [
+                own.conversation(asked.messages)])
         else:
             rows, cut = self.cascade.encode(texts, truncate=True)
             own = self.cascade.own_readings(texts)

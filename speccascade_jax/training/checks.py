@@ -17,6 +17,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
 from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of, model_of
+from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
 
@@ -191,7 +192,8 @@ def check_folder(name: str, path: str) -> None:
 
 def check_memory(config: TrainConfig, rows: int) -> None:
     """Raises ValueError where a batch of `rows` rows certainly needs more memory than a device has."""
-    model, task, devices = full_of(config.model), config.task, jax.device_count()
+    full, task, devices = full_of(config.model), config.task, jax.device_count()
+    model = full.decoder if isinstance(full, T5GemmaConfig) else full
     stats = jax.local_devices()[0].memory_stats() or {}
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     widest = max(model.vocab_size, model.d_ff, model.num_heads * model.d_kv)

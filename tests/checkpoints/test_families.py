@@ -13,7 +13,7 @@ import pytest
 from corpora import SENTENCES, shuffled
 from flax import nnx
 from processes import run
-from shapes import TINY_GEMMA, TINY_T5, TINY_T5_1_0
+from shapes import DECODERS, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
@@ -32,7 +32,10 @@ UNLIKE = {
     "gemma2": [dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6,
                                    bos_id=7),
                dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None)]}
+UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
 UNLIKE |= {
+    "t5gemma": [TINY_T5GEMMA, dataclasses.replace(TINY_T5GEMMA, decoder=dataclasses.replace(
+        TINY_T5GEMMA.decoder, tied_embeddings=False, more_eos=(7,)))],
     "exits": [ExitsConfig(UNLIKE["t5"][0], (1,)), ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),
               ExitsConfig(UNLIKE["t5"][1], (1,), "own"),
               ExitsConfig(UNLIKE["gemma2"][0], (1, 2), "adapter", 3)],
@@ -56,9 +59,10 @@ def test_a_model_comes_back_whole(config, to, tmp_path):
 
 
 def test_a_family_is_one_row():
-    assert FAMILIES.keys() == MODELS.keys() == UNLIKE.keys()
+    assert FAMILIES.keys() == UNLIKE.keys()
+    assert {row.config for row in FAMILIES.values()} == MODELS.keys()
     for name, family in FAMILIES.items():
-        assert family.config.family == name and set(family.formats) <= set(checkpoints.FORMATS)
+        assert family.usual.family == name and set(family.formats) <= set(checkpoints.FORMATS)
         for preset, config in family.presets.items():
             family.check(preset, config)  # no preset is refused
             assert PRESETS[preset] is config and model_of(config).config is config
@@ -78,9 +82,8 @@ def test_the_names_of_a_family_are_those_of_its_parameters(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_vocabulary_has_the_special_pieces_of_its_family(family, tmp_path):
     train_tokenizer(shuffled(SENTENCES), tmp_path / "spiece.model", 320, bos=FAMILIES[family].bos)
-    found, config = Tokenizer(tmp_path / "spiece.model"), FAMILIES[family].config()
-    assert (found.pad_id, found.eos_id, found.bos_id) == (
-        config.pad_id, config.eos_id, getattr(config, "bos_id", -1))
+    found = Tokenizer(tmp_path / "spiece.model")
+    assert (found.pad_id, found.eos_id, found.bos_id) == (0, 1, 2 if FAMILIES[family].bos else -1)
 
 
 def test_t5x_folders_of_others_are_t5_1_1(tmp_path):

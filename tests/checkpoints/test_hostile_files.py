@@ -17,7 +17,7 @@ from shapes import TINY_GEMMA, TINY_T5
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints import gemma, t5
+from speccascade_jax.checkpoints import decoder, t5
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,16 @@ SMALL = {"layer_norm_epsilon", "rms_norm_eps", "norm_epsilon", "rope_theta", "dr
          "attn_logit_softcapping", "final_logit_softcapping", "attention_softcap", "logit_softcap"}
 """Fields that may be any positive number."""
 FREE = {"relative_attention_max_distance", "relative_max_distance", "sliding_window", "window",
-        "query_pre_attn_scalar", "query_scalar"}
+        "query_pre_attn_scalar", "query_scalar", "max_positions", "max_position_embeddings"}
 """Fields that may be any positive whole number: no array tells them."""
 
 
 def names_of(kind, folder):
     """The config's fields as the file that describes the folder spells them."""
     if kind.endswith("native"):
-        return [name for name in json.loads((folder / "model.json").read_text())
-                if name not in ("family", "gated", "tied_embeddings", "shared_position_bias")]
-    return list((t5 if kind.startswith("t5") else gemma).CONFIG_KEYS.values())
+        return [name for name, value in json.loads((folder / "model.json").read_text()).items()
+                if type(value) in (int, float) and not (name.startswith("rope_") and name != "rope_theta")]
+    return list((t5.CONFIG_KEYS if kind.startswith("t5") else decoder.SHARED | decoder.OF_GEMMA).values())
 
 
 @pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
@@ -78,11 +78,12 @@ def test_a_field_that_is_no_size_is_refused(kind, intact, read, copy):
     for name in names:
         folder = copy(kind)
         for value in (*WRONG, None, 0):
-            optional = name == "num_decoder_layers" or "softcap" in name
+            optional = "softcap" in name or name in (
+                "num_decoder_layers", "pad_token_id", "bos_token_id", "query_pre_attn_scalar", "query_scalar")
             fits = ((value is None and optional) or (value == [1] and name == "eos_token_id")
                     or (value == 0 and (name == "dropout_rate" or name.endswith("_id")))
                     or (value in (1.5, 10**9) and name in SMALL - {"dropout_rate"})
-                    or (value == 10**9 and name in FREE))
+                    or (value == 10**9 and name in FREE) or (value is True and name == "tie_word_embeddings"))
             if fits:  # 10**9 of a free field may be refused for reasons of its own, but not this one's
                 continue
             describe(folder, **{name: value})
@@ -124,7 +125,7 @@ def test_a_t5_that_cannot_be_is_refused(change, words, read, copy):
     ({"num_key_value_heads": 4}, "heads"), ({"head_dim": 15}, "even"), ({"layer_types": "x"}, "layer_types"),
     ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"layer_types": [[]] * 3}, "layer_types"),
     ({"eos_token_id": []}, "eos_token_id"), ({"eos_token_id": [[1]]}, "eos_token_id"),
-    ({"eos_token_id": [97]}, "eos_token_id"), ({"tie_word_embeddings": False}, "tie_word_embeddings")])
+    ({"eos_token_id": [97]}, "eos_token_id"), ({"tie_word_embeddings": False}, "lm_head.weight is missing")])
 def test_a_gemma_that_cannot_be_is_refused(change, words, read, copy):
     folder = copy("gemma2-huggingface")
     describe(folder, **change)

@@ -10,10 +10,11 @@ from shapes import TINY_T5
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.models import ExitsConfig, model_of
-from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.parallel import tensor_mesh
 
-GEMMA = GemmaConfig(vocab_size=352, d_model=64, d_kv=8, d_ff=96, num_heads=8, num_kv_heads=8, num_layers=2,
+GEMMA = dataclasses.replace(GEMMA2, vocab_size=352, d_model=64, d_kv=8, d_ff=96, num_heads=8, num_kv_heads=8,
+                            num_layers=2,
                     window=7, query_scalar=8)
 CONFIGS = {"gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four heads stay whole
            "t5": (dataclasses.replace(TINY_T5, vocab_size=448, num_heads=3, num_encoder_layers=1),

@@ -209,7 +209,7 @@ def test_other_formats_hold_no_exits(to, tmp_path):
     ({"full": {"family": "exits"}}, "full is .*not the shape of one model"),
     ({"full": {"d_model": 0}}, "full: d_model is 0"), ({"full": {"wings": 2}}, "t5 has no field 'wings'"),
     ({"full": {"num_encoder_layers": 0}}, "full: num_encoder_layers is 0"),
-    ({"full": {"family": "llama"}}, "full holds a 'llama' model")])
+    ({"full": {"family": "gpt2"}}, "full holds a 'gpt2' model")])
 def test_damaged_shapes_are_named(change, said, tmp_path):
     shape = checkpoints.native.shape_of(NETWORKS["t5"])
     (tmp_path / "model.json").write_text(json.dumps(shape | change))

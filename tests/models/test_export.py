@@ -10,7 +10,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.models import gemma, model_of, t5
+from speccascade_jax.models import model_of, presets, t5
 from speccascade_jax.models.members import member
 
 
@@ -24,7 +24,7 @@ def primitives(jaxpr, path=()):
 
 MODELS = {  # of each config: their shapes; a network's members have its shape in common
     "wmt_small_large": (t5.PRESETS["t5_1_1_small"], t5.PRESETS["t5_1_1_large"]),
-    "gemma2_2b_9b": (gemma.PRESETS["gemma2_2b"], gemma.PRESETS["gemma2_9b"]),
+    "gemma2_2b_9b": (presets.PRESETS["gemma2_2b"], presets.PRESETS["gemma2_9b"]),
     "gemma2_9b_exits": configs.load("gemma2_9b_heads").model}
 
 
@@ -63,7 +63,7 @@ def test_exports_for_tpu_cuda_and_cpu(asked):
 @pytest.mark.full(quick=["wmt_small_large"])
 def test_one_decoding_loop_and_no_callback(asked):
     arguments, static = asked
-    prompts = {"T5Model": 0, "GemmaModel": 2, "Member": 1}[type(arguments[0].verifier).__name__]
+    prompts = {"T5Model": 0, "DecoderModel": 2, "Member": 1}[type(arguments[0].verifier).__name__]
     found = list(primitives(generate.trace(*arguments, **static).jaxpr.jaxpr))
     assert not [name for name, _ in found if "callback" in name]
     loops = [name for name, path in found if name in ("while", "scan") and not {"while", "scan"} & {*path}]

@@ -13,19 +13,20 @@ from tiny_models import in_blocks, prefilled
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.arrays import Placement
-from speccascade_jax.checkpoints.gemma import describe
+from speccascade_jax.checkpoints.decoder import describe
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
-from speccascade_jax.models.gemma import PRESETS, GemmaConfig, GemmaModel
+from speccascade_jax.models.decoder import DecoderModel
+from speccascade_jax.models.presets import GEMMA2, GEMMA3, PRESETS
 
 AFTER_PROMPT = np.concatenate([SOURCE[np.arange(3), LENGTH - 1][:, None], TARGET[:, :-1]], axis=1)
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    model = GemmaModel(TINY_GEMMA)
+    model = DecoderModel(TINY_GEMMA)
     return model, model.init(0)
 
 
@@ -80,7 +81,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
 def test_every_part_of_the_shape_matters(change, tiny):
     """Negative controls: what the comparison with transformers holds, it could have missed."""
     model, params = tiny
-    other = GemmaModel(dataclasses.replace(TINY_GEMMA, **change))
+    other = DecoderModel(dataclasses.replace(TINY_GEMMA, **change))
     a, b = (in_blocks(m, params, AFTER_PROMPT, [30], prefilled(m, params))[0] for m in (model, other))
     assert np.abs(a - b).max() > 1e-3
 
@@ -128,7 +129,7 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
 
 @pytest.mark.parametrize("name,millions", [("gemma2_2b", 2614), ("gemma2_9b", 9242), ("gemma2_27b", 27227)])
 def test_presets_have_the_published_sizes(name, millions):
-    shapes = jax.tree.leaves(GemmaModel(PRESETS[name]).abstract_params())
+    shapes = jax.tree.leaves(DecoderModel(PRESETS[name]).abstract_params())
     assert round(sum(x.size for x in shapes) / 1e6) == millions
 
 
@@ -156,6 +157,9 @@ def deepmind_tree(config, params, transposed, nested):
             "w": layer["attention", "out", "kernel"].reshape(c.num_heads, c.d_kv, c.d_model)}
         tree[f"layer_{n}/mlp/gating_einsum"] = {"w": np.swapaxes(gating, 1, 2) if transposed else gating}
         tree[f"layer_{n}/mlp/linear"] = {"w": layer["mlp", "down", "kernel"]}
+        if c.head_norms:
+            for name in ("query", "key"):
+                tree[f"layer_{n}/attn/_{name}_norm"] = {"scale": layer["attention", f"{name}_norm", "scale"]}
         for ours, theirs in (("attention_norm", "pre_attention_norm"), ("mlp_norm", "pre_ffw_norm"),
                              ("attention_post_norm", "post_attention_norm"),
                              ("mlp_post_norm", "post_ffw_norm")):
@@ -168,15 +172,18 @@ def deepmind_tree(config, params, transposed, nested):
 
 
 @pytest.mark.full(quick=["False-False-2"])
-@pytest.mark.parametrize("transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2)])
+@pytest.mark.parametrize("transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2),
+                                                        (True, True, 1)])
 def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monkeypatch):
+    """Of Gemma 2; of Gemma 3 with one head of keys."""
     import orbax.checkpoint as ocp
 
-    config = dataclasses.replace(GemmaConfig(), vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=6,
+    config = dataclasses.replace(GEMMA3 if kv_heads == 1 else GEMMA2, vocab_size=97, d_model=48, d_kv=16,
+                                 d_ff=80, num_heads=6,
                                  num_kv_heads=kv_heads, num_layers=3, query_scalar=16)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32),
-                          GemmaModel(config).abstract_params())
+                          DecoderModel(config).abstract_params())
     monkeypatch.setattr(deepmind, "VOCABULARY", 97)
     monkeypatch.setattr(deepmind, "PADDED_VOCABULARY", 100)
     with ocp.StandardCheckpointer() as checkpointer:

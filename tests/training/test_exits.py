@@ -13,7 +13,7 @@ from tiny_models import random_checkpoint
 from speccascade_jax import checkpoints
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
 from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of
-from speccascade_jax.models.gemma import GemmaConfig
+from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
 from speccascade_jax.training.checks import check
@@ -26,7 +26,8 @@ from speccascade_jax.training.steps import make_steps
 
 T5 = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
               num_decoder_layers=3, dropout_rate=0.1)
-GEMMA = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2, num_layers=3,
+GEMMA = dataclasses.replace(GEMMA2, vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
+                            num_layers=3,
                     window=12, query_scalar=8)
 DRAFTER = dataclasses.replace(T5, d_model=16, num_encoder_layers=0, num_decoder_layers=1)
 FROZEN = {"adapters": ExitsConfig(T5, (1, 2), "adapter", 8), "heads": ExitsConfig(GEMMA, (1,), "own"),

@@ -16,8 +16,8 @@ from speccascade_jax.checkpoints import t5
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.models.gemma import GemmaConfig
 from speccascade_jax.models.layers import project
+from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
@@ -234,7 +234,8 @@ def test_mixed_precision_gradients_are_those_of_float32(tied):
 def test_a_decoder_only_model_learns_a_task_and_decodes_it(number_words, tmp_path):
     """The toy translation above as a prompt and its continuation, from config to text."""
     folder = tmp_path / "run"
-    shape = GemmaConfig(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
+    shape = dataclasses.replace(GEMMA2, vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4,
+                                num_kv_heads=2,
                         num_layers=2, window=12, query_scalar=8)
     config = dataclasses.replace(
         number_words, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),

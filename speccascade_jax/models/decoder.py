@@ -1,0 +1,353 @@
+"""One decoder for the families that only decode: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, in Flax NNX.
+
+What tells them apart is in `DecoderConfig`; each family's usual one is in models.presets. `Decoder` is the
+network; `DecoderModel` is the LanguageModel the decoding core sees.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
+from speccascade_jax.models.cache import DecoderCache, empty, insert_buffer, write
+from speccascade_jax.models.layers import (
+    AfterLayer,
+    Branches,
+    Linear,
+    last_written,
+    project,
+    read_branches,
+    shift_right,
+    skeleton,
+    steps_back,
+    with_kept,
+)
+from speccascade_jax.models.quantization import table_rows, tied_kernel
+from speccascade_jax.models.rope import Turn, rotated, turns
+
+Array = jax.Array
+MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder's shape. The defaults are those of Llama 2 7B."""
+
+    family: str = "llama"          # as config.json calls it, model_type
+    vocab_size: int = 32_000
+    d_model: int = 4096
+    d_kv: int = 128
+    d_ff: int = 11_008
+    num_heads: int = 32
+    num_kv_heads: int = 32
+    num_layers: int = 32
+    activation: str = "silu"       # of ACTIVATIONS
+    tied_embeddings: bool = False
+    query_bias: bool = False       # also of keys and values
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False       # a norm for each head's query and key
+    post_norms: bool = False       # attention and MLP have a norm after them, too
+    unit_offset: bool = False      # norms scale by 1 + what is stored
+    scaled_embedding: bool = False  # times sqrt(d_model)
+    query_scalar: int | None = None  # attention scores are divided by its root; None: d_kv
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    window: int | None = None      # of local layers: a token sees itself and window - 1 before it
+    local: tuple[int, ...] = ()    # which layers are local (1) or see everything (0), again and again
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None  # of local layers, never scaled; None: as the others
+    rope_type: str = "default"     # of rope.TYPES
+    rope_factor: float = 1.0
+    rope_length: int | None = None  # for llama3 and yarn, the length trained on; None: max_positions
+    rope_low: float = 1.0          # frequencies of fewer rotations within it are divided by the factor,
+    rope_high: float = 4.0         # those of more are kept
+    rope_attention: float = 1.0    # yarn: sines and cosines are scaled by it
+    rope_truncate: bool = True     # yarn: the ramp's ends are whole numbers
+    max_positions: int = 4096      # `dynamic` goes by it, and others who read the exported folder
+    norm_epsilon: float = 1e-5
+    pad_id: int = 0
+    eos_id: int = 2
+    bos_id: int = 1
+    more_eos: tuple[int, ...] = ()  # further tokens that end a text
+
+    def is_local(self, layer: int) -> bool:
+        return bool(self.local) and bool(self.local[layer % len(self.local)])
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap): the identity near 0, never beyond +-cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+class Norm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale, or with unit_offset * (1 + scale), as checkpoints have it."""
+
+    def __init__(self, config: DecoderConfig, features: int | None = None):
+        self.offset = float(config.unit_offset)
+        self.scale = nnx.Param(jnp.full((features or config.d_model,), 1.0 - self.offset))
+        self.epsilon = config.norm_epsilon
+
+    def __call__(self, x: Array) -> Array:
+        norm = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return x * norm * (self.offset + self.scale[...].astype(jnp.float32))
+
+
+class Affine(Linear):
+    """x [..., in] -> float32 [..., out], with a bias where it has one."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, *, dtype: Any, rngs: nnx.Rngs):
+        super().__init__(inputs, outputs, std=inputs**-0.5, dtype=dtype, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = super().__call__(x)
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array) -> Array:
+    """Grouped-query attention: query [B, H, T, K], keys and values [B, H_kv, L, K] (or as in a single row's
+    cache) where `mask` [B, T, L] -> [B, T, H K]."""
+    c = config
+    groups = query.reshape(query.shape[0], c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
+    groups = groups * (c.query_scalar or c.d_kv) ** -0.5
+    scores = softcap(with_kept("...tk,...lk->...tl", groups, keys), c.attention_softcap)
+    by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])  # [B, H_kv, R, T, L]
+    masked = jnp.where(mask[:, None, None], by_query, MASKED)
+    weights = jax.nn.softmax(masked, axis=-1).reshape(scores.shape)
+    found = with_kept("...tl,...lk->...tk", weights, values).reshape(query.shape)
+    return jnp.swapaxes(found, 1, 2).reshape(query.shape[0], query.shape[2], -1)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions; scores may be capped."""
+
+    def __init__(self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, rngs: nnx.Rngs):
+        """`reads`: the width of what keys and values are made of, d_model unless given."""
+        c = config
+        inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
+        self.query = Affine(c.d_model, inner, c.query_bias, dtype=dtype, rngs=rngs)
+        self.key = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
+        self.value = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
+        self.out = Affine(inner, c.d_model, c.output_bias, dtype=dtype, rngs=rngs)
+        self.query_norm = Norm(c, c.d_kv) if c.head_norms else None
+        self.key_norm = Norm(c, c.d_kv) if c.head_norms else None
+        self.config = c
+
+    def heads(self, x: Array, norm: Norm | None = None) -> Array:
+        """[B, T, H K] -> [B, H, T, K]"""
+        x = x.reshape(*x.shape[:-1], -1, self.config.d_kv)
+        return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
+
+    def __call__(self, x: Array, keys: Array, values: Array, start: Array, turn: Turn, mask: Array
+                 ) -> tuple[Array, Array, Array]:
+        """x [B, T, D], turned by `turn`; keys and values [B, H, L, K] are written from `start` [B] on and
+        attended to where `mask` [B, T, L]. Returns the output and the longer buffers."""
+        keys = write(keys, rotated(self.heads(self.key(x), self.key_norm), turn), start, axis=2)
+        values = write(values, self.heads(self.value(x)), start, axis=2)
+        query = rotated(self.heads(self.query(x), self.query_norm), turn)
+        return self.out(mixed(self.config, query, keys, values, mask)), keys, values
+
+
+class FeedForward(nnx.Module):
+    """A gated layer (Shazeer 2020): (f(x W0) * (x W1)) Wo."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        self.gate = Affine(c.d_model, c.d_ff, c.mlp_bias, dtype=dtype, rngs=rngs)
+        self.up = Affine(c.d_model, c.d_ff, c.mlp_bias, dtype=dtype, rngs=rngs)
+        self.down = Affine(c.d_ff, c.d_model, c.mlp_bias, dtype=dtype, rngs=rngs)
+        self.activation = c.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.attention_norm, self.mlp_norm = Norm(config), Norm(config)
+        self.attention_post_norm = Norm(config) if config.post_norms else None
+        self.mlp_post_norm = Norm(config) if config.post_norms else None
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
+
+    def between(self, x: Array, *beside: Any) -> Array:
+        """What other layers do between attention and MLP."""
+        return x
+
+    def __call__(self, x: Array, keys: Array, values: Array, start: Array, turn: Turn, mask: Array,
+                 *beside: Any
+                 ) -> tuple[Array, Array, Array]:
+        """As Attention's; `beside` is for between()."""
+        found, keys, values = self.attention(self.attention_norm(x), keys, values, start, turn, mask)
+        x = x + (found if self.attention_post_norm is None else self.attention_post_norm(found))
+        x = self.between(x, *beside)
+        made = self.mlp(self.mlp_norm(x))
+        return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made)), keys, values
+
+
+class Decoder(nnx.Module):
+    """The network. `dtype` is the matrix products'; sums and logits are float32."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, remat: bool = False,
+                 rngs: nnx.Rngs):
+        c = config
+        self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
+        self.embedding = nnx.Param(
+            c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
+        self.layers = nnx.List([self.new_layer(dtype, rngs) for _ in range(c.num_layers)])
+        self.norm = Norm(c)
+        self.head = None if c.tied_embeddings else Linear(
+            c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+
+    def new_layer(self, dtype: Any, rngs: nnx.Rngs) -> Layer:
+        return Layer(self.config, dtype=dtype, rngs=rngs)
+
+    def new_norm(self) -> Norm:
+        return Norm(self.config)
+
+    @property
+    def final_norm(self) -> Norm:
+        return self.norm
+
+    def head_kernel(self) -> Array:
+        """[D, V]: what a linear head is that gives the logits, but for their cap."""
+        return self.embedding[...].T if self.head is None else self.head.kernel[...]
+
+    def embed(self, tokens: AnyArray) -> Array:
+        x = table_rows(self.embedding.get_value(), tokens)
+        if not self.config.scaled_embedding:
+            return x
+        scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
+        return x * scale.astype(jnp.float32)
+
+    def beside(self, cache: Any, layer: int) -> tuple[Any, ...]:
+        """What a layer reads besides what all do."""
+        return ()
+
+    def advance(self, tokens: AnyArray, cache: Any, depth: int | None = None,
+                after: AfterLayer = last_written, branches: Branches | None = None
+                ) -> tuple[Array, Any]:
+        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
+        cache.length, in a row or as branches; the layers above write nothing."""
+        c, count = self.config, tokens.shape[1]
+        x = self.embed(tokens)
+        positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
+        back = steps_back(cache.length, count, cache.keys[0].shape[-2], branches)  # [B, T, L]
+        everything = back >= 0
+        near = everything if c.window is None else everything & (back < c.window)
+        # All that differs between layers: data, so that they could be one scanned layer.
+        kinds = tuple(zip(turns(c, positions), (everything, near), strict=True))
+        keys, values = list(cache.keys), list(cache.values)
+        for n, layer in enumerate(self.layers[:depth]):
+            def call(x, k, v, *rest, layer=layer):
+                return layer(x, k, v, cache.length, *rest)
+
+            call = jax.checkpoint(call) if self.remat else call
+            new, keys[n], values[n] = call(x, cache.keys[n], cache.values[n], *kinds[c.is_local(n)],
+                                           *self.beside(cache, n))
+            x = after(n, x, new)
+        return x, cache._replace(keys=tuple(keys), values=tuple(values), length=cache.length + count)
+
+    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
+               table: Any = None) -> Array:
+        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may stand for
+        the own ones, or a kernel [D, I] for the embedding."""
+        x = self.norm(x) if norm is None else norm(x)
+        head = self.head if head is None and table is None else head
+        if head is not None:
+            return softcap(head(x), self.config.logit_softcap)
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
+        return softcap(project(x, table, self.dtype), self.config.logit_softcap)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel:
+    """A DecoderConfig's model as the decoding core's LanguageModel: static and hashable, parameters passed
+    in."""
+
+    config: DecoderConfig
+    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
+    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
+    remat: bool = False           # recompute each layer in the backward pass
+    chunk: int = 512              # prompts are read so many tokens at a time: bounds the scores' memory
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def network(self, rngs: nnx.Rngs) -> Decoder:
+        return Decoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
+
+    def graphdef(self) -> nnx.GraphDef:
+        return skeleton(self)[0]
+
+    def init(self, seed: int) -> nnx.State:
+        """Fresh parameters: every layer's input and output, and the logits, of unit variance."""
+        return nnx.split(self.network(nnx.Rngs(seed)))[1]
+
+    def abstract_params(self) -> nnx.State:
+        """The parameters' shapes, without memory."""
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+
+    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
+               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
+               ) -> Float[Array, "B T V"]:
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
+        `source`. There is no dropout: `key` is not read. `after` stands between the layers; of the
+        network's passes, that over the target comes last."""
+        _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1], after)
+        last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
+        return self.extend(params, shift_right(target, last), cache, after)[0]
+
+    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int, after: AfterLayer = last_written) -> tuple[Prefix, DecoderCache]:
+        """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
+        c, network = self.config, nnx.merge(self.graphdef(), params)
+        rows, size = inputs.shape
+        blank = empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
+        cache = DecoderCache((blank,) * c.num_layers, (blank,) * c.num_layers, jnp.zeros((rows,), jnp.int32))
+
+        def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
+            return network.advance(part, cache, after=after)[1], None
+
+        first = size % self.chunk
+        if first:
+            cache, _ = read(cache, inputs[:, :first])
+        if size > first:
+            chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
+            cache, _ = lax.scan(read, cache, chunks)
+        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+        return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
+
+    def roll_back(self, cache: DecoderCache, length: Int[AnyArray, " B"]) -> DecoderCache:
+        return cache._replace(length=jnp.asarray(length))
+
+    def insert(self, cache: DecoderCache, fresh: DecoderCache, slots: Int[AnyArray, " R"], like_fresh: bool
+               ) -> DecoderCache:
+        keys, values = (tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
+                        for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
+        return DecoderCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
+
+    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: DecoderCache,
+                        branches: Branches) -> Float[Array, "B M V"]:
+        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        return read_branches(nnx.merge(self.graphdef(), params), tokens, cache, branches)
+
+    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: DecoderCache,
+               after: AfterLayer = last_written, table: Any = None
+               ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+        """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
+        network = nnx.merge(self.graphdef(), params)
+        x, cache = network.advance(tokens, cache, after=after)
+        return network.logits(x, table=table), cache

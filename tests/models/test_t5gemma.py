@@ -1,0 +1,72 @@
+"""T5Gemma against transformers: logits, and the folders of both."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA
+from tiny_models import in_blocks, prefilled
+
+from speccascade_jax.checkpoints import huggingface
+from speccascade_jax.checkpoints.arrays import Placement
+from speccascade_jax.checkpoints.t5gemma import describe, read_config
+
+FED = np.concatenate([np.full((3, 1), 2), TARGET[:, :-1]], axis=1)  # behind the decoder's first token
+CONFIGS = {"tied": TINY_T5GEMMA, "untied": dataclasses.replace(
+    TINY_T5GEMMA, decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False))}
+
+
+def hugging_face(config):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    described = {name: value for name, value in describe(config).items() if name != "architectures"}
+    model = transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(
+        **described, attn_implementation="eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25)
+    return model.eval()
+
+
+def their_logits(theirs):
+    """[3, 30, V] after each of FED, a row at a time."""
+    torch, rows = pytest.importorskip("torch"), []
+    for source, length, fed in zip(SOURCE, LENGTH, FED, strict=True):
+        with torch.no_grad():
+            rows.append(theirs(
+                input_ids=torch.tensor(source[None, :length].astype(np.int64)),
+                attention_mask=torch.ones((1, int(length)), dtype=torch.long),
+                decoder_input_ids=torch.tensor(fed[None].astype(np.int64)),
+                decoder_attention_mask=torch.ones((1, len(fed)), dtype=torch.long)).logits[0].numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_agree_with_transformers(config, tmp_path):
+    """Sources of 20, 13 and 1 tokens around windows of 5, outputs of 30 by one and in blocks around one of
+    7."""
+    theirs = hugging_face(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, params = huggingface.load(tmp_path / "theirs", Placement())
+    assert model.config == config
+    expected = their_logits(theirs)
+    assert np.ptp(expected) > 3
+    for sizes in ([1] * 30, [13, 4, 13]):
+        logits, _ = in_blocks(model, params, FED, sizes, prefilled(model, params))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(model.forced(params, SOURCE, LENGTH, TARGET), expected, rtol=0, atol=1e-4)
+    huggingface.save(tmp_path / "ours", model, params, np.float32)
+    returned = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    for name, array in theirs.state_dict().items():
+        np.testing.assert_array_equal(returned.state_dict()[name], array)
+    np.testing.assert_allclose(their_logits(returned), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"encoder": None}, "encoder is None"), ({"encoder": {}}, "encoder: hidden_size is missing"),
+    ({"decoder": {**describe(TINY_T5GEMMA)["decoder"], "cross_attention_hidden_size": 7}}, "cross_attention"),
+    ({"decoder": {**describe(TINY_T5GEMMA)["decoder"], "vocab_size": 98}}, "97 tokens, the decoder 98")])
+def test_what_cannot_be_is_one_sentence(change, words):
+    with pytest.raises(ValueError, match=words):
+        read_config("it", describe(TINY_T5GEMMA) | change)
