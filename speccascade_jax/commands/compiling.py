@@ -15,7 +15,6 @@ from speccascade_jax.models import Config
 def check(arguments: Any) -> None:
     """Raises ValueError for flags of benchmark.py that do not go with --tpu, or are out of range."""
     a = arguments
-    tpus.checked(a.tpu)
     if a.input is not None or a.vs:
         raise ValueError("--tpu compiles and runs nothing: leave --input and --vs out.")
     if not 0 <= a.acceptance <= 1:
@@ -23,6 +22,7 @@ def check(arguments: Any) -> None:
     at_least(1, source_length=a.source_length, new_tokens=a.new_tokens,
              tensor_parallel=min(a.tensor_parallel, default=1))
     at_most(2**20, source_length=a.source_length or 1, new_tokens=a.new_tokens or 1)
+    tpus.checked(a.tpu)
 
 
 def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config] | None) -> None:

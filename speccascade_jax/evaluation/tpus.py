@@ -81,9 +81,9 @@ def checked(name: str) -> Chip:
 
 def devices_of(name: str) -> list[Any]:
     """The described devices of a topology. Raises ValueError where the compiler knows none of that name."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody is asked which TPU this machine has
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Nobody is asked which TPU this machine has, and several processes may compile.
+    os.environ.update({"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+                       "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"})
     jax.config.update("jax_platforms", "cpu")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
@@ -176,12 +176,11 @@ class Pair:
         return flops(traced.jaxpr) / self.asked.devices
 
     def kept(self) -> set[tuple[str, int]]:
-        """(dtype, entries) of a device's weights and caches, and of one layer's share of these."""
-        found = set()
-        for x in (*jax.tree.leaves(self.params), *buffers_of(self.state.caches)):
-            kind, count = KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize
-            found |= {(kind, count), (kind, count // (x.shape[0] if x.ndim > 2 else 1))}
-        return found
+        """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones."""
+        arrays = [*buffers_of(self.state.caches), *buffers_of(self.params),
+                  *(x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1)]
+        return {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
+                for share in (1, x.shape[0] if x.ndim > 2 else 1)}
 
 
 def shapes_of(run: DecodeConfig) -> list[Config]:
@@ -206,8 +205,9 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
     return found
 
 
-def buffers_of(caches: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(caches) if x.ndim > 2 and x.dtype.name in KINDS]
+def buffers_of(tree: Any) -> list[Any]:
+    """What is large: of caches the keys and values, of stacked parameters the matrices."""
+    return [x for x in jax.tree.leaves(tree) if x.ndim > 2 and x.dtype.name in KINDS]
 
 
 def flops(jaxpr: Any) -> float:

@@ -46,8 +46,8 @@ def decoded(model, params, rows):
     return found
 
 
-@pytest.mark.full(quick=["t5-1", "t5, a table a layer-3"])
-@pytest.mark.parametrize("name,rows", [("t5", 1), ("t5", 3), ("t5, a table a layer", 3), ("exits", 3),
+@pytest.mark.full(quick=["t5, a table a layer-3"])
+@pytest.mark.parametrize("name,rows", [("t5", 1), ("t5, a table a layer", 3), ("exits", 3),
                                        ("shared encoder", 1)])
 def test_logits_are_those_of_layers_one_by_one(name, rows):
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
@@ -56,13 +56,13 @@ def test_logits_are_those_of_layers_one_by_one(name, rows):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_packed_kernels_are_stacked_too(dtype):
-    one_by_one, at_once = (decoded(*given, 3) for given in both("t5", dtype))
+def test_packed_kernels_are_stacked_too():
+    one_by_one, at_once = (decoded(*given, 3) for given in both("t5", "int8"))
     for wanted, found in zip(one_by_one, at_once, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.full
 def test_rows_go_on_in_other_places():
     """insert() of a stacked cache: the row that came in reads on as it would have."""
     model, params = stacked(model := model_of(TINY_T5), model.init(0))
@@ -82,17 +82,7 @@ def test_rows_go_on_in_other_places():
     np.testing.assert_allclose(found[1], second[0], atol=1e-5)
 
 
-def test_parameters_are_the_same_numbers():
-    """What is stacked is what init() gives a stacked model; the caller's own parameters stay as they were."""
-    model = model_of(TINY_T5)
-    params = jax.jit(lambda: model.init(0))()
-    before = jax.tree.map(np.asarray, params)
-    large, own = stacked(model, params)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), own, jax.jit(lambda: large.init(0))())
-    jax.tree.map(np.testing.assert_array_equal, params, before)
-    assert stacked(large, own)[0] == large
-
-
+@pytest.mark.full
 def test_a_cascade_on_an_accelerator_writes_the_same_texts(t5_pair, monkeypatch):
     texts, found = ["where is the station?", "a train", "good morning"], []
     for accelerator in (False, True):
