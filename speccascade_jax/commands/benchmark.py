@@ -336,8 +336,8 @@ def check(arguments: Arguments) -> DecodeConfig:
     for gamma in a.block_sizes:
         Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature).check(1)
     if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
-        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu are "
-                         "for two: give --input alone, or time each model's calls with scripts/plan.py.")
+        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu "
+                         "take two: give --input alone, or time each model's calls with scripts/plan.py.")
     for name in a.preset or ():
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
