@@ -17,7 +17,7 @@ from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
 from speccascade_jax.models.members import member
-from speccascade_jax.models.quantization import PackedKernel
+from speccascade_jax.models.quantization import PackedKernel, wants_packing
 
 
 def load_native(run: Path, place: Placement) -> tuple[Model, nnx.State]:
@@ -131,21 +131,21 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
 
 
 def load_all(paths: Sequence[str | Path], dtype: Any = jnp.float32,
-             sharding: Callable[[str], Sharding | None] = lambda folder: None, packed: bool = False,
-             stacked: bool = False) -> list[Checkpoint]:
+             sharding: Callable[[str], Sharding | None] = lambda folder: None, decoding: bool = False
+             ) -> list[Checkpoint]:
     """load() of each of `paths`; members of one folder share its parameters, which are read once.
 
-    sharding(folder): where the parameters of a folder go. stacked: whether models that can have their layers
-    stacked get them so, fit for decoding only.
+    sharding(folder): where the parameters of a folder go. decoding: they come as decoding is fastest here,
+    kernels packed or layers stacked, and are fit for nothing else.
     """
     read: dict[str, Checkpoint] = {}
     found = []
     for path in paths:
         folder, name = split_member(path)
         if folder not in read:
-            one = load(path, dtype, sharding(folder), packed=packed)
+            one = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
             whole, params = getattr(one.model, "member_of", one.model), one.params
-            if stacked:
+            if decoding and stacking.wants_stacking():
                 whole, params = stacking.stacked(whole, params)
             read[folder] = Checkpoint(whole, params, one.tokenizer, one.path)
         found.append(read[folder]._replace(model=member(read[folder].model, name, folder)))

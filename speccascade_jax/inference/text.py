@@ -33,8 +33,6 @@ from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
 from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
 from speccascade_jax.inference.vocabularies import check_method, joined, readings
 from speccascade_jax.models.members import check_order
-from speccascade_jax.models.quantization import wants_packing
-from speccascade_jax.models.stacking import wants_stacking
 from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
@@ -103,8 +101,7 @@ class Cascade:
             return None if tensor_parallel == 1 else partial(
                 tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
 
-        *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, packed=wants_packing(dtype),
-                                                         stacked=wants_stacking())
+        *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, decoding=True)
         target = Tokenizer(tokenizer or largest.tokenizer_file())
         read = [target if tokenizer else Tokenizer(one.tokenizer_file()) for one in others] + [target]
         for one, own in zip(loaded, read, strict=True):

@@ -86,17 +86,18 @@ PRESETS = {
 class Attention(nnx.Module):
     """Multi-head attention with T5's initial scales (no 1/sqrt(K): the query's scale holds it)."""
 
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c, inner = config, config.num_heads * config.d_kv
         self.query = Linear(c.d_model, inner, std=(c.d_model * c.d_kv) ** -0.5, dtype=dtype, rngs=rngs)
         self.key = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
         self.value = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
         self.out = Linear(inner, c.d_model, std=inner**-0.5, dtype=dtype, rngs=rngs)
-        self.num_heads = c.num_heads
+        self.num_heads, self.stacked = c.num_heads, stacked
 
     def _heads(self, x: Array) -> Array:
         """[B, T, H K] -> [B, H, T, K]"""
-        return jnp.swapaxes(settled(x).reshape(*x.shape[:-1], self.num_heads, -1), 1, 2)
+        x = settled(x) if self.stacked else x
+        return jnp.swapaxes(x.reshape(*x.shape[:-1], self.num_heads, -1), 1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         return self._heads(self.key(x)), self._heads(self.value(x))
@@ -123,12 +124,12 @@ class FeedForward(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, bias: Array, dropout: Dropout) -> Array:
@@ -138,13 +139,13 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 
         self.attention_norm, self.cross_norm, self.mlp_norm = norm(), norm(), norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.cross = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
+        self.cross = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, keys_values: Any, bias: Array, cross_keys: Array,
@@ -168,9 +169,9 @@ class T5(nnx.Module):
         c = config
         self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
-        self.encoder = layers_of([EncoderLayer(c, dtype=dtype, rngs=rngs)
+        self.encoder = layers_of([EncoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
                                   for _ in range(c.num_encoder_layers)], stacked)
-        self.decoder = layers_of([DecoderLayer(c, dtype=dtype, rngs=rngs)
+        self.decoder = layers_of([DecoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
                                   for _ in range(c.num_decoder_layers)], stacked)
         if c.num_encoder_layers:
             self.encoder_norm = self.new_norm()

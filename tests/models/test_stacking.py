@@ -11,8 +11,8 @@ from shapes import LENGTH, SOURCE, TARGET, TINY_T5
 
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core.typing import insert
-from speccascade_jax.inference import text
-from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of, stacking
 from speccascade_jax.models.stacking import stacked
 
 TABLES = dataclasses.replace(TINY_T5, shared_position_bias=False)
@@ -86,8 +86,8 @@ def test_rows_go_on_in_other_places():
 def test_a_cascade_on_an_accelerator_writes_the_same_texts(t5_pair, monkeypatch):
     texts, found = ["where is the station?", "a train", "good morning"], []
     for accelerator in (False, True):
-        monkeypatch.setattr(text, "wants_stacking", lambda accelerator=accelerator: accelerator)
-        cascade = text.Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=12)
+        monkeypatch.setattr(stacking, "wants_stacking", lambda accelerator=accelerator: accelerator)
+        cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=12)
         assert cascade.verifier.stacked == accelerator
         found.append([one.tokens for one in cascade.generate(texts, method="token_v3", alpha=0.3,
                                                              temperature=1.0, batch_size=2)])
