@@ -3,8 +3,8 @@
 Accelerators compile one layer in a fraction of the time that all of them take. CPUs would copy each layer's
 weights out of the stack in every call, and so have their layers one by one.
 
-A family takes part with a field `stacked` of its model, layers_of() where its network makes layers, each_layer()
-where it goes through them, and write_layer(), nth() and insert_layers() for what each remembers.
+A family takes part with a field `stacked` of its model, layers_of() where its network makes layers,
+each_layer() where it goes through them, and write_layer(), nth() and insert_layers() for what each remembers.
 """
 
 import dataclasses
