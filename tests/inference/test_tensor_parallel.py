@@ -21,7 +21,7 @@ CONFIGS = {"gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four
 
 SCRIPT = """
 import jax
-from speccascade_jax.models import quantization, stacking
+from speccascade_jax.models import quantization
 from speccascade_jax.inference.text import Cascade
 
 quantization.TRANSPOSED_FROM = 64  # so that both layouts occur
@@ -36,9 +36,7 @@ def held(params, device):
                if shard.device == device)
 
 limits = dict(max_source_length=32, max_new_tokens=12, dtype={dtype!r})
-alone = Cascade.load(*{paths!r}, tensor_parallel=1, **limits)
-stacking.wants_stacking = lambda: {stacked}  # as on accelerators
-shared = Cascade.load(*{paths!r}, tensor_parallel=8, **limits)
+alone, shared = (Cascade.load(*{paths!r}, tensor_parallel=n, **limits) for n in (1, 8))
 share = held(shared.params[-1], jax.devices()[3]) / held(alone.params[-1], jax.devices()[0])
 first, second = outputs(alone), outputs(shared)
 assert first == second and first[0] != first[1]
@@ -61,8 +59,7 @@ def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocab
         model = model_of(config)
         made = Checkpoint(model, model.init(0), tokenizer, "memory")
         checkpoints.save(path, made, "native" if family == "exits" else "huggingface")
-    share = run(SCRIPT.format(dtype=dtype, sentences=SENTENCES, paths=(str(small), str(large)),
-                              stacked=family == "t5"),
+    share = run(SCRIPT.format(dtype=dtype, sentences=SENTENCES, paths=(str(small), str(large))),
                 XLA_FLAGS=devices(8))
     # Norms, relative positions and the scales of what is cut by rows are whole.
     assert 1 / 8 <= float(share) < (0.2 if dtype == "int8" else 0.16)
