@@ -4,6 +4,7 @@ import contextlib
 import math
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ TENSOR_AXIS = "tensor"
 CUT_AXIS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0, "embedding": 0,
             "head": 1}
 """The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
+STACKED = "stack"  # in the path of a parameter that all layers have in one array
 
 
 PATIENCE = 60.0
@@ -151,8 +153,11 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
     return NamedSharding(mesh, P(*(AXIS if n == longest else None for n in range(len(shape)))))
 
 
-def tensor_mesh(devices: int) -> Mesh:
-    """The first so many devices, to share each model's parameters. Raises ValueError if there are fewer."""
+def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
+    """The first so many devices, of `among` or of those here, to share each model's parameters. Raises
+    ValueError if there are fewer."""
+    if among is not None:
+        return Mesh(np.array(among[:devices]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
     if not 1 <= devices <= jax.device_count():
         raise ValueError(f"tensor_parallel is {devices}; it lies in [1, {jax.device_count()}], the number of "
                          "devices here.")
@@ -167,6 +172,9 @@ def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple
     layer exchanges two sums. Heads are never cut: those that the devices do not divide (the keys'
     and values' of a grouped-query model, say) every device holds whole, as it does what is small.
     """
+    if STACKED in path:  # an axis of layers comes first
+        inner = tensor_sharding(mesh, config, tuple(x for x in path if x != STACKED), shape[1:])
+        return NamedSharding(mesh, P(None, *inner.spec))
     devices, config = mesh.shape[TENSOR_AXIS], getattr(config, str(path[0]), config)  # a network's part's
     name = path[-2] if path[-1] == "kernel" else path[-1]
     if name not in CUT_AXIS:

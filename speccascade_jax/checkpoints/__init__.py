@@ -15,9 +15,9 @@ from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_file
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
-from speccascade_jax.models import Config, Model, full_of, model_of
+from speccascade_jax.models import Config, Model, full_of, model_of, stacking
 from speccascade_jax.models.members import member
-from speccascade_jax.models.quantization import PackedKernel
+from speccascade_jax.models.quantization import PackedKernel, wants_packing
 
 
 def load_native(run: Path, place: Placement) -> tuple[Model, nnx.State]:
@@ -136,21 +136,24 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
 
 
 def load_all(paths: Sequence[str | Path], dtype: Any = jnp.float32,
-             sharding: Callable[[str], Sharding | None] = lambda folder: None, packed: bool = False
+             sharding: Callable[[str], Sharding | None] = lambda folder: None, decoding: bool = False
              ) -> list[Checkpoint]:
     """load() of each of `paths`; members of one folder share its parameters, which are read once.
 
-    sharding(folder): where the parameters of a folder go.
+    sharding(folder): where the parameters of a folder go. decoding: they come as decoding is fastest here,
+    kernels packed or layers stacked, and are fit for nothing else.
     """
     read: dict[str, Checkpoint] = {}
     found = []
     for path in paths:
         folder, name = split_member(path)
         if folder not in read:
-            read[folder] = load(path, dtype, sharding(folder), packed=packed)
-        checkpoint = read[folder]
-        whole = getattr(checkpoint.model, "member_of", checkpoint.model)
-        found.append(checkpoint._replace(model=member(whole, name, folder)))
+            one = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
+            whole, params = getattr(one.model, "member_of", one.model), one.params
+            if decoding and stacking.wants_stacking():
+                whole, params = stacking.stacked(whole, params)
+            read[folder] = Checkpoint(whole, params, one.tokenizer, one.path)
+        found.append(read[folder]._replace(model=member(read[folder].model, name, folder)))
     return found
 
 

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "memory", "plan",
-         "serve", "load")
+NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "plan", "serve",
+         "load")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,17 +3,13 @@
     python scripts/benchmark.py                                      # parts of a round, the demo's weights
     python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large   # random weights of these sizes
     python scripts/benchmark.py --input ../shared/data/tatoeba_en_de/test.jsonl.gz --join 4 --vs hf
+    python scripts/benchmark.py --tpu=v5e:2x2 --config=wmt_small_large   # by TPU's compiler, without a TPU
 
 With --input every contestant decodes every input, in turn, one at a time; inputs whose verifier output is
 shorter than --min-tokens are left out. Compilation comes first and is not timed.
 """
 
 import dataclasses
-import datetime
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +24,10 @@ from rich.progress import track
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, at_most, console, exit_code, table_of
+from speccascade_jax.checkpoints.families import PRESETS
+from speccascade_jax.commands import compiling
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code
+from speccascade_jax.commands.report import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
@@ -37,11 +36,11 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Contestant, slope
 from speccascade_jax.evaluation.rates import position_acceptance, relative_cost, summarize
-from speccascade_jax.inference.outputs import append_line, check_targets
+from speccascade_jax.inference.outputs import check_targets
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
-from speccascade_jax.models.t5 import PRESETS, T5Model
+from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.training.data import joined_examples
 
@@ -51,7 +50,18 @@ class Arguments:
     config: str = "demo"
     """A name in configs/ or the path of such a file."""
     preset: tuple[str, str] | None = None
-    """Two T5 presets, drafter and verifier, with random weights in place of the config's."""
+    """Two presets, drafter and verifier, with random weights in place of the config's."""
+    tpu: str | None = None
+    """Compile for these chips, v5e:2x2 say, with TPU's own compiler, and tell what each program needs, reads
+    and does wrong. No TPU is needed, nothing is run and no weights are read."""
+    tensor_parallel: tuple[int, ...] = ()
+    """How many of these chips share each model's parameters (the config's own)."""
+    source_length: int | None = None
+    """Tokens of a source for --tpu (the config's own)."""
+    new_tokens: int | None = None
+    """Tokens of an output for --tpu (the config's own)."""
+    acceptance: float = 0.8
+    """For --tpu: the chance that a drafted token is accepted, for the time that a token takes."""
     input: str | None = None
     """Decode these: .jsonl with a field `source`, gzipped or not. Without it the parts are timed."""
     vs: tuple[Literal["hf", "ctranslate2"], ...] = ()
@@ -83,29 +93,6 @@ class Arguments:
     """Of weights and products: float32, bfloat16 or int8 (the config's own; with --preset float32)."""
     output: str | None = None
     """Append one JSON line for each figure here."""
-
-
-class Report:
-    """Tables for people; the same figures as JSON lines, each with what it was measured on."""
-
-    def __init__(self, arguments: Arguments, dtype: str):
-        self.screen, self.path = console(), arguments.output
-        folder = Path(__file__).parent
-        try:
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True,
-                                    text=True).stdout.strip()
-        except OSError:
-            commit = ""
-        self.stamp = {"device": jax.devices()[0].device_kind, "machine": platform.machine(),
-                      "threads": os.cpu_count(), "dtype": dtype, "jax": jax.__version__, "commit": commit,
-                      "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv)}
-        self.screen.print(table_of({k: v for k, v in self.stamp.items() if k != "command"}, "measured on"))
-
-    def table(self, title: str, figures: dict[str, Any]) -> None:
-        self.screen.print(table_of(figures, title))
-        if self.path is not None:
-            for name, value in figures.items():
-                append_line(self.path, {"of": title, "figure": name, "value": value, **self.stamp})
 
 
 def quartiles(values: Sequence[float]) -> str:
@@ -332,6 +319,8 @@ def check(arguments: Arguments) -> DecodeConfig:
     if a.preset is not None and a.input is not None:
         raise ValueError("random weights write nothing worth timing: give --preset or --input.")
     other_libraries.check_installed(a.vs)
+    if a.tpu is not None:
+        compiling.check(a)
     at_least(1, tokens=a.tokens, repetitions=a.repetitions, limit=a.limit, join=a.join)
     at_most(10_000, tokens=a.tokens, repetitions=a.repetitions)
     at_least(0, min_tokens=a.min_tokens)
@@ -347,20 +336,27 @@ def check(arguments: Arguments) -> DecodeConfig:
     for gamma in a.block_sizes:
         Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature).check(1)
     if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
-        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts and other libraries are "
-                         "timed of two: give --input alone, or time each model's calls with scripts/plan.py.")
+        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu "
+                         "take two: give --input alone, or time each model's calls with scripts/plan.py.")
     for name in a.preset or ():
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
+        if a.vs and not isinstance(PRESETS[name], T5Config):
+            raise ValueError(f"--vs compares T5 models; {name} is another one.")
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 
 
 def benchmark(arguments: Arguments) -> None:
     run = check(arguments)
+    if arguments.tpu is not None:
+        shapes = None if arguments.preset is None else [PRESETS[name] for name in arguments.preset]
+        compiling.compile_for_tpus(
+            arguments, dataclasses.replace(run, dtype=arguments.dtype or run.dtype), shapes)
+        return
     run = dataclasses.replace(run, dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype),
                               vocabulary=arguments.vocabulary or run.vocabulary)
-    report = Report(arguments, dtype_of(run))
+    report = Report(arguments.output, dtype_of(run))
     if arguments.preset is not None and arguments.vs:
         for name in arguments.preset:
             time_alone(arguments, run, report, name, dtype_of(run))

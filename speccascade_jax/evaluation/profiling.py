@@ -1,5 +1,6 @@
 """What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from speccascade_jax.core.typing import LanguageModel, SamplingOptions
 from speccascade_jax.inference.text import Output
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
+from speccascade_jax.models.stacking import stacked, wants_stacking
 from speccascade_jax.planning.timing import Given, Part, Timing, round_part, step_part, time_parts, timed
 
 OVERHEAD = "rules, verification, sampling"
@@ -66,14 +68,22 @@ def scoring(block_size: int) -> str:
 
 
 def bytes_read(model: LanguageModel, params: Any) -> int:
-    """Bytes of the parameters that a decoding step reads: not an encoder's, nor a table it only indexes."""
+    """Bytes of the parameters that a device reads in a decoding step: not an encoder's, nor a table it only
+    indexes."""
     inputs, lengths = jnp.ones((1, 2), jnp.int32), jnp.ones((1,), jnp.int32)
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
     jaxpr = jax.make_jaxpr(lambda p, c: model.extend(p, inputs[:, :1], c)[0])(params, cache).jaxpr
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars
             if eqn.primitive.name != "gather" and eqn.params.get("name") != "_take"}
     leaves = jax.tree.leaves(params)
-    return sum(x.nbytes for x, v in zip(leaves, jaxpr.invars[:len(leaves)], strict=True) if id(v) in used)
+    return sum(local_bytes(x) for x, v in zip(leaves, jaxpr.invars[:len(leaves)], strict=True)
+               if id(v) in used)
+
+
+def local_bytes(x: Any) -> int:
+    """Of an array, or of its shape, one device's part."""
+    shape = x.shape if getattr(x, "sharding", None) is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
 
 
 def read_bandwidth(megabytes: int = 512, repetitions: int = 9) -> float:
@@ -120,6 +130,8 @@ def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     arrays = ((path, checkpoint.path, np.asarray(x)) for path, x in nnx.to_flat_state(checkpoint.params))
     model = checkpoints.model_for(checkpoint.model.config, dtype)
     params = to_params(model, arrays, Placement(dtype, packed=wants_packing(dtype)))
+    if wants_stacking():
+        model, params = stacked(model, params)
     return checkpoint._replace(model=model, params=params)
 
 

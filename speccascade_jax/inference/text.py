@@ -31,7 +31,6 @@ from speccascade_jax.inference.tokenizer import Tokenizer, as_user, up_to_stop
 from speccascade_jax.inference.vocabularies import check_method, joined, readings
 from speccascade_jax.models import full_of
 from speccascade_jax.models.members import check_order
-from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 
@@ -104,7 +103,7 @@ class Cascade:
             return None if tensor_parallel == 1 else partial(
                 tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
 
-        *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, packed=wants_packing(dtype))
+        *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, decoding=True)
         target = Tokenizer(tokenizer or largest.tokenizer_file())
         read = [target if tokenizer else Tokenizer(one.tokenizer_file()) for one in others] + [target]
         for one, own in zip(loaded, read, strict=True):

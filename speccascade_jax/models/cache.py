@@ -15,13 +15,17 @@ from speccascade_jax.core.typing import AnyArray, insert_rows
 Array = jax.Array
 
 
+Buffers = tuple[Array, ...] | Array
+"""Each layer's buffer; of stacked layers all in one, with an axis of layers before the others."""
+
+
 class T5Cache(NamedTuple):
     """What a T5 decoder remembers. Entries at or past `length` are scratch."""
 
-    keys: tuple[Array, ...]          # a layer: [B, H, L, K]
-    values: tuple[Array, ...]        # a layer: [B, H, L, K]
-    cross_keys: tuple[Array, ...]    # a layer: [B, H, S, K], written once by prefill
-    cross_values: tuple[Array, ...]  # a layer: [B, H, S, K]
+    keys: Buffers          # a layer: [B, H, L, K]
+    values: Buffers        # a layer: [B, H, L, K]
+    cross_keys: Buffers    # a layer: [B, H, S, K], written once by prefill
+    cross_values: Buffers  # a layer: [B, H, S, K]
     source_length: Array             # [B]: what lies past it in the cross-attention's buffers is masked
     position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
     length: Array                    # [B]
@@ -40,9 +44,14 @@ def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
 
 
-def lengthened(buffers: tuple[Array, ...], more: int) -> tuple[Array, ...]:
+def entries(buffers: Buffers) -> int:
+    """L of buffers [..., L, K]."""
+    return jax.tree.leaves(buffers)[0].shape[-2]
+
+
+def lengthened(buffers: Buffers, more: int) -> Buffers:
     """The buffers [..., L, K] with room for `more` entries."""
-    return tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]) for x in buffers)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]), buffers)
 
 
 def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
@@ -51,6 +60,13 @@ def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> 
     rows, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (old, new))
     placed = insert_rows(rows, fresh, slots, like_fresh)
     return placed.reshape(old.shape[:-3] + placed.shape[-3:])
+
+
+def insert_layers(old: Buffers, new: Buffers, slots: AnyArray, like_fresh: bool) -> Buffers:
+    """insert_buffer() of every layer's."""
+    if isinstance(old, tuple):
+        return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
+    return jax.vmap(lambda a, b: insert_buffer(a, b, slots, like_fresh))(old, new)
 
 
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
@@ -65,3 +81,18 @@ def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     if buffer.ndim < new.ndim:
         return lax.dynamic_update_slice_in_dim(buffer, new[0], start[0], axis - 1)
     return jax.vmap(lambda b, n, s: lax.dynamic_update_slice_in_dim(b, n, s, axis - 1))(buffer, new, start)
+
+
+def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buffers:
+    """All layers' buffers with write() to the `number`-th one's [B, H, L, K] of `new` [B, H, T, K]."""
+    if isinstance(buffers, tuple):
+        return (*buffers[:number], write(buffers[number], new, start, axis=2), *buffers[number + 1:])
+    new = new.astype(buffers.dtype)
+    if buffers.ndim == new.ndim:  # of a single row
+        return lax.dynamic_update_slice(buffers, new, (number, 0, start[0], 0))
+    row = jnp.arange(len(new))
+    at = jnp.stack([jnp.full_like(row, number), row, start], axis=1)
+    windows = lax.ScatterDimensionNumbers(update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1),
+                                          scatter_dims_to_operand_dims=(0, 1, 3))
+    return lax.scatter(buffers, at, new, windows, indices_are_sorted=True, unique_indices=True,
+                       mode=lax.GatherScatterMode.CLIP)

@@ -19,6 +19,7 @@ from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, skeleton
 from speccascade_jax.models.members import Member, beneath, members
+from speccascade_jax.models.stacking import stackable
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
@@ -123,6 +124,7 @@ class ExitsModel:
     dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values
     remat: bool = False           # recompute each layer in the backward pass
+    stacked: bool = False         # see models/stacking.py
 
     @property
     def vocab_size(self) -> int:
@@ -132,7 +134,8 @@ class ExitsModel:
     def full(self) -> Any:
         """The full model without exits."""
         kind: Any = T5Model if isinstance(self.config.full, T5Config) else DecoderModel
-        return kind(self.config.full, self.dtype, self.cache_dtype, self.remat)
+        full = kind(self.config.full, self.dtype, self.cache_dtype, self.remat)
+        return stackable(full) if self.stacked else full
 
     @property
     def names(self) -> tuple[str, ...]:

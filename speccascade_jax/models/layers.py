@@ -110,6 +110,12 @@ class RMSNorm(nnx.Module):
         return x * norm * self.scale[...].astype(jnp.float32)
 
 
+def settled(x: Array) -> Array:
+    """x as it is, which no product becomes part of: where heads are cut out of a product and brought forward,
+    XLA for TPUs would lay out its weights for that, anew in every call."""
+    return lax.optimization_barrier(x)
+
+
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     """softmax(query keys^T + bias) values, without T5's missing 1/sqrt(K).
 

@@ -66,9 +66,10 @@ class SharedEncoderCache(NamedTuple):
 class SharedEncoder(nnx.Module):
     """The verifier's network, the drafter's, and what the drafter sees of the verifier's encoder."""
 
-    def __init__(self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, rngs: nnx.Rngs):
-        self.verifier = T5(config.verifier, dtype=dtype, remat=remat, rngs=rngs)
-        self.drafter = T5(config.drafter, dtype=dtype, remat=remat, rngs=rngs)
+    def __init__(self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool,
+                 rngs: nnx.Rngs):
+        self.verifier, self.drafter = (T5(one, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
+                                       for one in (config.verifier, config.drafter))
         width = config.verifier.d_model
         self.projection = Linear(width, config.drafter.d_model, std=width**-0.5, dtype=dtype, rngs=rngs)
         self.states = (Linear(width, config.drafter.d_model, std=0.0, dtype=dtype, rngs=rngs)
@@ -91,6 +92,7 @@ class SharedEncoderModel:
     dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values
     remat: bool = False           # recompute each layer in the backward pass
+    stacked: bool = False         # see models/stacking.py
     names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
 
     @property
@@ -100,7 +102,7 @@ class SharedEncoderModel:
     @property
     def full(self) -> T5Model:
         """The verifier without the drafter."""
-        return T5Model(self.config.verifier, self.dtype, self.cache_dtype, self.remat)
+        return T5Model(self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -110,7 +112,8 @@ class SharedEncoderModel:
         return f"holds a drafter and a verifier, no {name!r}: write @drafter or @verifier"
 
     def network(self, rngs: nnx.Rngs) -> SharedEncoder:
-        return SharedEncoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
+        return SharedEncoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
+                             rngs=rngs)
 
     def graphdef(self) -> nnx.GraphDef:
         return skeleton(self)[0]

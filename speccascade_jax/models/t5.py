@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from itertools import cycle
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
+from speccascade_jax.models.cache import T5Cache, empty, entries, insert_layers, write_layer
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
@@ -28,11 +28,20 @@ from speccascade_jax.models.layers import (
     project,
     read_branches,
     relative_buckets,
+    settled,
     shift_right,
     skeleton,
     steps_back,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
+from speccascade_jax.models.stacking import (
+    each_layer,
+    layers_of,
+    nth,
+    of_each_layer,
+    repeated,
+    shared_or_nth,
+)
 
 Array = jax.Array
 MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
@@ -77,16 +86,17 @@ PRESETS = {
 class Attention(nnx.Module):
     """Multi-head attention with T5's initial scales (no 1/sqrt(K): the query's scale holds it)."""
 
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c, inner = config, config.num_heads * config.d_kv
         self.query = Linear(c.d_model, inner, std=(c.d_model * c.d_kv) ** -0.5, dtype=dtype, rngs=rngs)
         self.key = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
         self.value = Linear(c.d_model, inner, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
         self.out = Linear(inner, c.d_model, std=inner**-0.5, dtype=dtype, rngs=rngs)
-        self.num_heads = c.num_heads
+        self.num_heads, self.stacked = c.num_heads, stacked
 
     def _heads(self, x: Array) -> Array:
         """[B, T, H K] -> [B, H, T, K]"""
+        x = settled(x) if self.stacked else x
         return jnp.swapaxes(x.reshape(*x.shape[:-1], self.num_heads, -1), 1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
@@ -114,12 +124,12 @@ class FeedForward(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, bias: Array, dropout: Dropout) -> Array:
@@ -129,24 +139,23 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: T5Config, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         def norm():
             return RMSNorm(config.d_model, config.layer_norm_epsilon)
 
         self.attention_norm, self.cross_norm, self.mlp_norm = norm(), norm(), norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.cross = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
+        self.cross = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, keys_values: Any, bias: Array, cross_keys: Array,
-                 cross_values: Array, cross_bias: Array, dropout: Dropout
-                 ) -> tuple[Array, tuple[Array, Array]]:
+                 cross_values: Array, cross_bias: Array, dropout: Dropout) -> Array:
         """`keys_values(k, v)` returns what to attend to, given this call's own keys and values."""
         h = self.attention_norm(x)
         keys, values = keys_values(*self.attention.keys_values(h))
         x = x + dropout(self.attention(h, keys, values, bias))
         x = x + dropout(self.cross(self.cross_norm(x), cross_keys, cross_values, cross_bias))
-        return x + dropout(self.mlp(self.mlp_norm(x), dropout)), (keys, values)
+        return x + dropout(self.mlp(self.mlp_norm(x), dropout))
 
 
 class T5(nnx.Module):
@@ -155,14 +164,15 @@ class T5(nnx.Module):
     Without encoder layers it is a decoder that reads what another network has encoded.
     """
 
-    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False,
+                 stacked: bool = False, rngs: nnx.Rngs):
         c = config
         self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
-        self.encoder = nnx.List([EncoderLayer(c, dtype=dtype, rngs=rngs)
-                                 for _ in range(c.num_encoder_layers)])
-        self.decoder = nnx.List([DecoderLayer(c, dtype=dtype, rngs=rngs)
-                                 for _ in range(c.num_decoder_layers)])
+        self.encoder = layers_of([EncoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
+                                  for _ in range(c.num_encoder_layers)], stacked)
+        self.decoder = layers_of([DecoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
+                                  for _ in range(c.num_decoder_layers)], stacked)
         if c.num_encoder_layers:
             self.encoder_norm = self.new_norm()
         self.decoder_norm = self.new_norm()
@@ -209,10 +219,11 @@ class T5(nnx.Module):
         buckets = self._buckets(positions[None, :] - positions[:, None], bidirectional=True)
         biases = [jnp.moveaxis(bias, -1, 0)[None] + source_bias
                   for bias in self._position_biases(self.encoder_bias, buckets)]
-        x = dropout(self._embed(source))
-        for layer, bias in zip(self.encoder, cycle(biases), strict=False):
-            x = self._apply(layer, x, bias, dropout)
-        return dropout(self.encoder_norm(x))
+
+        def one(n: Any, layer: EncoderLayer, x: Array) -> Array:
+            return self._apply(layer, x, shared_or_nth(biases, n), dropout)
+
+        return dropout(self.encoder_norm(each_layer(self.encoder, one, dropout(self._embed(source)))))
 
     def _apply(self, layer: EncoderLayer | DecoderLayer, x: Array, *rest: Any) -> Any:
         def call(x):
@@ -250,12 +261,12 @@ class T5(nnx.Module):
         buckets = self._buckets(distance, bidirectional=False)
         biases = [(jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
                   for bias in self._position_biases(self.decoder_bias, buckets)]
-        x = dropout(self._embed(target_in) + more)
-        for n, (layer, bias) in enumerate(zip(self.decoder, cycle(biases), strict=False)):
-            new, _ = self._apply(layer, x, lambda k, v: (k, v), bias, *layer.cross.keys_values(encoded),
-                                 source_bias, dropout)
-            x = after(n, x, new)
-        return x
+
+        def one(n: Any, layer: DecoderLayer, x: Array) -> Array:
+            return after(n, x, self._apply(layer, x, lambda k, v: (k, v), shared_or_nth(biases, n),
+                                           *layer.cross.keys_values(encoded), source_bias, dropout))
+
+        return each_layer(self.decoder, one, dropout(self._embed(target_in) + more))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
@@ -264,15 +275,16 @@ class T5(nnx.Module):
 
     def start_from(self, encoded: Array, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """The empty cache for what was encoded [B, S, D]."""
-        cross = [layer.cross.keys_values(encoded) for layer in self.decoder]
+        def kept(layer: DecoderLayer) -> tuple[Array, Array]:
+            keys, values = layer.cross.keys_values(encoded)
+            return keys.astype(dtype), values.astype(dtype)
+
+        cross_keys, cross_values = of_each_layer(self.decoder, kept)
         c = self.config
-        blank = empty(encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
+        blank = repeated(empty(encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype), self.decoder)
         buckets = self._buckets(-np.arange(max_length), bidirectional=False)
         return T5Cache(
-            keys=(blank,) * c.num_decoder_layers,
-            values=(blank,) * c.num_decoder_layers,
-            cross_keys=tuple(k.astype(dtype) for k, _ in cross),
-            cross_values=tuple(v.astype(dtype) for _, v in cross),
+            keys=blank, values=blank, cross_keys=cross_keys, cross_values=cross_values,
             source_length=jnp.asarray(source_length),
             position_bias=tuple(bias.astype(jnp.float32)
                                 for bias in self._position_biases(self.decoder_bias, buckets)),
@@ -288,21 +300,26 @@ class T5(nnx.Module):
                 branches: Branches | None = None, more: Array | float = 0.0) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in a row or as branches; the layers above write nothing. `more` as in decode()."""
-        back = steps_back(cache.length, tokens.shape[1], cache.keys[0].shape[-2], branches)  # [B, T, L]
+        back = steps_back(cache.length, tokens.shape[1], entries(cache.keys), branches)  # [B, T, L]
         biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
                   for bias in cache.position_bias]
-        source_bias = padding_bias(cache.source_length, cache.cross_keys[0].shape[-2])
-        x = self._embed(tokens) + more
-        keys, values = list(cache.keys), list(cache.values)
-        for n, (layer, bias) in enumerate(zip(self.decoder[:depth], cycle(biases), strict=False)):
-            def remember(k, v, n=n):
-                return (write(cache.keys[n], k, cache.length, axis=2),
-                        write(cache.values[n], v, cache.length, axis=2))
+        source_bias = padding_bias(cache.source_length, entries(cache.cross_keys))
 
-            x, (keys[n], values[n]) = layer(x, remember, bias, cache.cross_keys[n], cache.cross_values[n],
-                                            source_bias, lambda x: x)
-        return x, cache._replace(keys=tuple(keys), values=tuple(values),
-                                 length=cache.length + tokens.shape[1])
+        def one(n: Any, layer: DecoderLayer, carry: Any) -> Any:
+            x, *buffers = carry
+
+            def remember(*new: Array) -> tuple[Array, ...]:
+                buffers[:] = (write_layer(old, n, own, cache.length) for old, own in
+                              zip(buffers, new, strict=True))
+                return tuple(nth(one, n) for one in buffers)
+
+            x = layer(x, remember, shared_or_nth(biases, n), nth(cache.cross_keys, n),
+                      nth(cache.cross_values, n), source_bias, lambda x: x)
+            return x, *buffers
+
+        begun = self._embed(tokens) + more, cache.keys, cache.values
+        x, keys, values = each_layer(self.decoder, one, begun, depth)
+        return x, cache._replace(keys=keys, values=values, length=cache.length + tokens.shape[1])
 
 
 def padding_bias(length: AnyArray, size: int) -> Array:
@@ -318,13 +335,14 @@ class T5Model:
     dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
     remat: bool = False  # recompute each layer in the backward pass
+    stacked: bool = False  # see models/stacking.py
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
     def network(self, rngs: nnx.Rngs) -> T5:
-        return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
+        return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs)
 
     def graphdef(self) -> nnx.GraphDef:
         return skeleton(self)[0]
@@ -360,9 +378,7 @@ class T5Model:
         return cache._replace(length=jnp.asarray(length))
 
     def insert(self, cache: T5Cache, fresh: T5Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> T5Cache:
-        def placed(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
-
+        placed = partial(insert_layers, slots=slots, like_fresh=like_fresh)
         lengths = insert_rows((cache.source_length, cache.length), (fresh.source_length, fresh.length), slots,
                               like_fresh)
         return T5Cache(placed(cache.keys, fresh.keys), placed(cache.values, fresh.values),

@@ -16,12 +16,12 @@ from speccascade_jax.config import DEMO
 from speccascade_jax.core import loop
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.evaluation import other_libraries, profiling
+from speccascade_jax.evaluation import other_libraries, profiling, tpus
 from speccascade_jax.evaluation.profiling import Timing
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models.t5 import PRESETS, T5Config, T5Model
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
                 num_decoder_layers=3)
@@ -181,7 +181,13 @@ BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; 
        (["--batch-sizes", "1000000"], "--batch-sizes is 1000000; it must be at most"),
        (["--tokens=1000000000"], "--tokens is 1000000000"), (["--repetitions=1000000000"], "at most"),
        (["--input=/no/such/file.jsonl"], "/no/such/file.jsonl"), (["--output=/dev/null"], "a device"),
-       (["--output=."], "a folder")]
+       (["--output=."], "a folder"), (["--tpu=v5e"], "--tpu is 'v5e'; write the kind of chip, one of v4"),
+       (["--tpu=h100:8"], "--tpu is 'h100:8'"), (["--tpu=v5e:2x2", "--input=x.jsonl"], "leave --input"),
+       (["--tpu=v5e:2x2", "--acceptance=2"], "--acceptance is 2.0; it lies in [0, 1]"),
+       (["--tpu=v5e:2x2", "--source-length=0"], "--source-length is 0"),
+       (["--tpu=v5e:2x2", "--tensor-parallel", "4", "0"], "--tensor-parallel is 0"),
+       (["--tpu=v5e:2x2", "--new-tokens=9999999"], "--new-tokens is 9999999; it must be at most"),
+       (["--preset", "gemma2_2b", "gemma2_9b", "--vs", "hf"], "gemma2_2b is another one")]
 
 
 @pytest.mark.parametrize("arguments,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
@@ -192,6 +198,29 @@ def test_bad_flags_are_one_sentence(arguments, said, monkeypatch, capsys):
     assert benchmark.main(arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
+    """Nothing of it needs TPU's compiler."""
+    monkeypatch.setattr(tpus, "find_spec", lambda name: None)
+    assert benchmark.main(["--tpu=v5e:2x2"]) == 2
+    assert "pip install 'speccascade_jax[tpu]'" in capsys.readouterr().err
+    monkeypatch.setattr(tpus, "find_spec", lambda name: name)
+    monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
+    monkeypatch.setattr(tpus, "Pair", lambda *_: pytest.fail("compiled"))
+    for flags, said in ((["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
+                        (["--config=wmt_small_large", "--dtype=int8"], "dtype is int8; --tpu compiles"),
+                        (["--preset", "t5_1_1_small", "gemma2_2b"], "the drafter has 32128 tokens"),
+                        (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
+                        (["--config=demo_shared"], "member of the network")):
+        assert benchmark.main(["--tpu=v5e:2x2", *flags]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+def test_shapes_come_from_the_training_configs_of_missing_folders():
+    found = tpus.shapes_of(configs.load("wmt_small_large"))
+    assert found == [PRESETS["t5_1_1_small"], PRESETS["t5_1_1_large"]]
 
 
 def test_an_output_that_is_the_input_is_refused(tmp_path, capsys):

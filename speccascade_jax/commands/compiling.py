@@ -1,0 +1,48 @@
+"""What benchmark.py --tpu does: compiles a pair's programs for TPUs and tells what they need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from speccascade_jax.commands.commandline import at_least, at_most
+from speccascade_jax.commands.report import Report
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.evaluation import tpus
+from speccascade_jax.models import Config
+
+
+def check(arguments: Any) -> None:
+    """Raises ValueError for flags of benchmark.py that do not go with --tpu, or are out of range."""
+    a = arguments
+    if a.input is not None or a.vs:
+        raise ValueError("--tpu compiles and runs nothing: leave --input and --vs out.")
+    if not 0 <= a.acceptance <= 1:
+        raise ValueError(f"--acceptance is {a.acceptance}; it lies in [0, 1].")
+    at_least(1, source_length=a.source_length, new_tokens=a.new_tokens,
+             tensor_parallel=min(a.tensor_parallel, default=1))
+    at_most(2**20, source_length=a.source_length or 1, new_tokens=a.new_tokens or 1)
+    tpus.checked(a.tpu)
+
+
+def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config] | None) -> None:
+    """Tables for every number of chips, batch size and gamma; without shapes, of the config's own models.
+
+    Raises ValueError before anything is compiled where one of them cannot be.
+    """
+    a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
+    if dtype not in tpus.KINDS:
+        raise ValueError(f"dtype is {dtype}; --tpu compiles {' or '.join(tpus.KINDS)}: give --dtype.")
+    drafter, verifier = shapes or tpus.shapes_of(run)
+    each = [tpus.Asked(drafter, verifier, a.source_length or run.max_source_length,
+                       a.new_tokens or run.max_new_tokens, gamma, a.method, rows, devices, dtype)
+            for devices in a.tensor_parallel or (run.tensor_parallel,)
+            for rows in a.batch_sizes for gamma in a.block_sizes]
+    described = tpus.devices_of(a.tpu)
+    for asked in each:
+        tpus.check_pair(asked, described)
+    jax.config.update("jax_enable_compilation_cache", False)  # what compiling takes is told
+    report = Report(a.output, dtype, device=a.tpu)
+    for asked in each:
+        for title, figures in tpus.figures(tpus.Pair(asked, described), a.tpu, a.acceptance):
+            report.table(title, figures)

@@ -1,0 +1,321 @@
+"""What a program compiled for an accelerator does, read from its text: its loops, what they read from memory,
+what they copy, and whether they wait for the host.
+
+Sizes are those in memory: the tiles that an array is laid out in fill up its last axes.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Set
+from functools import cached_property
+
+BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64,
+        "u64": 64, "f64": 64}  # all others 32, but for eight-bit floats
+ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")
+HOST = ("infeed", "outfeed", "send", "recv")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+SAME = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier", "while", "copy-done", "reshape")
+"""Operations whose result is their operand, or holds it."""
+UNREAD = ("parameter", "constant", "iota", "after-all", "partition-id", "call", "conditional", *SAME[:-1])
+SLICES = ("dynamic-slice", "slice", "gather")
+IN_PLACE = ("dynamic-update-slice", "scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array as a program holds it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def fast(self) -> bool:
+        """Whether it lies on the chip (VMEM and smaller memories), not in HBM."""
+        return "S(" in self.layout
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its axes, the fastest first, without those of one entry."""
+        axes = self.layout.split(":")[0]
+        found = [int(n) for n in axes.split(",") if n] or range(len(self.shape))[::-1]
+        return tuple(n for n in found if n < len(self.shape) and self.shape[n] > 1)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        sizes, tile = list(self.shape), re.search(r"T\(([\d,]+)\)", self.layout)
+        axes = [int(n) for n in self.layout.split(":")[0].split(",") if n]
+        for axis, entries in zip(axes, map(int, tile[1].split(",")[::-1]) if tile else (), strict=False):
+            sizes[axis] = -(-sizes[axis] // entries) * entries
+        return math.prod(sizes) * (8 if self.kind.startswith("f8") else BITS.get(self.kind, 32)) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    arrays: tuple[Array, ...]  # of a tuple all parts
+    operation: str
+    operands: tuple[str, ...]
+    rest: str
+    is_root: bool
+
+    def called(self, how: str) -> str:
+        found = re.search(rf"{how}=%([^\s,)]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def index(self) -> int:
+        """Which part of a tuple it takes, or which parameter it is."""
+        found = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
+        return int(found[1]) if found else 0
+
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """The bytes of what it makes, in HBM and on the chip."""
+        arrays = self.arrays
+        if self.operation.endswith("-start"):  # (where it goes, where it was, ...), or the other way round
+            arrays = arrays[:1] if self.operation == "copy-start" else arrays[1:2]
+        fast = sum(x.bytes for x in arrays if x.fast)
+        return sum(x.bytes for x in arrays) - fast, fast
+
+
+class Computation(dict[str, Instruction]):
+    """Its instructions by name, in their order."""
+
+    @property
+    def root(self) -> Instruction:
+        return next(one for one in self.values() if one.is_root)
+
+    def origin(self, one: Instruction) -> Instruction:
+        """What made an array that is passed on."""
+        while one.operation in SAME and one.operands:
+            one = self[one.operands[0]]
+        return one
+
+    def users(self, name: str) -> list[Instruction]:
+        return [one for one in self.values() if name in one.operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    body: str
+    times: int | None  # None: as often as the data say
+    inside: str        # the computation that it is in
+
+
+class Program:
+    """A program's text, taken apart."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, Computation] = {}
+        self.entry, current = "", Computation()
+        for line in text.splitlines():
+            if line[:1] in "%E" and (found := COMPUTATION.match(line)) and line.endswith("{"):
+                current = self.computations[found[1]] = Computation()
+                self.entry = found[1] if line[0] == "E" else self.entry
+            elif found := INSTRUCTION.match(line):
+                root, name, shape, operation, rest = found.groups()
+                inner = rest[:rest.index(")")] if ")" in rest else rest
+                arrays = tuple(Array(kind, tuple(int(n) for n in sizes.split(",") if n), layout or "")
+                               for kind, sizes, layout in ARRAY.findall(shape))
+                current[name] = Instruction(name, arrays, operation, tuple(re.findall(r"%([^\s,)]+)", inner)),
+                                            rest, bool(root))
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        return [Loop(one.called("body"), self._times(one.called("condition")), name)
+                for name, computation in self.computations.items() for one in computation.values()
+                if one.operation == "while"]
+
+    def _times(self, condition: str) -> int | None:
+        """How often a loop runs whose condition compares a counter with a constant."""
+        computation = self.computations[condition]
+        root = computation.root
+        if root.operation == "compare" and "direction=LT" in root.rest and root.arrays[0].shape == ():
+            for name in root.operands:
+                found = re.match(r"(\d+)\)", computation[name].rest)
+                if computation[name].operation == "constant" and found:
+                    return int(found[1])
+        return None
+
+    @cached_property
+    def rounds(self) -> Loop:
+        """The loop over rounds: the outermost one that runs as often as the data say.
+
+        Raises ValueError where there is none.
+        """
+        open_ended = [loop for loop in self.loops if loop.times is None]
+        bodies = {loop.body for loop in open_ended}
+        for loop in open_ended:
+            if loop.inside not in bodies:
+                return loop
+        raise ValueError("the program has no loop over rounds.")
+
+    def within(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, Computation, int]]:
+        """(instruction, where it stands, how often it runs) for all that a computation does, in its loops
+        and branches, too; what is fused is one instruction."""
+        computation = self.computations[name]
+        for one in computation.values():
+            yield one, computation, times
+            if one.operation == "while":
+                often = self._times(one.called("condition")) or 1
+                yield from self.within(one.called("body"), times * often)
+            for branch in self._branches(one):
+                yield from self.within(branch, times)
+
+    def _branches(self, one: Instruction) -> list[str]:
+        if one.operation not in ("call", "conditional"):
+            return []
+        names = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+        found = re.findall(r"%([^\s,]+)", names[1]) if names else [
+            one.called(how) for how in ("to_apply", "true_computation", "false_computation")]
+        return [name for name in found if name in self.computations]
+
+    def bytes_read(self, name: str) -> int:
+        """Bytes that a computation reads from HBM; of an array that it takes slices of only these."""
+        return sum(times * self._read(one, where) for one, where, times in self.within(name))
+
+    def _read(self, one: Instruction, where: Computation) -> int:
+        if (one.operation in UNREAD or one.operation.endswith("-done") or "AllocateBuffer" in one.rest
+                or "ConcatBitcast" in one.rest):
+            return 0
+        if one.operation.endswith("-start"):  # an array's way to VMEM or back, or to another chip
+            source = where[one.operands[0]].arrays[:1] if one.operands[0] in where else ()
+            moved = min((x.bytes for x in one.arrays if x.count > 1), default=0)
+            return 0 if not source or source[0].fast else moved
+        body = self.computations.get(one.called("calls")) if one.operation == "fusion" else None
+        total = 0
+        for place, name in enumerate(one.operands):
+            found = where.get(name)
+            if found is None or len(found.arrays) != 1 or found.arrays[0].fast:
+                continue
+            whole = found.arrays[0].bytes
+            if body is not None:
+                total += self._read_in_fusion(body, place, whole)
+            elif one.operation in SLICES:
+                total += min(whole, sum(x.bytes for x in one.arrays)) if place == 0 else whole
+            elif one.operation not in IN_PLACE or place:
+                total += whole
+        return total
+
+    def _read_in_fusion(self, body: Computation, place: int, whole: int) -> int:
+        names = [one.name for one in body.values() if one.operation == "parameter" and one.index == place]
+        total, seen = 0, set(names)
+        while names:
+            name = names.pop()
+            for user in body.users(name):
+                if user.operation in SAME and user.name not in seen:
+                    names.append(user.name)
+                    seen.add(user.name)
+                elif user.operation in SLICES and user.operands[0] == name:
+                    total += sum(x.bytes for x in user.arrays)
+                elif user.operation == "fusion":
+                    inner = self.computations[user.called("calls")]
+                    total += self._read_in_fusion(inner, user.operands.index(name), whole)
+                elif not (user.operation in IN_PLACE and user.operands[0] == name):
+                    return whole
+        return min(total, whole)
+
+    def temporaries(self) -> tuple[int, int]:
+        """The most bytes that the program holds at a time besides arguments and results, in HBM and on the
+        chip, as its instructions follow each other."""
+        return self._held(self.entry)
+
+    def _held(self, name: str) -> tuple[int, int]:
+        where = self.computations[name]
+        buffers: dict[str, list[frozenset[str]]] = {}  # of each part of a value: what made its buffers
+        for one in where.values():
+            buffers[one.name] = self._buffers(one, where, buffers)
+        last = {made: one.name for one in where.values() for operand in (one.name, *one.operands)
+                for part in buffers.get(operand, ()) for made in part}
+        kept = frozenset().union(*buffers[where.root.name])
+        ending: dict[str, list[str]] = {}
+        for made, user in last.items():
+            ending.setdefault(user, []).append(made)
+        live, most = [0, 0], [0, 0]
+        for one in where.values():
+            if buffers[one.name] == [{one.name}] and one.name not in kept:
+                live = [x + own for x, own in zip(live, one.made, strict=True)]
+            bodies = [one.called("body")] if one.operation == "while" else self._branches(one)
+            inner = [max(sizes) for sizes in zip((0, 0), *map(self._held, bodies), strict=True)]
+            most = [max(x, now + own) for x, now, own in zip(most, live, inner, strict=True)]
+            for made in ending.get(one.name, []):
+                if made not in kept:
+                    live = [x - own for x, own in zip(live, where[made].made, strict=True)]
+        return most[0], most[1]
+
+    def _buffers(self, one: Instruction, where: Computation, known: dict[str, list[frozenset[str]]]
+                 ) -> list[frozenset[str]]:
+        """The instructions that made the buffers of each part of a value."""
+        def joined(name: str) -> frozenset[str]:
+            return frozenset().union(*known.get(name, ()))
+
+        if one.operation == "parameter" or (one.operation == "constant" and not one.operands):
+            return [frozenset()] * max(len(one.arrays), 1)
+        if one.operation == "tuple":
+            return [joined(name) for name in one.operands]
+        if one.operation == "get-tuple-element" and one.operands[0] in known:
+            parts = known[one.operands[0]]
+            return [parts[one.index] if one.index < len(parts) else joined(one.operands[0])]
+        if one.operation in ("while", "optimization-barrier") and one.operands[0] in known:
+            return known[one.operands[0]]
+        same = [name for place, name in enumerate(one.operands) if name in known and (
+            one.operation in SAME or one.operation.endswith("-done") or "ConcatBitcast" in one.rest
+            or self._in_place(one, place))]
+        return [frozenset().union(*map(joined, same))] if same else [frozenset({one.name})]
+
+    def _in_place(self, one: Instruction, place: int) -> bool:
+        """Whether an instruction writes into that operand, which its result then is."""
+        if one.operation in IN_PLACE:
+            return place == 0
+        if one.operation != "fusion":
+            return False
+        body = self.computations[one.called("calls")]
+        last = body.origin(body.root)
+        first = body.origin(body[last.operands[0]]) if last.operation in IN_PLACE else last
+        return first is not last and first.operation == "parameter" and first.index == place
+
+    def faults(self, name: str, kept: Set[tuple[str, int]]) -> dict[str, list[str]]:
+        """What a loop's body does that it should not: kind of fault -> a line each.
+
+        kept: (dtype, number of entries) of the weights and caches, those of a single layer included. Copies
+        that run while something else is computed are none.
+        """
+        found: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
+        for one, where, times in self.within(name):
+            if (one.operation.split("-")[0] in HOST
+                    or re.search(r"custom_call_target=\"[^\"]*callback", one.rest)):
+                found["host transfers"].append(f"{times} x {one.operation} {one.name}")
+            source = self._moved(one, where)
+            if source is None or not {(x.kind, x.count) for x in one.arrays} & kept:
+                continue
+            [array, *_] = one.arrays
+            same = array.order == source.order and array.shape == source.shape
+            found["copies" if same else "changes of layout"].append(
+                f"{times} x {one.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.1f} MB")
+        return found
+
+    def _moved(self, one: Instruction, where: Computation) -> Array | None:
+        """What an instruction moves to another place, if it does nothing else."""
+        if one.operation == "fusion":
+            body = self.computations[one.called("calls")]
+            others = {x.operation for x in body.values()} - {"parameter", "bitcast", "reshape"}
+            if not others or not others <= {"copy", "transpose"}:
+                return None
+        elif one.operation not in ("copy", "transpose"):
+            return None
+        source = where.get(one.operands[0])
+        return source.arrays[0] if source and source.arrays else None
+
+    def collectives(self, name: str) -> int:
+        """How often the chips exchange something."""
+        return sum(times for one, _, times in self.within(name)
+                   if one.operation.removesuffix("-start") in COLLECTIVES)

@@ -1,0 +1,274 @@
+"""What a pair of models does on TPUs, by TPU's own compiler: without a TPU, without weights, nothing is run.
+What is told of time is a floor.
+
+The programs are those that decode: begin (both prefills) and run (rounds until texts are finished), and by
+themselves one step of each model and the call that scores a draft.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from speccascade_jax import checkpoints
+from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, available, load
+from speccascade_jax.core import loop
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.evaluation.compiled import Program
+from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
+from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.models import Config, model_of
+from speccascade_jax.models.stacking import stackable
+from speccascade_jax.parallel import tensor_mesh, tensor_sharding
+from speccascade_jax.planning.prediction import expected_tokens
+
+KINDS = {"float32": "f32", "bfloat16": "bf16"}  # dtypes, and what the compiler calls them
+
+
+class Chip(NamedTuple):
+    """Public figures of one chip."""
+
+    memory: float     # bytes of HBM
+    bandwidth: float  # bytes a second
+    rate: float       # bfloat16 FLOP a second
+
+
+CHIPS = {"v4": Chip(32e9, 1228e9, 275e12), "v5e": Chip(16e9, 819e9, 197e12),
+         "v5p": Chip(95e9, 2765e9, 459e12), "v6e": Chip(32e9, 1640e9, 918e12)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is compiled: a drafter and a verifier of these shapes, and how they decode."""
+
+    drafter: Config
+    verifier: Config
+    source_length: int
+    max_new_tokens: int
+    block_size: int
+    method: str = "token_v3"
+    rows: int = 1
+    devices: int = 1  # that share each model's parameters
+    dtype: str = "bfloat16"
+    stacked: bool = True  # layers in a loop, as accelerators have them
+
+
+def checked(name: str) -> Chip:
+    """The chip of a topology's name such as v5e:2x2. Raises ValueError for another, and without libtpu."""
+    kind, _, size = name.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", size):
+        raise ValueError(f"--tpu is {name!r}; write the kind of chip, one of {', '.join(CHIPS)}, and how the "
+                         "chips stand: v5e:2x2, v5p:2x2x1.")
+    if find_spec("libtpu") is None:
+        raise ValueError("--tpu needs TPU's compiler: pip install 'speccascade_jax[tpu]'.")
+    return CHIPS[kind]
+
+
+def devices_of(name: str) -> list[Any]:
+    """The described devices of a topology. Raises ValueError where the compiler knows none of that name."""
+    # Nobody is asked which TPU this machine has, and several processes may compile.
+    os.environ.update({"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+                       "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"})
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        said = str(error).split("\n")[0]
+        raise ValueError(f"--tpu is {name!r}, which TPU's compiler does not know ({said[:200]}).") from None
+
+
+def check_pair(asked: Asked, devices: list[Any]) -> None:
+    """Raises ValueError for models of two vocabularies, and for fewer devices than are asked for."""
+    if asked.devices > len(devices):
+        raise ValueError(f"{asked.devices} chips share the parameters; the topology has {len(devices)}: name "
+                         "a larger one.")
+    small, large = asked.drafter.vocab_size, asked.verifier.vocab_size
+    if small != large:
+        raise ValueError(f"the drafter has {small} tokens, the verifier {large}; --tpu compiles models of "
+                         "one vocabulary.")
+
+
+class Described(Programs):
+    """The programs of devices that are only described: what is free there, nobody can say."""
+
+    def _check_memory(self, rows: int, state: Any) -> None:
+        return
+
+
+class Pair:
+    """A drafter and a verifier on described devices, in shapes without values."""
+
+    def __init__(self, asked: Asked, devices: list[Any]):
+        check_pair(asked, devices)
+        self.asked = a = asked
+        mesh = None if a.devices == 1 else tensor_mesh(a.devices, devices)
+        self.whole = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
+        self.plain = tuple(model_of(config, dtype=a.dtype, cache_dtype=a.dtype)
+                           for config in (a.drafter, a.verifier))
+        self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
+
+        def weights(model: Any) -> nnx.State:
+            return nnx.from_flat_state([(path, x.replace(jax.ShapeDtypeStruct(
+                x.shape, a.dtype, sharding=self.whole if mesh is None else tensor_sharding(
+                    mesh, model.config, path, x.shape))))
+                for path, x in nnx.to_flat_state(model.abstract_params())])
+
+        self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
+        self.sampler = Speculative(Autoregressive(self.models[0]), self.models[1], METHODS[a.method],
+                                   a.block_size)
+        self.programs = Described(Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id,
+                                       a.verifier.vocab_size), self.params, None, Clock())
+
+    @cached_property
+    def state(self) -> Any:
+        """The shapes of the loop's state, and where its parts are: after compiling begin."""
+        return self.programs._state(self.asked.rows, self.asked.source_length)
+
+    def compiled(self) -> Iterator[tuple[str, float, Any]]:
+        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round. Seconds
+        of all threads: what else the machine does hardly counts."""
+        a, count = self.asked, scoring(self.asked.block_size)
+
+        def step(number: int, tokens: int) -> Any:
+            read = jax.ShapeDtypeStruct((a.rows, tokens), jnp.int32, sharding=self.whole)
+            return jax.jit(self.models[number].extend, donate_argnums=2).lower(
+                self.params[number], read, self.state.caches[number]).compile()
+
+        for name, make in (("begin", partial(self.programs.begin, a.rows, a.source_length)),
+                           ("run", partial(self.programs.run, a.rows, a.source_length)),
+                           ("drafter step", partial(step, 0, 1)), ("verifier step", partial(step, 1, 1)),
+                           (count, partial(step, 1, a.block_size + 1))):
+            began = time.process_time()
+            program = make()
+            yield name, time.process_time() - began, program
+
+    @property
+    def drafter_passes(self) -> int:
+        """In a round."""
+        return self.asked.block_size + (not METHODS[self.asked.method].lossless)
+
+    def least_read(self) -> tuple[float, float]:
+        """Bytes that a device has to read for one pass of the drafter, and of the verifier: weights, and the
+        whole of the cache's buffers."""
+        drafter, verifier = (
+            float(bytes_read(model, params) + sum(map(local_bytes, buffers_of(cache))))
+            for model, params, cache in zip(self.plain, self.plain_params, self.state.caches, strict=True))
+        return drafter, verifier
+
+    def round_flops(self) -> float:
+        """Of the matrix products of a round, a device's share."""
+        traced = jax.make_jaxpr(partial(loop.advance, self.sampler, eos_id=1))(self.params, self.state)
+        return flops(traced.jaxpr) / self.asked.devices
+
+    def kept(self) -> set[tuple[str, int]]:
+        """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones."""
+        arrays = [*buffers_of(self.state.caches), *buffers_of(self.params),
+                  *(x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1)]
+        return {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
+                for share in (1, x.shape[0] if x.ndim > 2 else 1)}
+
+
+def shapes_of(run: DecodeConfig) -> list[Config]:
+    """The shapes of a config's models, from their folders or, where these are missing, from the training
+    configs that make them. Raises ValueError where nothing tells them."""
+    trained: dict[str | None, Config] = {}
+    for name in available():
+        with contextlib.suppress(ConfigError):
+            config = load(name)
+            if isinstance(config, TrainConfig):
+                trained |= dict.fromkeys((config.output_dir, config.export_dir), config.model)
+    found = []
+    for role, path in run.roles:
+        folder, member = checkpoints.split_member(path)
+        if member is not None:
+            raise ValueError(f"{role} is a member of the network {folder}; --tpu compiles two models that "
+                             "share nothing.")
+        if not Path(folder).is_dir() and folder not in trained:
+            raise ValueError(f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
+                             "with --preset.")
+        found.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
+    return found
+
+
+def buffers_of(tree: Any) -> list[Any]:
+    """What is large: of caches the keys and values, of stacked parameters the matrices."""
+    return [x for x in jax.tree.leaves(tree) if x.ndim > 2 and x.dtype.name in KINDS]
+
+
+def flops(jaxpr: Any) -> float:
+    """Of the matrix products of a jaxpr; a loop of unknown length counts once, of branches the dearest."""
+    total = 0.0
+    for one in jaxpr.eqns:
+        if one.primitive.name == "dot_general":
+            (contracted, _), _ = one.params["dimension_numbers"]
+            shape = one.invars[0].aval.shape
+            total += 2.0 * one.outvars[0].aval.size * math.prod(shape[n] for n in contracted)
+            continue
+        inner = [flops(getattr(value, "jaxpr", value)) for parameter in one.params.values()
+                 for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
+                 if hasattr(getattr(value, "jaxpr", value), "eqns")]
+        many = one.params["length"] if one.primitive.name == "scan" else 1
+        total += many * (max(inner, default=0.0) if one.primitive.name == "cond" else sum(inner))
+    return total
+
+
+def memory_of(program: Any, text: Program) -> dict[str, float]:
+    """What a program needs on each device, MB: in HBM, but for the temporaries on the chip."""
+    found, (temporary, fast) = program.memory_analysis(), text.temporaries()
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    sizes = {"arguments": found.argument_size_in_bytes, "temporaries in HBM": temporary,
+             "temporaries in VMEM": fast, "code": found.generated_code_size_in_bytes,
+             "HBM in all": held + temporary + found.generated_code_size_in_bytes}
+    return {f"{name}, MB": size / 1e6 for name, size in sizes.items()}
+
+
+def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tables of a pair on the topology `name`: (title, figure -> value), each as soon as it is known.
+
+    acceptance: the chance that a drafted token is accepted, for the time that a token takes.
+    """
+    chip, asked = checked(name), pair.asked
+    where = f"{asked.devices} of {name}, batch {asked.rows}, gamma {asked.block_size}"
+    faults: dict[str, list[str]] = {}
+    read, collectives = 0, 0
+    for what, seconds, program in pair.compiled():
+        text = Program(program.as_text())
+        own = memory_of(program, text)
+        if what == "run":
+            body = text.rounds.body
+            read, collectives = text.bytes_read(body), text.collectives(body)
+            faults = text.faults(body, pair.kept())
+        yield f"{what}, {where}", {"trace and compile, CPU s": seconds, **own,
+                                   "fits": own["HBM in all, MB"] * 1e6 <= chip.memory}
+    drafter, verifier = pair.least_read()
+    least, work = pair.drafter_passes * drafter + verifier, pair.round_flops()
+    floor = max(least / chip.bandwidth, work / chip.rate)
+    tokens = expected_tokens(acceptance, asked.block_size)
+    alone = verifier / chip.bandwidth
+    yield f"a round, {where}", {
+        "to be read: drafter pass, MB": drafter / 1e6, "to be read: verifier pass, MB": verifier / 1e6,
+        "to be read, MB": least / 1e6, "read from HBM by the program, MB": read / 1e6,
+        "read / to be read": read / least, "GFLOP": work / 1e9, "exchanges between chips": collectives,
+        "floor, ms": 1e3 * floor, "with what the program reads, ms": 1e3 * max(
+            read / chip.bandwidth, work / chip.rate),
+        f"floor at acceptance {acceptance}, ms a token of each row": 1e3 * floor / tokens,
+        "the verifier alone: floor, ms a token of each row": 1e3 * alone,
+        **{f"faults: {kind}": len(lines) for kind, lines in faults.items()}}
+    for kind, lines in faults.items():
+        if lines:
+            yield f"{kind} in a round, {where}", {str(n): line for n, line in enumerate(lines)}

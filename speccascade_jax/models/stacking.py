@@ -1,0 +1,126 @@
+"""Layers of one shape, one after the other or as one: their parameters stacked and read in a compiled loop.
+
+Accelerators compile one layer in a fraction of the time that all of them take. CPUs would copy each layer's
+weights out of the stack in every call, and so have their layers one by one.
+
+A family takes part with a field `stacked` of its model, layers_of() where its network makes layers,
+each_layer() where it goes through them, and write_layer(), nth() and insert_layers() for what each remembers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Array = jax.Array
+STACK = "stack"  # what a path holds in place of a layer's number
+
+
+class Stacked(nnx.Module):
+    """`layers` of one shape as one, whose parameters have a leading axis of layers."""
+
+    def __init__(self, layers: Sequence[nnx.Module]):
+        graphdef, first = nnx.split(layers[0])
+        states = [first, *(nnx.state(layer) for layer in layers[1:])]
+        self.stack = nnx.merge(graphdef, jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+        self.count = len(layers)
+
+    def parts(self) -> tuple[Callable[[Any], Any], nnx.State]:
+        """(what makes a layer of its parameters, the parameters of all)."""
+        graphdef, state = nnx.split(self.stack)
+        return lambda own: nnx.merge(graphdef, own), state
+
+
+def layers_of(layers: Sequence[nnx.Module], stacked: bool) -> Any:
+    """What each_layer() goes through."""
+    return Stacked(layers) if stacked and layers else nnx.List(layers)
+
+
+def each_layer(layers: Any, call: Callable[[Any, Any, Any], Any], carry: Any, depth: int | None = None
+               ) -> Any:
+    """carry = call(number, layer, carry) for the first `depth` layers in turn, by default for all; the number
+    of a stacked layer is traced."""
+    if not isinstance(layers, Stacked):
+        for number, layer in enumerate(layers[:depth]):
+            carry = call(number, layer, carry)
+        return carry
+    layer_of, state = layers.parts()
+
+    def one(number: Array, carry: Any) -> Any:
+        return call(number, layer_of(nth(state, number)), carry)
+
+    return lax.fori_loop(0, layers.count if depth is None else depth, one, carry)
+
+
+def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
+    """call(layer), arrays, of every layer: in tuples, or stacked as the layers are."""
+    if not isinstance(layers, Stacked):
+        return tuple(zip(*map(call, layers), strict=True))
+    layer_of, state = layers.parts()
+    return lax.map(lambda own: call(layer_of(own)), state)
+
+
+def repeated(array: Array, layers: Any) -> Any:
+    """The array once for each layer."""
+    if isinstance(layers, Stacked):
+        return jnp.broadcast_to(array, (layers.count, *array.shape))
+    return (array,) * len(layers)
+
+
+def nth(values: Any, number: Any) -> Any:
+    """Of what each layer has the `number`-th layer's: values is a tuple, or arrays with an axis of layers."""
+    if isinstance(values, tuple):
+        return values[number]
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), values)
+
+
+def shared_or_nth(values: Sequence[Array], number: Any) -> Array:
+    """The one value that all layers share, or the `number`-th of one for each."""
+    if len(values) == 1:
+        return values[0]
+    return values[number] if isinstance(number, int) else nth(jnp.stack(values), number)
+
+
+def wants_stacking() -> bool:
+    """Whether models that decode here have their layers stacked."""
+    return jax.default_backend() != "cpu"
+
+
+def stackable(model: Any) -> Any:
+    """The same model with its layers stacked, if its family can have them so."""
+    return dataclasses.replace(model, stacked=True) if hasattr(model, "stacked") else model
+
+
+def stacked(model: Any, params: nnx.State) -> tuple[Any, nnx.State]:
+    """stackable(model), and its parameters.
+
+    The arrays of one kind are stacked at a time, and given up: no more than one kind is there twice, if the
+    caller keeps nothing of `params`.
+    """
+    if not hasattr(model, "stacked"):
+        return model, params
+    model = stackable(model)
+    shapes, flat = model.abstract_params(), dict(nnx.to_flat_state(params))
+    for path, shape in nnx.to_flat_state(shapes):
+        if STACK in path and path not in flat:
+            at = path.index(STACK)
+            own = [flat.pop((*path[:at], number, *path[at + 1:])) for number in range(shape.shape[0])]
+            flat[path] = own[0].replace(_stack([one.get_value() for one in own]))
+    nnx.update(shapes, nnx.from_flat_state(flat))
+    return model, shapes
+
+
+def _stack(arrays: list[Any]) -> Any:
+    def one(*leaves: Array) -> Array:
+        where = getattr(leaves[0], "sharding", None)
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, P(None, *where.spec))
+        return jax.jit(lambda *x: jnp.stack(x), out_shardings=where)(*leaves)
+
+    return jax.tree.map(one, *arrays)

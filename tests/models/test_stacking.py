@@ -1,0 +1,94 @@
+"""Layers stacked and read in a loop, as accelerators have them, against the same layers one by one."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from shapes import LENGTH, SOURCE, TARGET, TINY_T5
+
+from speccascade_jax.checkpoints.arrays import Placement, to_params
+from speccascade_jax.core.typing import insert
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of, stacking
+from speccascade_jax.models.stacking import stacked
+
+TABLES = dataclasses.replace(TINY_T5, shared_position_bias=False)
+NARROW = dataclasses.replace(TINY_T5, d_model=32, num_heads=2, num_encoder_layers=0, num_decoder_layers=1)
+SHAPES = {"t5": TINY_T5, "t5, a table a layer": TABLES, "exits": ExitsConfig(TINY_T5, (1,), "norm"),
+          "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True)}
+
+
+def both(name, packed=None):
+    """The model and its parameters, and the same stacked."""
+    model = model_of(SHAPES[name], **({"dtype": packed} if packed else {}))
+    params = jax.jit(lambda: model.init(0))()
+    if packed:
+        arrays = ((path, str(path), np.asarray(x)) for path, x in nnx.to_flat_state(params))
+        params = to_params(model, arrays, Placement(packed, packed=True))
+    return (model, params), stacked(model, params)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def decoded(model, params, rows):
+    """Logits of three calls, the second after a roll back, and of every member of a network."""
+    _, cache = model.prefill(params, SOURCE[:rows], LENGTH[:rows], 24)
+    found = []
+    for number in range(len(getattr(model, "names", " "))):
+        read = getattr(model, "extend_member", lambda _, *given: model.extend(*given))
+        for tokens, covered in ((TARGET[:rows, :5], None), (TARGET[:rows, 5:6], np.arange(rows) + 1)):
+            cache = cache if covered is None else model.roll_back(cache, covered)
+            logits, cache = read(number, params, tokens, cache)
+            found.append(logits)
+        cache = model.roll_back(cache, np.zeros(rows, np.int32))
+    return found
+
+
+@pytest.mark.full(quick=["t5, a table a layer-3"])
+@pytest.mark.parametrize("name,rows", [("t5", 1), ("t5, a table a layer", 3), ("exits", 3),
+                                       ("shared encoder", 1)])
+def test_logits_are_those_of_layers_one_by_one(name, rows):
+    one_by_one, at_once = (decoded(*given, rows) for given in both(name))
+    for wanted, found in zip(one_by_one, at_once, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.full
+def test_packed_kernels_are_stacked_too():
+    one_by_one, at_once = (decoded(*given, 3) for given in both("t5", "int8"))
+    for wanted, found in zip(one_by_one, at_once, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.full
+def test_rows_go_on_in_other_places():
+    """insert() of a stacked cache: the row that came in reads on as it would have."""
+    model, params = stacked(model := model_of(TINY_T5), model.init(0))
+
+    @jax.jit
+    def read_on(params):
+        caches = []
+        for rows in [0, 1], [2]:
+            cache = model.prefill(params, SOURCE[rows], LENGTH[rows], 24)[1]
+            caches.append(model.extend(params, TARGET[rows, :3], cache)[1])
+        caches.insert(0, insert(model, *caches, np.array([1]), False))
+        return [model.extend(params, TARGET[rows, 3:5], cache)[0]
+                for rows, cache in zip(([0, 2], [0, 1], [2]), caches, strict=True)]
+
+    found, first, second = read_on(params)  # mixed, before, and the row that came in
+    np.testing.assert_allclose(found[0], first[0], atol=1e-5)
+    np.testing.assert_allclose(found[1], second[0], atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_cascade_on_an_accelerator_writes_the_same_texts(t5_pair, monkeypatch):
+    texts, found = ["where is the station?", "a train", "good morning"], []
+    for accelerator in (False, True):
+        monkeypatch.setattr(stacking, "wants_stacking", lambda accelerator=accelerator: accelerator)
+        cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=12)
+        assert cascade.verifier.stacked == accelerator
+        found.append([one.tokens for one in cascade.generate(texts, method="token_v3", alpha=0.3,
+                                                             temperature=1.0, batch_size=2)])
+    assert found[0] == found[1]
