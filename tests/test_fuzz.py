@@ -46,23 +46,21 @@ FLAGS = {
     "finetune": flags(WORDS, "config cluster dtype optimizer") | flags(WRONG, "steps batch-tokens") |
         flags(PATHS, "output-dir init teacher task.train") |
         flags(NUMBERS, "learning-rate task.join label-smoothing"),
-    "benchmark": flags(WORDS, "config preset method") | flags(PATHS, "input output") |
+    "benchmark": flags(WORDS, "config preset method tpu") | flags(PATHS, "input output") |
         flags(WRONG, "tokens repetitions join limit min-tokens block-sizes batch-sizes dtype"),
     "convert": flags(WORDS, "to dtype"),
     "plan": DECODING | flags(PATHS, "input output") | flags(WORDS, "check") | flags(WRONG, "limit") |
         flags(NUMBERS, "max-block most-models"),
     "serve": DECODING | flags(PATHS, "api-key-file also") | flags(WORDS, "host methods cors page") |
         flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
-    "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes"),
-    "memory": flags(WORDS, "drafter verifier") |
-        flags(WRONG, "devices rows source-length new-tokens block-size")}
+    "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes")}
 CHEAP = {  # what would otherwise take minutes; a flag that is drawn comes later and wins
     "decode": ["--text=the cat"], "evaluate": ["--limit=2", "--task=task.py"],
     "tradeoff": ["--limit=2", "--task=task.py", "--timed=0", "--trials=1", "--methods=opt", "--alphas=0.1",
                  "--output=swept", "--temperatures=0"],
     "fewshot": ["--task=gsm8k", "--limit=2", "--inputs=in.jsonl", "--shot-pool=in.jsonl"],
     "finetune": ["--config=task.py", "--steps=0"], "benchmark": ["--repetitions=0"], "convert": [],
-    "memory": ["--rows=0"], "plan": ["--repetitions=0"], "serve": ["--port=-1"], "load": ["--requests=0"]}
+    "plan": ["--repetitions=0"], "serve": ["--port=-1"], "load": ["--requests=0"]}
 VALUES = ("None", "0", "-1", "1.5", "'x'", "[]", "()", "{}", "True", "float('nan')", "10**9", "2**63",
           "b'x'", "('a', 1)", "lambda: 0", "1/0", "open('missing')", "exit(3)", "object()",
           "'\\ud800'", "config")
@@ -168,7 +166,7 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         prepare(folder, pair, field, lines, damage)
-        own = [] if command in ("convert", "memory", "finetune", "load") else ["--config=config.py"]
+        own = [] if command in ("convert", "finetune", "load") else ["--config=config.py"]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         code, out, err, seconds = called(command, [*CHEAP[command], *own, *flags])
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20

@@ -14,8 +14,8 @@ from speccascade_jax.models.t5 import T5Config
 pytest.importorskip("libtpu")
 T5 = T5Config(vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4, num_encoder_layers=1,
               num_decoder_layers=2)
-GEMMA = dataclasses.replace(GEMMA2, vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4, num_kv_heads=4,
-                            num_layers=1, window=16)
+GEMMA = dataclasses.replace(GEMMA2, vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4,
+                            num_kv_heads=4, num_layers=1, window=16)
 PAIRS = {"t5": (T5, dataclasses.replace(T5, num_decoder_layers=3)),
          "decoder-only": (GEMMA, dataclasses.replace(GEMMA, num_layers=2))}
 
