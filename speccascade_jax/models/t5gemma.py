@@ -5,6 +5,7 @@ layers.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, insert_buffer
+from speccascade_jax.models.cache import T5Cache, empty, insert_layers
 from speccascade_jax.models.decoder import Attention, Decoder, DecoderConfig, Layer, Norm, mixed
 from speccascade_jax.models.layers import (
     AfterLayer,
@@ -182,9 +183,7 @@ class T5GemmaModel:
         return cache._replace(length=jnp.asarray(length))
 
     def insert(self, cache: T5Cache, fresh: T5Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> T5Cache:
-        def placed(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
-
+        placed = partial(insert_layers, slots=slots, like_fresh=like_fresh)
         lengths = insert_rows((cache.source_length, cache.length), (fresh.source_length, fresh.length), slots,
                               like_fresh)
         return T5Cache(placed(cache.keys, fresh.keys), placed(cache.values, fresh.values),
