@@ -34,8 +34,7 @@ def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
 
 class TokenizerJson:
     """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
-    tokens
-    by role, as far as they are told."""
+    tokens by role, as far as they are told."""
 
     def __init__(self, content: bytes, roles: Mapping[str, str]):
         try:
@@ -55,8 +54,7 @@ class TokenizerJson:
         eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
         if eos not in ids:
             raise RuntimeError(f"it has no {eos}, and no tokenizer_config.json next to it tells what ends a "
-                               f"text: "
-                               "put the model's own there")
+                               "text: put the model's own there")
         self.eos, self.bos = ids[eos], ids.get(roles.get("bos_token", "<bos>"), -1)
         self.pad = ids.get(roles.get("pad_token", "<pad>"), self.eos)
         self.unknown = roles.get("unk_token", "<unk>")
@@ -133,6 +131,9 @@ class Tokenizer:
     """A vocabulary and its special tokens: a SentencePiece file or a tokenizer.json, and the files next to it
     that tell these tokens' roles."""
 
+    path: Path | None = None  # of its file
+    frame: tuple[list[int], list[int]] | None = None  # around a source's tokens; None: <bos>, or else the end
+
     def __init__(self, path: str | Path):
         path = checked_path(path) if isinstance(path, str) else path
         content = read(path, LARGEST_FILE)
@@ -152,34 +153,43 @@ class Tokenizer:
         self.size: int = self.processor.get_piece_size()
         if self.eos_id < 0:
             raise ValueError(f"the tokenizer {path} has no piece for the end of a sequence: take the "
-                             f"model's own.")
+                             "model's own.")
         pad = self.processor.pad_id()
         self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
         begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
         frame = getattr(self.processor, "frame", None)
         encodes = not isinstance(self.processor, TokenizerJson) or not told
         usual = ([self.bos_id] if begins else []), ([self.eos_id] if encodes and self.bos_id < 0 else [])
-        begin_end: tuple[list[int], list[int]] = frame or usual
-        self.begin, self.end = begin_end
+        self.frame = frame or usual
+
+    @property
+    def begin(self) -> list[int]:
+        """What comes before the tokens of a source."""
+        return self.frame[0] if self.frame else [self.bos_id] * (self.bos_id >= 0)
+
+    @property
+    def end(self) -> list[int]:
+        """What comes after them."""
+        return self.frame[1] if self.frame else [self.eos_id] * (self.bos_id < 0)
 
     def ends(self, config: Any) -> list[str]:
         """Pieces that end a text besides eos_id: those that generation_config.json or the model's config
         names."""
-        named = read_companion(self.path.parent, "generation_config.json").get("eos_token_id")
+        told = read_companion(self.path.parent, "generation_config.json") if self.path else {}
+        named = told.get("eos_token_id")
         ids = {*(named if isinstance(named, list) else [named]), *getattr(config, "more_eos", ())}
         return self.pieces_of(sorted(n for n in ids if type(n) is int and n >= 0 and n != self.eos_id))
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
         """The chat template next to the file, if any. Raises ValueError for one that cannot be read."""
-        return ChatTemplate.find(self.path.parent, self.specials)
+        return ChatTemplate.find(self.path.parent, self.specials) if self.path else None
 
     def template(self) -> ChatTemplate:
         """The chat template. Raises ValueError where there is none."""
         if self.chat is None:
             raise ValueError(f"there is no chat template next to {self.path}: put the model's "
-                             f"chat_template.jinja or "
-                             "tokenizer_config.json there.")
+                             "chat_template.jinja or tokenizer_config.json there.")
         return self.chat
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
