@@ -37,12 +37,18 @@ def is_larger(item) -> bool:
     return not is_quick(item) or not {"full", "rows"}.isdisjoint(item.fixturenames)
 
 
+# A module is one worker's. Those that take longest begin first, or others wait for them at the end.
+LONGEST = ("tests/test_fuzz.py", "tests/core/test_hierarchy.py", "tests/laws.py")
+
+
 def pytest_collection_modifyitems(config, items):
     wanted = is_quick
     if config.getoption("--full"):
         wanted = is_larger if config.getoption("--rest") else bool
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = [item for item in items if wanted(item)]
+    places = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
 
 
 @pytest.fixture(scope="session")
