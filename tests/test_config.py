@@ -156,3 +156,9 @@ def test_configs_are_looked_for_where_the_folder_is_gone(tmp_path, monkeypatch):
     with contextlib.chdir(tmp_path / "gone"):
         (tmp_path / "gone").rmdir()
         assert "demo" in configs.available()
+
+
+@pytest.mark.parametrize("field", ["prefix", "suffix"])
+def test_half_a_character_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is .*half a character"):
+        dataclasses.replace(configs.load("demo"), **{field: "a\ud800"}).check()
