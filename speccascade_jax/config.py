@@ -196,8 +196,8 @@ class DecodeConfig(Settings):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
         for name in ("prefix", "suffix"):
             if any("\ud800" <= character <= "\udfff" for character in getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!a}, which holds half a character: give whole "
-                                 "ones.")
+                raise ValueError(f"{name} is {getattr(self, name)!a}, which holds half a character: give "
+                                 "whole ones.")
         for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
             if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
                 raise ValueError("alpha is nan; give a number.")
