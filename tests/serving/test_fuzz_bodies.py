@@ -28,7 +28,7 @@ BODIES = st.one_of(
     VALUES)
 
 
-# Draws differ from version to version; these bodies are always among them, so that refusing everything would fail.
+# Draws differ from version to version; these are always among them, so that refusing everything would fail.
 RIGHT = [
     {"prompt": "1"}, {"prompt": ["1", "201"], "n": 2, "temperature": 0.5}, {"prompt": "201", "method": "opt"}]
 
