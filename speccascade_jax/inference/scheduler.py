@@ -50,11 +50,19 @@ class Request(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Requests whose prompts are read chunk by chunk, by their places in the state `fresh`."""
+    """Requests without a row yet whose prompts are read, or being read: by their places in the state `fresh`,
+    which has `rows` on each device."""
 
     placed: dict[int, tuple[int, Request]]
     fresh: Any
-    start: int  # of the next chunk
+    rows: int
+    width: int
+    start: int = 0  # of the next chunk, where prompts are read so
+
+    def without(self, gone: Iterable[int]) -> list["Reading"]:
+        """What is left without these requests: nothing, or one."""
+        placed = {place: one for place, one in self.placed.items() if one[0] not in gone}
+        return [self._replace(placed=placed)] if placed else []
 
 
 class Result(NamedTuple):
@@ -87,8 +95,9 @@ class Scheduler:
     dtypes round a product of another shape in another way).
 
     With `steady_width`, for a server: requests take rows one by one as they become free, in the order they
-    came, and the batch keeps that width, which must hold the longest of them. With a plan's `chunk`, prompts
-    are read so many tokens at a time, and rows that run do a round in between.
+    came, and the batch keeps that width, which must hold the longest of them. Where many wait, the prompts
+    of a few are read at once, ahead of rows for all of them. With a plan's `chunk`, prompts are read so many
+    tokens at a time, and rows that run do a round in between.
     """
 
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
@@ -97,10 +106,12 @@ class Scheduler:
         self.steady_width = steady_width
         # How many of a device's rows are idle before others take them.
         self.share = 1 if steady_width else max(batch_size // 4, 1)
+        # How many prompts a server reads at once for each device, where so many wait.
+        self.ahead = max(batch_size // 2, 1)
         self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
         self.done: list[tuple[int, Result]] = []
-        self.reading: Reading | None = None
+        self.reading: list[Reading] = []
         self.state: Any = None
         self.seen: Any = None  # what run() has fetched of it
         self.width = self.admitted = 0
@@ -122,9 +133,7 @@ class Scheduler:
     def cancel(self, number: int) -> None:
         """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
         self.waiting = [one for one in self.waiting if one[0] != number]
-        if self.reading:
-            placed = {place: one for place, one in self.reading.placed.items() if one[0] != number}
-            self.reading = self.reading._replace(placed=placed) if placed else None
+        self.reading = [left for one in self.reading for left in one.without([number])]
         self._stop([row for row, (own, _) in self.running.items() if own == number])
 
     def finished(self) -> list[tuple[int, Result]]:
@@ -207,35 +216,57 @@ class Scheduler:
     def _place(self) -> bool:
         """Gives waiting requests the idle rows, where a share of every device's rows is idle. Returns whether
         some are left without one until rows that run have done a round."""
-        programs, devices, rows = self.programs, self.programs.devices, self.batch_size
-        if self.steady_width and self.state is None:
-            self.state, self.width = self._begun({}, rows, self.steady_width), self.steady_width
-        while self.waiting or self.reading:
-            if self.reading is not None:
-                running = bool(self.running)
-                self._read_chunk(self.reading)
-                if running:
-                    return bool(self.reading or (self.waiting and max(map(len, self._idle())) >= self.share))
-                continue
-            idle = self._idle()
-            anew = not self.running and not self.steady_width
-            count = rows if anew else self.share
-            if (max if self.steady_width else min)(map(len, idle)) < count:
-                return False
-            places = [device * count + k for k in range(count) for device in range(devices)
-                      if k < len(idle[device])]
-            placed = {place: self.waiting.pop() for place in places[:len(self.waiting)]}
-            chunked = bool(self.steady_width and programs.plan.chunk)
-            width = self.steady_width if chunked else self.bucket(
-                max(request.size for _, request in placed.values()))
-            fresh = self._begun({place: request for place, (_, request) in placed.items()}, count, width)
-            if chunked:
-                self.reading = Reading(placed, fresh, 0)
-            elif anew:
-                self.state, self.width, self.running = fresh, width, placed
+        if self.steady_width:
+            if self.state is None:
+                self.width = self.steady_width
+                self.state = self._begun({}, self.batch_size, self.width)
+            return self._place_by_chunks() if self.programs.plan.chunk else self._place_one_by_one()
+        while self.waiting:
+            anew = not self.running
+            count = self.batch_size if anew else self.share
+            if min(map(len, self._idle())) < count:
+                break
+            read = self._read(count, range(self.programs.devices))
+            if anew:
+                self.state, self.width, self.running = read.fresh, read.width, read.placed
             else:
-                self._refill(placed, fresh, count, width)
+                self._refill(read)
         return False
+
+    def _place_one_by_one(self) -> bool:
+        """A server's: whoever comes takes an idle row, those first whose prompts have been read."""
+        while True:
+            self.reading = [left for one in self.reading for left in one.without(self._refill(one))]
+            idle, count = self._idle(), self.ahead
+            supplied = {place // one.rows for one in self.reading for place in one.placed}
+            devices = [device for device, rows in enumerate(idle) if rows and device not in supplied]
+            if not (devices and self.waiting):
+                return False
+            if len(self.waiting) < count * len(devices):
+                count = 1
+            self.reading.append(self._read(count, devices))
+
+    def _place_by_chunks(self) -> bool:
+        """A server's, where rows that run do a round between two chunks of a prompt."""
+        while self.waiting or self.reading:
+            devices = [device for device, rows in enumerate(self._idle()) if rows]
+            if not self.reading and not devices:
+                break
+            [reading], running = self.reading or [self._read(1, devices)], bool(self.running)
+            self.reading = self._read_chunk(reading)
+            if running:
+                return bool(self.reading or (self.waiting and any(self._idle())))
+        return False
+
+    def _read(self, count: int, devices: Sequence[int]) -> Reading:
+        """Reads the prompts of those whose turn it is, up to `count` on each of these devices; where they are
+        read by chunks, none of it yet."""
+        chosen = {device * count + k: self.waiting.pop()
+                  for k in range(count) for device in devices if self.waiting}
+        width = self.steady_width if self.steady_width and self.programs.plan.chunk else self.bucket(
+            max(request.size for _, request in chosen.values()))
+        fresh = self._begun({place: request for place, (_, request) in chosen.items()}, count, width)
+        return Reading(chosen, fresh, count, width)
 
     def _idle(self) -> list[list[int]]:
         """Each device's idle rows."""
@@ -243,37 +274,42 @@ class Scheduler:
         return [[row for row in range(rows) if device * rows + row not in self.running]
                 for device in range(self.programs.devices)]
 
-    def _refill(self, placed: dict[int, tuple[int, Request]], fresh: Any, count: int, width: int) -> None:
-        """Puts the rows `placed` of `fresh`, which has `count` a device, into idle rows."""
-        programs, rows = self.programs, self.batch_size
+    def _refill(self, read: Reading) -> set[int]:
+        """Puts what has been read into idle rows, as far as there are. Returns the ids of these requests."""
+        programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
         slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
         for device, local in enumerate(self._idle()):
-            own = [place for place in placed if place // count == device]
+            own = [place for place in read.placed if place // count == device][:len(local)]
             slots[own] = local[:len(own)]
-        self.running |= {place // count * rows + int(slots[place]): one for place, one in placed.items()}
+        taken = {place // count * rows + int(slots[place]): one for place, one in read.placed.items()
+                 if slots[place] < rows}
+        if not taken:
+            return set()
+        self.running |= taken
         needed = max(self.bucket(request.size) for _, request in self.running.values())
         like_fresh = not self.steady_width and (
             width > self.width or (width < self.width and needed <= width))
         refill = programs.refill(rows, self.width, count, width, like_fresh)
-        self.state = programs.call(refill, self.state, fresh, programs.place(slots))
+        self.state = programs.call(refill, self.state, read.fresh, programs.place(slots))
         self.width = width if like_fresh else self.width
+        return {number for number, _ in taken.values()}
 
-    def _read_chunk(self, reading: "Reading") -> None:
-        """Reads the prompts on; those that are read to their ends take their rows."""
-        programs, count, size = self.programs, self.share, self.programs.plan.chunk
+    def _read_chunk(self, reading: Reading) -> list[Reading]:
+        """Reads the prompts on; those that are read to their ends take their rows. Returns what is left."""
+        programs, size = self.programs, self.programs.plan.chunk
         longest = max(len(request.tokens) for _, request in reading.placed.values())
         # The last chunk that fits: it may read some tokens again.
-        start = min(reading.start, self.width - size)
-        tokens = np.zeros((count * programs.devices, size), np.int32)
+        start = min(reading.start, reading.width - size)
+        tokens = np.zeros((reading.rows * programs.devices, size), np.int32)
         for place, (_, request) in reading.placed.items():
             part = request.tokens[start:start + size]
             tokens[place, :len(part)] = part
-        fresh = programs.call(programs.read(count, self.width), programs.params, reading.fresh,
+        fresh = programs.call(programs.read(reading.rows, reading.width), programs.params, reading.fresh,
                               programs.place(tokens), np.int32(start))
-        self.reading = reading._replace(fresh=fresh, start=start + size)
-        if start + size >= longest - 1:  # the last token is read by the first round
-            self.reading = None
-            self._refill(reading.placed, fresh, count, self.width)
+        read = reading._replace(fresh=fresh, start=start + size)
+        if read.start < longest - 1:  # the last token is read by the first round
+            return [read]
+        return read.without(self._refill(read))
 
     def precompile(self, widths: Sequence[int]) -> None:
         """Compiles every program that requests of these (ascending) widths may need."""
@@ -284,9 +320,10 @@ class Scheduler:
                 programs.run(rows, self.steady_width, plain)
             programs.stop(rows, self.steady_width)
             if programs.plan.chunk:
-                programs.read(self.share, self.steady_width)
+                programs.read(1, self.steady_width)
             for width in [self.steady_width] if programs.plan.chunk else widths:
-                programs.refill(rows, self.steady_width, self.share, width, False)
+                for count in {1} if programs.plan.chunk else {1, self.ahead}:
+                    programs.refill(rows, self.steady_width, count, width, False)
             return
         for width in widths:
             programs.run(rows, width)
