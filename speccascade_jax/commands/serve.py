@@ -128,6 +128,8 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
         named[name] = configs.load(other, DecodeConfig)
     for run in named.values():
         run.check()
+        if run.vocabulary == "slem":
+            raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
     mesh = local_mesh()
     return {name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
             for name, run in named.items()}

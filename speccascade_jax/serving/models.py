@@ -32,7 +32,7 @@ class ServedModel:
     """One config under its name. Each of `methods` is compiled; requests choose among them. Models that can
     read `chunk` tokens of a prompt between two rounds.
 
-    Raises ValueError for a method or a vocabulary that cannot be served.
+    Raises ValueError for a method that cannot be served.
     """
 
     def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int,
@@ -40,8 +40,6 @@ class ServedModel:
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
-        if cascade.text_drafter is not None:
-            raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
         self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
         if cascade.levels == 0:  # whatever its config says, it is the verifier
             self.defaults, methods = dataclasses.replace(self.defaults, method="verifier"), ()

@@ -132,7 +132,8 @@ def served(programs):
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch_size", [3, 6])
-def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, batch_size, monkeypatch):
+def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, batch_size,
+                                                          monkeypatch):
     """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled."""
     asked = [request._replace(settings=dataclasses.replace(
         request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number % 3 else None))

@@ -58,8 +58,3 @@ def test_adaptive_blocks_are_served_up_to_each_requests_own(t5_pair):
     for asked, said in (({"max_block_size": 4}, "at most 3"), ({"block_size": 2}, "server's is adaptive")):
         with pytest.raises(Refused, match=said):
             histogram(**asked)
-
-
-def test_exact_match_is_not_served(t5_pair):
-    with pytest.raises(ValueError, match=r"slem drafts on the host, .* serve with --vocabulary=tli"):
-        served(t5_pair, vocabulary="slem")

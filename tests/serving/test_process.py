@@ -46,6 +46,7 @@ def test_wrong_command_lines_end_with_a_sentence(tmp_path, capsys, served_config
                 (["--timeout=nan"], "--timeout"),
                 ([f"--api-key-file={empty}"], "holds no key"), (["--api-key-file=missing"], "cannot read"),
                 (["--methods", "bild"], "bild cannot be served"), (["--also", "nothing"], "no config"),
+                (["--vocabulary=slem"], "slem drafts on the host"),
                 (["--also", str(served_config)], "names tiny twice")):
             code, sentence = said(capsys, f"--config={served_config}", "--port=0", *flags)
             assert code == 2 and words in sentence, (flags, sentence)
