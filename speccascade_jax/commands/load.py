@@ -59,7 +59,7 @@ class Arguments:
     clients: int = 32
     """That send at the same time when the server is saturated."""
     minutes: float = 1.0
-    """At 50% and at 120% load, each."""
+    """At 120% load; at 50%, for times to the first token, one minute at most."""
     vs_transformers: bool = False
     """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
     output: str | None = None
@@ -229,7 +229,7 @@ def load(arguments: Arguments) -> None:
             say(name, merged(found).summary() | {
                 f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]})
         rate = median(load.requests_per_second for load in loads["saturated"])
-        half = asyncio.run(open_loop(server.url, body_of, rate / 2, seconds))
+        half = asyncio.run(open_loop(server.url, body_of, rate / 2, min(seconds, 60)))
         say("half_load", half.summary() | {
             "three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]})
         memory: list[float] = []
