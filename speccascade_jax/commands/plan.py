@@ -109,15 +109,17 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
     def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
         return track(work, name, transient=True, console=screen)
 
-    seconds = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(
+    seconds, besides = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(
         list(map(len, rows))))), repetitions=arguments.repetitions, track=shown)
     return Candidates(names, seconds, accepted,
                       lengths=tuple(len(output.tokens) for output in outputs if output.tokens),
-                      text_seconds=text_seconds(cascade, names, seconds, settings, texts, screen))
+                      text_seconds=text_seconds(cascade, names, seconds, besides, settings, texts, screen),
+                      besides=besides)
 
 
 def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
-                 settings: Settings, texts: list[str], screen: Console) -> Float[np.ndarray, " M"]:
+                 rounds: Float[np.ndarray, "M M"], settings: Settings, texts: list[str], screen: Console
+                 ) -> Float[np.ndarray, " M"]:
     """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
     what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
     Python, and that the first rounds of a text are slower than those that are timed for long."""
@@ -129,13 +131,14 @@ def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.nda
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
     found = in_turn_here(contestants, cascade, texts, screen)
 
-    def besides(name: str, own: Float[np.ndarray, " N"]) -> float:
+    def besides(name: str, own: Float[np.ndarray, " N"], a_round: float) -> float:
         spent, outputs = found[name]
+        a_round += seconds[-1, block + 1]
         return float(np.mean(spent - [
-            output.counts["drafter_passes"] * own[1] + output.counts["rounds"] * seconds[-1, block + 1]
+            output.counts["drafter_passes"] * own[1] + output.counts["rounds"] * a_round
             if "rounds" in output.counts else len(output.tokens) * own[1] for output in outputs]))
 
-    *drafters, once = map(besides, names, seconds)
+    *drafters, once = map(besides, names, seconds, rounds[:, -1])
     return np.maximum([*(own - once for own in drafters), once], 0)
 
 
@@ -146,15 +149,20 @@ def show_candidates(candidates: Candidates, screen: Console) -> None:
     for name, seconds, once in zip(names, candidates.call_seconds, candidates.text_seconds, strict=True):
         table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns), f"{1e3 * once:.2f}")
     screen.print(table)
-    table = Table("tokens of", *(f"accepted by {name}" for name in names[1:]), title="acceptance",
-                  title_justify="left")
-    for j, name in enumerate(names[:-1]):
-        table.add_row(name, *("" if i <= j else f"{candidates.acceptance[j, i]:.3f}"
-                              for i in range(1, len(names))))
-    screen.print(table)
+    show_pairs("ms of a round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2,
+               screen)
+    show_pairs("acceptance", "tokens of", "accepted by", names, candidates.acceptance, 3, screen)
     for j, i, k, excess in triangle_violations(candidates.acceptance):
         screen.print(f"the acceptances of {names[j]}, {names[i]} and {names[k]} break the triangle "
                      f"inequality by {excess:.3f}: measured on too few texts.")
+
+
+def show_pairs(title: str, row: str, column: str, names: tuple[str, ...], values: Float[np.ndarray, "M M"],
+               digits: int, screen: Console) -> None:
+    table = Table(row, *(f"{column} {name}" for name in names[1:]), title=title, title_justify="left")
+    for j, name in enumerate(names[:-1]):
+        table.add_row(name, *("" if i <= j else f"{values[j, i]:.{digits}f}" for i in range(1, len(names))))
+    screen.print(table)
 
 
 def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:

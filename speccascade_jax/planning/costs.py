@@ -48,31 +48,34 @@ class Written:
 
 
 def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *, source_length: int,
-                 repetitions: int = 9, track: Track = lambda work, name: work) -> Float[np.ndarray, "M N"]:
-    """Seconds of a call of each model that reads n = 1 .. max(widths) tokens, with all that a round does
-    besides; column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other. What a
-    round of a model and the one before it takes beyond its calls counts as the larger one's.
+                 repetitions: int = 9, track: Track = lambda work, name: work
+                 ) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
+    """Seconds of calls of each model that read n = 1 .. max(widths) tokens, and besides[j, i] of Candidates.
+
+    Column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other, and rounds of
+    neighbours and of each model with the largest; others are taken to be as i's with its neighbour.
     """
-    found: list[Float[np.ndarray, " N"]] = []
-    every, width = np.arange(max(widths) + 1), min(5, max(widths))
-    for number in track(range(len(cascade.models)), "timing calls"):
-        model, params = cascade.models[number], cascade.params[number]
+    calls: list[Float[np.ndarray, " N"]] = []
+    every, width, last = np.arange(max(widths) + 1), min(5, max(widths)), len(cascade.models) - 1
+    besides = np.zeros((last + 1, last + 1))
+    for i in track(range(last + 1), "timing calls"):
+        model, params = cascade.models[i], cascade.params[i]
         samplers = {str(width): (_sampler(model, width), _params(model, params, width)) for width in widths}
-        if number and width > 1:
-            pair = dataclasses.replace(cascade, models=cascade.models[number - 1:number + 1],
-                                       params=cascade.params[number - 1:number + 1])
-            samplers["round"] = pair.sampler(dataclasses.replace(
+        below = range(i) if i == last else range(max(i - 1, 0), i)
+        for j in below if width > 1 else []:
+            pair = dataclasses.replace(cascade, models=(cascade.models[j], model),
+                                       params=(cascade.params[j], params))
+            samplers[f"with {j}"] = pair.sampler(dataclasses.replace(
                 settings, method="speculative", alpha=0.0, block_size=width - 1))
         timings = time_parts({name: _part(cascade, *sampler, settings, source_length)
                               for name, sampler in samplers.items()}, repetitions)
         # A difference of two times may be negative on a busy machine.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
-        own = np.where(every > 0, np.interp(every, widths, known), 0)
-        if "round" in timings:
-            beyond = timings["round"].median - own[width] - (width - 1) * found[-1][1]
-            own[2:] += max(beyond, 0)
-        found.append(own)
-    return np.array(found)
+        calls.append(np.where(every > 0, np.interp(every, widths, known), 0))
+        found = [timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
+                 for j in below if width > 1]
+        besides[:i, i] = np.maximum(found if len(found) == i else found[-1:] or 0.0, 0)
+    return np.array(calls), besides
 
 
 def _sampler(model: LanguageModel, width: int) -> Sampler:

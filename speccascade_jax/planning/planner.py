@@ -58,7 +58,7 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int)
     """
     target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
-    ones, calls = candidates.call_seconds[:, 1], candidates.call_seconds[:, 2:max_block + 2]
+    ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1:max_block + 1]
     alone, own = ones[:, None] * np.array(sizes), candidates.once
     bounds = _least(hand_over, rounds, calls, alone, most)
     tie = itertools.count()  # chains that promise the same are not compared
@@ -85,12 +85,13 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int)
     if target and most > 1:
         per_token = np.array([[candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
                                for size in sizes] for j in range(target)])
-        look(found, calls[target] * per_token + own[target], per_token[..., None] * np.eye(max_block))
+        spent = calls[:target, target] * per_token + own[target]
+        look(found, spent, per_token[..., None] * np.eye(max_block))
     while open_ and open_[0][0] < least:
         _, _, chain, spent, weight = heapq.heappop(open_)
         i = chain[0][0]
         if i and len(chain[0]) < most:
-            look(chain, spent + calls[i] * (rounds[:i, i, :, 1:] @ weight),
+            look(chain, spent + calls[:i, i] * (rounds[:i, i, :, 1:] @ weight),
                  _below(hand_over, rounds[:i, i], weight))
     return found
 
@@ -108,7 +109,7 @@ def _below(hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Ar
     return np.einsum("jsq,sqr->jsr", begun, (asked[..., None] == left + 1).astype(float))
 
 
-def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[Array, "M S"],
+def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[Array, "M M S"],
            alone: Float[Array, "M R"], most: int) -> list[Float[Array, "M R"]]:
     """[n][i, r - 1]: seconds in which no chain of at most n models (one for n = 0) up to i collects r tokens
     sooner; the last of them holds for any larger n, too."""
@@ -119,7 +120,7 @@ def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[A
     while len(found) < most:
         below, least = found[-1], alone.copy()
         for i in range(1, count):
-            own = rounds[:i, i, :, 1:] * calls[i, :, None]
+            own = rounds[:i, i, :, 1:] * calls[:i, i, :, None]
             shorter = (least if unbounded else below)[:i]
             if hand_over == "truncate":
                 every = own + rounds[:i, i, :, 1:] * shorter[:, :, None]

@@ -5,8 +5,9 @@ token by token. Each other model verifies blocks that the model below it has col
 emits itself until it has as many tokens as the model above asks for. The last is the target, whose law the
 output follows; every level is lossless. Here the models of a chain are 0 .. K, s_i is how many tokens model
 i + 1 asks model i for (the block size), a_i is the probability that model i accepts a token of model i - 1,
-and c_i is the seconds of one call of model i. The predictions take a_i to be the same everywhere; where some
-passages are easy to draft and others hard, they are too low.
+and c_i is the seconds of one call of model i and of what a round takes besides where model i - 1 drafts: its
+weights have to come back into the processor's caches. The predictions take a_i to be the same everywhere;
+where some passages are easy to draft and others hard, they are too low.
 
 A hand-over rule says what a model does with tokens beyond those it was asked for:
 
@@ -41,10 +42,12 @@ class Candidates:
 
     names: smallest first. call_seconds[i, n]: seconds of one call of model i that reads n >= 1 tokens; column
     0 is not read. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of
-    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. lengths: the tokens of typical texts; none:
-    one text without end. text_seconds[i]: what a text costs besides its calls where model i takes part, the
-    target's with all that every text costs; read where there are lengths. Raises ValueError for other shapes,
-    a name given twice, seconds that are not positive numbers, acceptances outside [0, 1], lengths below 1.
+    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. besides[j, i]: seconds of a round of model i
+    besides its calls and those of model j < i that drafts; entries with j >= i are not read. lengths: the
+    tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
+    where model i takes part, the target's with all that every text costs; read where there are lengths.
+    Raises ValueError for other shapes, a name given twice, seconds that are not positive numbers, acceptances
+    outside [0, 1], lengths below 1.
     """
 
     names: tuple[str, ...]
@@ -52,6 +55,7 @@ class Candidates:
     acceptance: Float[Array, "M M"]
     lengths: tuple[int, ...] = ()
     text_seconds: Any = None  # [M]; None: nothing
+    besides: Any = None       # [M, M]; None: nothing
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
@@ -77,9 +81,19 @@ class Candidates:
                              "least 0.")
         if min(self.lengths, default=1) < 1:
             raise ValueError(f"lengths has {min(self.lengths)}; a text has at least one token.")
+        besides = np.zeros((count, count)) if self.besides is None else np.array(self.besides, np.float64)
+        if besides.shape != (count, count) or not (np.triu(besides, 1) >= 0).all():
+            raise ValueError(f"besides is {besides.tolist()}; {count} models need ({count}, {count}) "
+                             "numbers, each at least 0.")
+        besides = np.triu(besides, 1)
         for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance),
-                             ("text_seconds", once)):
+                             ("text_seconds", once), ("besides", besides)):
             object.__setattr__(self, field, value)
+
+    @property
+    def round_seconds(self) -> Float[Array, "M M columns"]:
+        """[j, i, s]: seconds of a round of model i that reads s tokens of model j, without these."""
+        return self.call_seconds[:, 1:] + self.besides[..., None]
 
     @property
     def once(self) -> Float[Array, " M"]:
@@ -197,7 +211,9 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
     acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
     passes = _passes(acceptances, sizes, hand_over, candidates.rounds)
     once = candidates.once[list(chosen)].sum()
-    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes + once)
+    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes + once
+                    + sum(candidates.besides[pair] * own
+                          for pair, own in zip(pairwise(chosen), passes[1:], strict=True)))
     names = tuple(candidates.names[i] for i in chosen)
     return Plan(names, sizes, hand_over, seconds, tuple(map(float, passes)))
 

@@ -96,28 +96,35 @@ def test_benchmark(run, tmp_path, capsys):
 
 
 def test_what_a_text_costs_besides_its_calls(monkeypatch):
-    """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted."""
+    """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted and 3 ms a round."""
     seconds = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 10, 11, 12, 13, 14, 15]]) / 1000
     counts = [{"drafter_passes": 9, "rounds": 2}, {"drafter_passes": 4, "rounds": 1}]
     outputs = [SimpleNamespace(counts=own, tokens=[0] * 7) for own in counts]
     alone = [SimpleNamespace(counts={"model_passes": 7}, tokens=[0] * 7) for _ in counts]
-    calls = np.array([9 * 1 + 2 * 14, 4 * 1 + 1 * 14]) / 1000  # a scoring call reads 4 drafts and one more
+    calls = np.array([9 * 1 + 2 * 17, 4 * 1 + 1 * 17]) / 1000  # a scoring call reads 4 drafts and one more
     monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
     monkeypatch.setattr(plan, "in_turn_here", lambda contestants, *rest: {
         "small": (calls + 0.007, outputs), "large": (np.full(2, 0.070 + 0.005), alone)})
-    found = plan.text_seconds(None, ("small", "large"), seconds, Settings(), ["a", "b"], None)
+    rounds = np.array([[0, 0.003], [0, 0]])
+    found = plan.text_seconds(None, ("small", "large"), seconds, rounds, Settings(), ["a", "b"], None)
     np.testing.assert_allclose(found, [0.002, 0.005])
 
 
-def test_what_a_round_takes_beyond_its_calls(t5_pair, monkeypatch):
-    """Rounds of 4 drafts: 9 ms beyond the calls of a model of 5 ms and of one of 28 for 5 tokens."""
-    seconds = iter([{"1": 0.005, "5": 0.006}, {"1": 0.020, "5": 0.028, "round": 4 * 0.005 + 0.028 + 0.009}])
+def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
+    """Rounds of 4 drafts: 9 ms of models 0 and 1, 2 and 7 of those with the last; a negative one is none."""
+    seconds = iter([{"1": 0.005, "5": 0.006},
+                    {"1": 0.020, "5": 0.028, "with 0": 4 * 0.005 + 0.028 + 0.009},
+                    {"1": 0.030, "5": 0.030, "with 0": 4 * 0.005 + 0.030 + 0.002,
+                     "with 1": 4 * 0.020 + 0.030 + 0.007},
+                    {"1": 0.040, "5": 0.040, "with 0": 0.061, "with 1": 0.0, "with 2": 4 * 0.030 + 0.045}])
     monkeypatch.setattr(costs, "_part", lambda *arguments: None)
     monkeypatch.setattr(costs, "time_parts", lambda parts, repetitions: {
         name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts})
-    cascade = Cascade((Given(9), Given(9)), (None, None), Tokenizer(t5_pair / "verifier" / "spiece.model"))
-    found = costs.call_seconds(cascade, (1, 5), Settings(method="opt"), source_length=8)
-    np.testing.assert_allclose(1e3 * found, [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 31, 33, 35, 37]])
+    cascade = Cascade((Given(9),) * 4, (None,) * 4, Tokenizer(t5_pair / "verifier" / "spiece.model"))
+    calls, besides = costs.call_seconds(cascade, (1, 5), Settings(method="opt"), source_length=8)
+    np.testing.assert_allclose(1e3 * calls[:2], [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 22, 24, 26, 28]])
+    np.testing.assert_allclose(1e3 * besides, [  # 0 with 2 was not timed: as its neighbour
+        [0, 9, 7, 1], [0, 0, 7, 0], [0, 0, 0, 5], [0, 0, 0, 0]], atol=1e-9)
 
 
 @pytest.mark.full

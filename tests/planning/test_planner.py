@@ -27,7 +27,8 @@ def candidates(rng, count, timed, flat=False, measured=True):
     acceptance = rng.uniform(0, 1, (count, count))
     if measured:
         acceptance = np.clip(0.97 - 0.06 * np.abs(size[:, None] - size) - 0.05 * acceptance, 0, 1)
-    return Candidates(tuple(f"m{i}" for i in range(count)), seconds, acceptance)
+    return Candidates(tuple(f"m{i}" for i in range(count)), seconds, acceptance,
+                      besides=rng.uniform(0, 0.1, (count, count)) * seconds[:, 1])
 
 
 def chain(acceptances, timed=40):
@@ -201,7 +202,8 @@ def test_a_pair_is_the_classical_formula():
     a, seconds = models.acceptance[0, 1], models.call_seconds
     for size, hand_over in itertools.product(range(1, 9), HAND_OVER):
         plan, rounds = predict(models, models.names, (size,), hand_over), (1 - a) / (1 - a**(size + 1))
-        assert plan.seconds_per_token == pytest.approx((seconds[1, size + 1] + size * seconds[0, 1]) * rounds)
+        own = seconds[1, size + 1] + models.besides[0, 1] + size * seconds[0, 1]
+        assert plan.seconds_per_token == pytest.approx(own * rounds)
         assert plan.passes_per_token == pytest.approx((size * rounds, rounds))
     sure = dataclasses.replace(models, acceptance=np.ones((2, 2)))
     assert predict(sure, sure.names, (3,)).passes_per_token == (0.75, 0.25)
@@ -213,7 +215,8 @@ def by_recursion(models, sizes, level, r):
         return max(r, 0) * models.call_seconds[0, 1]
     a, n = models.acceptance[level - 1, level], min(sizes[level - 1], r - 1)
     law = [a**(x - 1) * (1 - a) for x in range(1, n + 1)] + [a**n]
-    return (models.call_seconds[level, sizes[level - 1] + 1] + by_recursion(models, sizes, level - 1, n)
+    own = models.call_seconds[level, sizes[level - 1] + 1] + models.besides[level - 1, level]
+    return (own + by_recursion(models, sizes, level - 1, n)
             + sum(p * by_recursion(models, sizes, level, r - x) for x, p in enumerate(law, 1)))
 
 
@@ -222,7 +225,8 @@ def test_need_by_recursion_and_below_truncate(sizes):
     models = candidates(np.random.default_rng(len(sizes)), len(sizes) + 1, 20)
     top = len(sizes)
     tokens = expected_tokens(models.acceptance[top - 1, top], sizes[-1])
-    whole = models.call_seconds[top, sizes[-1] + 1] + by_recursion(models, sizes, top - 1, sizes[-1])
+    own = models.call_seconds[top, sizes[-1] + 1] + models.besides[top - 1, top]
+    whole = own + by_recursion(models, sizes, top - 1, sizes[-1])
     found = predict(models, models.names, sizes, "need").seconds_per_token
     assert found == pytest.approx(whole / tokens, rel=1e-12)
     assert found < predict(models, models.names, sizes, "truncate").seconds_per_token
@@ -232,7 +236,7 @@ def test_keep_pays_for_its_widest_call():
     """A block under `keep` may hold s_0 + s_1 tokens, so the target's call reads one more."""
     models = candidates(np.random.default_rng(1), 3, 8)
     plan = predict(models, models.names, (3, 4), "keep")
-    seconds = models.call_seconds[[0, 1, 2], [1, 4, 8]]
+    seconds = models.call_seconds[[0, 1, 2], [1, 4, 8]] + [0, models.besides[0, 1], models.besides[1, 2]]
     assert plan.seconds_per_token == pytest.approx(float(seconds @ plan.passes_per_token))
     with pytest.raises(ValueError, match="read 9 tokens, and 8"):
         predict(models, models.names, (4, 4), "keep")
@@ -355,6 +359,8 @@ def test_triangle_violations():
     ({"text_seconds": np.ones(2)}, "3 models need 3 numbers"),
     ({"text_seconds": np.array([1, -1, 1])}, r"\[1.0, -1.0, 1.0\]"),
     ({"lengths": (4, 0)}, "lengths has 0"),
+    ({"besides": np.ones(3)}, r"besides is .*; 3 models need \(3, 3\)"),
+    ({"besides": np.triu(np.full((3, 3), -1.0))}, "each at least 0"),
 ])
 def test_what_cannot_be_measured(changed, message):
     fine = {"names": ("a", "b", "c"), "call_seconds": np.ones((3, 9)), "acceptance": np.ones((3, 3))}
