@@ -8,7 +8,7 @@ Every call is timed, and how often each model accepts another's tokens is read o
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds
+from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import Candidates, Plan, predict, triangle_violations
 from speccascade_jax.training.data import joined_examples
@@ -109,37 +109,43 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
     def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
         return track(work, name, transient=True, console=screen)
 
-    seconds, besides = call_seconds(cascade, widths, settings, source_length=cascade.bucket(int(np.median(
-        list(map(len, rows))))), repetitions=arguments.repetitions, track=shown)
-    return Candidates(names, seconds, accepted,
-                      lengths=tuple(len(output.tokens) for output in outputs if output.tokens),
-                      text_seconds=text_seconds(cascade, names, seconds, besides, settings, texts, screen),
-                      besides=besides)
+    width = cascade.bucket(int(np.median(list(map(len, rows)))))
+    seconds, besides = call_seconds(cascade, widths, settings, source_length=width,
+                                    repetitions=arguments.repetitions, track=shown)
+    pace, once = text_seconds(cascade, names, seconds, besides, settings, texts,
+                              step_watch(cascade, settings, width), screen)
+    return Candidates(names, pace * seconds, accepted, text_seconds=once, besides=pace * besides,
+                      lengths=tuple(len(output.tokens) for output in outputs if output.tokens))
 
 
 def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
-                 rounds: Float[np.ndarray, "M M"], settings: Settings, texts: list[str], screen: Console
-                 ) -> Float[np.ndarray, " M"]:
+                 rounds: Float[np.ndarray, "M M"], settings: Settings, texts: list[str],
+                 step: Callable[[], float], screen: Console) -> tuple[float, Float[np.ndarray, " M"]]:
     """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
     what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
-    Python, and that the first rounds of a text are slower than those that are timed for long."""
+    Python, and that the first rounds of a text are slower than those that are timed for long.
+
+    And the machine's pace meanwhile: how many times as long as in `seconds` a `step` takes, one token of the
+    target's. By that all calls are corrected.
+    """
     block = min(4, seconds.shape[1] - 2)
     alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), settings))
-    contestants = {names[-1]: alone}
+    contestants = {names[-1]: alone, "": lambda index, text: (step(), None)}
     for name in names[:-1]:
         pair = of_models(cascade, names, (name, names[-1]))
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
     found = in_turn_here(contestants, cascade, texts, screen)
+    pace = float(np.median(found[""][0]) / seconds[-1, 1])
 
     def besides(name: str, own: Float[np.ndarray, " N"], a_round: float) -> float:
         spent, outputs = found[name]
         a_round += seconds[-1, block + 1]
-        return float(np.mean(spent - [
+        return float(np.mean(spent - pace * np.array([
             output.counts["drafter_passes"] * own[1] + output.counts["rounds"] * a_round
-            if "rounds" in output.counts else len(output.tokens) * own[1] for output in outputs]))
+            if "rounds" in output.counts else len(output.tokens) * own[1] for output in outputs])))
 
     *drafters, once = map(besides, names, seconds, rounds[:, -1])
-    return np.maximum([*(own - once for own in drafters), once], 0)
+    return pace, np.maximum([*(own - once for own in drafters), once], 0)
 
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:

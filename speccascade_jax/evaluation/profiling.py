@@ -21,7 +21,6 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
-from speccascade_jax.inference.text import Output
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.stacking import stacked, wants_stacking
@@ -135,15 +134,15 @@ def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     return checkpoint._replace(model=model, params=params)
 
 
-Contestant = Callable[[int, str], tuple[float, Output]]
-"""(an input's number, the input) -> seconds, and the output."""
+Contestant = Callable[[int, str], tuple[float, Any]]
+"""(an input's number, the input) -> seconds, and what came out, in general an Output."""
 
 
 def in_turn(contestants: Mapping[str, Contestant], texts: Iterable[str]
-            ) -> dict[str, list[tuple[float, Output]]]:
+            ) -> dict[str, list[tuple[float, Any]]]:
     """What every contestant gives for every text; another one begins each time."""
     names = list(contestants)
-    found: dict[str, list[tuple[float, Output]]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
     for index, text in enumerate(texts):
         for name in names[index % len(names):] + names[:index % len(names)]:
             found[name].append(contestants[name](index, text))

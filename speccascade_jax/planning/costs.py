@@ -20,7 +20,7 @@ from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import pad
 from speccascade_jax.inference.vocabularies import inputs_of
 from speccascade_jax.models.vocabulary import Translated
-from speccascade_jax.planning.timing import Given, Part, round_part, time_parts
+from speccascade_jax.planning.timing import Given, Part, round_part, stopwatch, time_parts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; what lies between is interpolated
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -76,6 +76,12 @@ def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *,
                  for j in below if width > 1]
         besides[:i, i] = np.maximum(found if len(found) == i else found[-1:] or 0.0, 0)
     return np.array(calls), besides
+
+
+def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Callable[[], float]:
+    """What call_seconds() timed of the largest model for one token: its seconds now."""
+    sampler = _sampler(cascade.models[-1], 1)
+    return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
 
 
 def _sampler(model: LanguageModel, width: int) -> Sampler:

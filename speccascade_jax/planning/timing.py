@@ -85,22 +85,33 @@ def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
     return part, (params, state)
 
 
+def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
+    """The part, compiled: each call gives the seconds of one execution now, with `once` of a whole call."""
+    function, arguments = part
+    compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
+
+    def spent(often: int) -> float:
+        return timed(lambda: jax.block_until_ready(compiled(np.int32(often), *arguments)))
+
+    def own() -> float:
+        first = spent(1)
+        if once:
+            return first
+        times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # what ran before left its weights behind: now warm
+        return (spent(1 + times) - spent(1)) / times
+
+    return own
+
+
 def time_parts(programs: dict[str, Part], repetitions: int, once: Collection[str] = ()) -> dict[str, Timing]:
     """Part -> Timing. Those named in `once` are timed as one call each."""
-    compiled = {name: jax.jit(part).lower(np.int32(0), *arguments).compile()
-                for name, (part, arguments) in programs.items()}
+    watches = {name: stopwatch(part, name in once) for name, part in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repetition in range(repetitions + 1):
-        for name, (_, arguments) in programs.items():
-            def spent(often: int, call=compiled[name], arguments=arguments) -> float:
-                return timed(lambda: jax.block_until_ready(call(np.int32(often), *arguments)))
-
-            own = spent(1)
-            if name not in once:  # the call above left the others' weights behind: all are warm
-                times = int(np.clip(LONG_ENOUGH / own, 4, 400))
-                own = (spent(1 + times) - spent(1)) / times
+        for name, watch in watches.items():
+            spent = watch()
             if repetition:  # the first warms up
-                seconds[name].append(own)
+                seconds[name].append(spent)
     return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
 
 

@@ -96,7 +96,8 @@ def test_benchmark(run, tmp_path, capsys):
 
 
 def test_what_a_text_costs_besides_its_calls(monkeypatch):
-    """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted and 3 ms a round."""
+    """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted and 3 ms a round, on
+    a machine that has become twice as slow."""
     seconds = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 10, 11, 12, 13, 14, 15]]) / 1000
     counts = [{"drafter_passes": 9, "rounds": 2}, {"drafter_passes": 4, "rounds": 1}]
     outputs = [SimpleNamespace(counts=own, tokens=[0] * 7) for own in counts]
@@ -104,9 +105,12 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
     calls = np.array([9 * 1 + 2 * 17, 4 * 1 + 1 * 17]) / 1000  # a scoring call reads 4 drafts and one more
     monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
     monkeypatch.setattr(plan, "in_turn_here", lambda contestants, *rest: {
-        "small": (calls + 0.007, outputs), "large": (np.full(2, 0.070 + 0.005), alone)})
+        "small": (2 * calls + 0.007, outputs), "large": (np.full(2, 2 * 0.070 + 0.005), alone),
+        "": (np.full(2, contestants[""](0, "a")[0]), [])})
     rounds = np.array([[0, 0.003], [0, 0]])
-    found = plan.text_seconds(None, ("small", "large"), seconds, rounds, Settings(), ["a", "b"], None)
+    pace, found = plan.text_seconds(None, ("small", "large"), seconds, rounds, Settings(), ["a", "b"],
+                                    lambda: 0.020, None)
+    assert pace == pytest.approx(2)
     np.testing.assert_allclose(found, [0.002, 0.005])
 
 
