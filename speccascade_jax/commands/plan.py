@@ -8,7 +8,7 @@ Every call is timed, and how often each model accepts another's tokens is read o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from speccascade_jax.planning.prediction import Candidates, Plan, predict, trian
 from speccascade_jax.training.data import joined_examples
 
 PLANNED = "Planned by scripts/plan.py"
+STEP = "a token of the target's"
 TRIALS = 3  # times that a text is decoded where plans are compared
 
 
@@ -95,8 +96,9 @@ def check(arguments: Arguments) -> None:
 
 
 def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
-             ) -> Candidates:
-    """The candidates with their costs here and their acceptances on `texts`."""
+             ) -> tuple[Candidates, Contestant]:
+    """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
+    pace later: how long a call of the target takes that reads one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(track(cascade.generate(texts, alone, truncate=True, batch_size=8), "the target's texts",
@@ -112,15 +114,19 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
     width = cascade.bucket(int(np.median(list(map(len, rows)))))
     seconds, besides = call_seconds(cascade, widths, settings, source_length=width,
                                     repetitions=arguments.repetitions, track=shown)
-    pace, once = text_seconds(cascade, names, seconds, besides, settings, texts,
-                              step_watch(cascade, settings, width), screen)
-    return Candidates(names, pace * seconds, accepted, text_seconds=once, besides=pace * besides,
-                      lengths=tuple(len(output.tokens) for output in outputs if output.tokens))
+    watch = step_watch(cascade, settings, width)
+
+    def step(index: int, text: str) -> tuple[float, None]:
+        return watch(), None
+
+    pace, once = text_seconds(cascade, names, seconds, besides, settings, texts, step, screen)
+    lengths = tuple(len(output.tokens) for output in outputs if output.tokens)
+    return Candidates(names, pace * seconds, accepted, lengths, once, pace * besides), step
 
 
 def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
                  rounds: Float[np.ndarray, "M M"], settings: Settings, texts: list[str],
-                 step: Callable[[], float], screen: Console) -> tuple[float, Float[np.ndarray, " M"]]:
+                 step: Contestant, screen: Console) -> tuple[float, Float[np.ndarray, " M"]]:
     """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
     what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
     Python, and that the first rounds of a text are slower than those that are timed for long.
@@ -130,12 +136,12 @@ def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.nda
     """
     block = min(4, seconds.shape[1] - 2)
     alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), settings))
-    contestants = {names[-1]: alone, "": lambda index, text: (step(), None)}
+    contestants = {names[-1]: alone, STEP: step}
     for name in names[:-1]:
         pair = of_models(cascade, names, (name, names[-1]))
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
     found = in_turn_here(contestants, cascade, texts, screen)
-    pace = float(np.median(found[""][0]) / seconds[-1, 1])
+    pace = float(np.median(found[STEP][0]) / seconds[-1, 1])
 
     def besides(name: str, own: Float[np.ndarray, " N"], a_round: float) -> float:
         spent, outputs = found[name]
@@ -207,32 +213,42 @@ def in_turn_here(contestants: dict[str, Contestant], cascade: Cascade, texts: li
 
 
 def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, ...], settings: Settings,
-                   texts: list[str], screen: Console) -> dict[str, tuple[float, tuple[float, float]]]:
-    """Of each plan: seconds a token, and its share of the target's time for the same text (quartiles)."""
-    found = in_turn_here({name: partial(decode, of_models(cascade, names, plan.models), settings_of(
-        plan.block_sizes, dataclasses.replace(settings, hand_over=plan.hand_over)))
-        for name, plan in plans.items()}, cascade, texts, screen)
-    times = {}
+                   texts: list[str], step: Contestant, screen: Console
+                   ) -> tuple[float, dict[str, tuple[float, tuple[float, float]]]]:
+    """The seconds of a `step` meanwhile, and of each plan: seconds a token, and how many times as fast as the
+    target it is with a text (quartiles)."""
+    contestants = {STEP: step}
+    for name, plan in plans.items():
+        own = dataclasses.replace(settings, hand_over=plan.hand_over)
+        contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings_of(
+            plan.block_sizes, own))
+    found = in_turn_here(contestants, cascade, texts, screen)
+    now, times = float(np.median(found.pop(STEP)[0])), {}
     for name, (seconds, outputs) in found.items():
         tokens = np.array([len(output.tokens) for output in outputs])
         shares = (found["target"][0] / seconds)[tokens > 0]
         times[name] = float(seconds.sum() / tokens.sum()), tuple(np.percentile(shares, [25, 75]))
-    return times
+    return now, times
 
 
-def show_plans(plans: dict[str, Plan], times: dict[str, Any], screen: Console) -> None:
+def show_plans(plans: dict[str, Plan], pace: float, times: dict[str, Any], screen: Console) -> None:
+    """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
+    at that pace: what is left between the two is not the machine's."""
     table = Table(Column("plan", no_wrap=True), "models", "block sizes", "predicted ms", "times as fast",
                   *(("measured ms", "speedup (quartiles)") if times else ()), title="time a token",
                   title_justify="left")
     whole = plans["target"].seconds_per_token
     for name, plan in plans.items():
         row = [name, ", ".join(plan.models), ", ".join(map(str, plan.block_sizes)) or "-",
-               f"{1e3 * plan.seconds_per_token:.3f}", f"{whole / plan.seconds_per_token:.2f}"]
+               f"{1e3 * pace * plan.seconds_per_token:.3f}", f"{whole / plan.seconds_per_token:.2f}"]
         if times:
             own, (low, high) = times[name]
             row += [f"{1e3 * own:.3f}", f"{times['target'][0] / own:.2f} ({low:.2f} to {high:.2f})"]
         table.add_row(*row)
     screen.print(table)
+    if times:
+        screen.print(f"While plans were compared, {STEP} took {pace:.2f} times as long as when they were "
+                     "made: predictions are at that pace.", soft_wrap=True)
 
 
 def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str]) -> None:
@@ -260,15 +276,17 @@ def plan(arguments: Arguments) -> None:
     cascade = Cascade.from_config(run)
     paths = short_names([path for _, path in run.roles])
     names = tuple(paths)
-    candidates = measured(arguments, cascade, names, texts, screen)
+    candidates, step = measured(arguments, cascade, names, texts, screen)
     show_candidates(candidates, screen)
     plans = {"hierarchy": best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}
     if len(names) > 1:
         pair = best(candidates, arguments.max_block, run.hand_over, 2)
         plans["pair"] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
     plans["target"] = predict(candidates, names[-1:], (), run.hand_over)
-    times = (measured_times(plans, cascade, names, run.settings, texts, screen) if arguments.check else {})
-    show_plans(plans, times, screen)
+    now, times = candidates.call_seconds[-1, 1], dict[str, Any]()
+    if arguments.check:
+        now, times = measured_times(plans, cascade, names, run.settings, texts, step, screen)
+    show_plans(plans, now / candidates.call_seconds[-1, 1], times, screen)
     chosen = plans["hierarchy"]
     if len(chosen.models) == 1:
         screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")

@@ -106,10 +106,10 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
     monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
     monkeypatch.setattr(plan, "in_turn_here", lambda contestants, *rest: {
         "small": (2 * calls + 0.007, outputs), "large": (np.full(2, 2 * 0.070 + 0.005), alone),
-        "": (np.full(2, contestants[""](0, "a")[0]), [])})
+        plan.STEP: (np.full(2, contestants[plan.STEP](0, "a")[0]), [])})
     rounds = np.array([[0, 0.003], [0, 0]])
     pace, found = plan.text_seconds(None, ("small", "large"), seconds, rounds, Settings(), ["a", "b"],
-                                    lambda: 0.020, None)
+                                    lambda index, text: (0.020, None), None)
     assert pace == pytest.approx(2)
     np.testing.assert_allclose(found, [0.002, 0.005])
 
