@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.inference.settings import Settings, Vocabulary
+from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings, Vocabulary
 from speccascade_jax.models import Config
 
 DTYPES = "float32", "bfloat16", "int8"
@@ -113,11 +113,12 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How the learned rule of a pair, the method `router`, is trained."""
+    """How a method of a pair that learns is trained: `router` or `learned_mixture`."""
 
     name: str
     output: str               # the .json file it is written to, which --router reads
     pair: str                 # the config of the two models
+    method: Literal["router", "learned_mixture"] = "router"
     task: str | None = None   # the training config whose texts it learns from; None: the pair's
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
                                # their errors cannot be learnt
@@ -158,7 +159,7 @@ class DecodeConfig(Settings):
     suffix: str = ""               # put after it, for decoder-only models: what their output follows
     chat: bool = False             # each input is what a user says, in the models' own chat templates
     tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
-    router: str | None = None      # the trained network's file, for the method of this name
+    router: str | None = None      # the trained network's file, of the methods router and learned_mixture
     vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
@@ -191,6 +192,8 @@ class DecodeConfig(Settings):
             raise ValueError(f"this is a plan for the models {', '.join(self.planned_for)}, not for "
                              f"{', '.join(paths)}: plan for these with scripts/plan.py.")
         super().check(vocab_size, levels)
+        if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
+            raise ValueError(NO_FILE.format(min(untrained)))
         for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")

@@ -21,7 +21,8 @@ TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_
 FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
 LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
             "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.5, "lossy": 0.3,
-            "typical": 0.5, "mixture": 0.4, "router": 0.05, "lossy_tuned": 0.3, "lossy_greedy": 0.3,
+            "typical": 0.5, "mixture": 0.4, "learned_mixture": 0.4,
+            "router": 0.05, "lossy_tuned": 0.3, "lossy_greedy": 0.3,
             "speculative": 0.0}
 
 

@@ -91,7 +91,7 @@ def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
     token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
              "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
              "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
-    if method == "mixture":
+    if method in ("mixture", "learned_mixture"):
         return alpha * qs + (1 - alpha) * ps
     if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
         threshold = min(1 - alpha, np.sqrt(1 - alpha) * np.exp(-entropy(ps)))
@@ -161,6 +161,43 @@ def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature
                 if chance > 0:
                     closed = token == eos or step == steps - 1
                     (texts if closed else grown)[(*text, token)] = mass * chance
+        open_texts = grown
+    return texts
+
+
+def lookahead(place, gamma, alpha, acceptance, round_cost, q, p, qs, ps):
+    """The look-ahead rule's target at one position of a round: 0 .. gamma, which is the bonus one."""
+    lost, whole = (sum(acceptance**n for n in range(left)) for left in (gamma - place, gamma + 1))
+    price = alpha * round_cost * lost / whole
+    return ps if q.max() < p.max() - price * np.maximum(ps - qs, 0).sum() else qs
+
+
+def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
+              ) -> dict[tuple[int, ...], float]:
+    """As sequence_law, of two models, where the target depends on the position's place in its round:
+    at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'."""
+    own = [cache(partial(table_law, logits)) for logits in tables]
+    texts: dict[tuple[int, ...], float] = {}
+    begun = ((), 0, 1.0, 0.0, (0, 0, 0.0))  # text; place, chance and hopes of the round; of those before it
+    open_texts = {begun: 1.0}
+    for step in range(steps):
+        grown: dict[tuple, float] = {}
+        for (text, place, chance, hoped, seen), mass in open_texts.items():
+            q, p = (law(*(0, *prompt, *text)[-2:]) for law in own)
+            cuts = [options.get(name) for name in ("top_k", "top_p", "min_p")]
+            qs, ps = (transform(x, options.get("temperature", 1.0), *cuts) for x in (q, p))
+            chance *= min(max(q.max() + (seen[1] - seen[2]) / (seen[0] + 4), 0), 1)
+            drafts = place < len(at) - 1 and (stop_below is None or chance >= stop_below)
+            pi = at[place](q, p, qs, ps)
+            ended = (seen[0] + place + drafts, seen[1] + place, seen[2] + hoped + drafts * q.max())
+            for token, mine in enumerate(pi):
+                kept = min(qs[token], mine) if drafts else 0
+                for share, state in ((kept, (place + 1, chance, hoped + q.max(), seen)),
+                                     (mine - kept, (0, 1.0, 0.0, ended))):
+                    if share > 0:
+                        closed, own_text = token == eos or step == steps - 1, (*text, token)
+                        found, key = (texts, own_text) if closed else (grown, (own_text, *state))
+                        found[key] = found.get(key, 0.0) + mass * share
         open_texts = grown
     return texts
 

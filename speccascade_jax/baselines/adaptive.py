@@ -17,8 +17,6 @@ from speccascade_jax.core.samplers import (
     Sampler,
     Speculative,
     after,
-    append,
-    placed_at,
     read,
     step,
 )
@@ -26,8 +24,10 @@ from speccascade_jax.core.typing import Cache, Params
 from speccascade_jax.core.verification import Draft
 
 Array = jax.Array
-STOP_BELOW = 0.4
-PRIOR = 4.0  # tested tokens by which the drafter's own confidence is believed before a row has any
+STOP_BELOW = 0.3
+ACCEPTANCE = 0.8  # of a row that has tested nothing
+PRIOR = 4.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
+PARTS = 4    # widths in which the verifier reads
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
@@ -49,6 +49,10 @@ class Experience:
         """How much more of the tokens is kept than the drafter's confidence says."""
         return (self.kept - self.hoped) / (self.tested + PRIOR)
 
+    @property
+    def acceptance(self) -> Float[Array, " B"]:
+        return (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR)
+
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Speculative):
@@ -61,7 +65,10 @@ class Adaptive(Speculative):
     each drafted token still follows its law. (Dropping a token once it is drawn, because its own probability
     is small, would not be.) The law it stops at serves the bonus position.
 
-    The verifier reads as many tokens as the longest draft of the batch needs, in one of three widths.
+    A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
+    position's chance is then the row's acceptance so far. It drafts one token at least.
+
+    The verifier reads as many tokens as the longest draft of the batch needs, in one of four widths.
     """
 
     stop_below: float = STOP_BELOW
@@ -70,7 +77,7 @@ class Adaptive(Speculative):
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         block, caches, ((passes, sure), counts) = super().step(params, caches, rows, eos_id)
         tested = counts.accepted + (counts.accepted < counts.drafted)
-        inside = jnp.arange(self.block_size) < tested[:, None]
+        inside = jnp.arange(self.width) < tested[:, None]
         seen = Experience(passes, tested, counts.accepted, jnp.sum(jnp.where(inside, sure, 0.0), axis=1))
         return block, caches, (seen, counts)
 
@@ -78,43 +85,46 @@ class Adaptive(Speculative):
         lossless = jnp.array([method.lossless and self.spares for method in self.methods])
         spared = lossless[rows.methods[:, self.level - 1]]
         most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
-        bias = 0.0 if rows.so_far is None else rows.so_far[0].bias
+        seen: Experience | None = None if rows.so_far is None else rows.so_far[0]
+        bias, acceptance = (0.0, ACCEPTANCE) if seen is None else (seen.bias, seen.acceptance)
 
         def ask(drafter: Sampler, carry: Any) -> Any:
-            """The law of every unfinished row's next token, and the token where the row goes on."""
-            drafted, caches, recent, passes, sure, chance, on = carry
+            """The law of every unfinished row's next token, and the token where the row goes on. All of these
+            rows stand at column n; one that has stopped keeps what lies before it."""
+            n, drafted, caches, recent, passes, sure, chance, on = carry
             at = rows._replace(recent=recent, start=rows.start + passes, want=None, so_far=None,
                                room=on.astype(jnp.int32))
             block, caches, _ = step(drafter, params, caches, at, eos_id)
             own = jnp.max(block.own[:, 0], axis=-1)
             chance = chance * jnp.clip(own + bias, 0.0, 1.0)
-            takes = self.goes_on(chance, block) & on & (drafted.size < most)
-            place = jnp.where(on, drafted.size, self.width)  # a row keeps the law that it stopped at
-            size = drafted.size + takes
-            drafted = append(drafted._replace(size=place), block)._replace(size=size)
-            sure, recent = placed_at(sure, own[:, None], place), after(block._replace(size=1 * takes), recent)
-            on_now = takes & (recent[:, -1] != eos_id) & ~(spared & (size == most))
-            return drafted, caches, recent, passes + on, sure, chance, on_now
+            takes = self.goes_on(chance, block, spared) & on & (drafted.size < most)
+            *columns, sure = (lax.dynamic_update_slice_in_dim(old, new, n, axis=1) for old, new in
+                              ((*zip(drafted[:-1], block[:-1], strict=True), (sure, own[:, None]))))
+            size, recent = drafted.size + takes, after(block._replace(size=1 * takes), recent)
+            enough = (size == most) | (chance * acceptance < self.stop_below)
+            on_now = takes & (recent[:, -1] != eos_id) & ~(spared & enough)
+            return n + 1, Block._make((*columns, size)), caches, recent, passes + on, sure, chance, on_now
 
         none = jnp.zeros_like(rows.room)
         columns = jnp.zeros((len(none), self.width), jnp.int32)
         laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
         blank = Block(columns, laws, laws, columns, none)
-        carry = ask(self.reader, (blank, caches, rows.recent, none, jnp.zeros((len(none), self.block_size)),
+        carry = ask(self.reader, (0, blank, caches, rows.recent, none, jnp.zeros((len(none), self.width)),
                                   jnp.ones(len(none)), rows.room > 0))
         carry = lax.while_loop(lambda carry: jnp.any(carry[-1]), partial(ask, self.drafter), carry)
-        drafted, caches, _, passes, sure, *_ = carry
+        _, drafted, caches, _, passes, sure, *_ = carry
         return drafted, caches, (passes, sure)
 
-    def goes_on(self, chance: Float[Array, " B"], block: Block) -> Bool[Array, " B"]:
+    def goes_on(self, chance: Float[Array, " B"], block: Block, spared: Bool[Array, " B"]
+                ) -> Bool[Array, " B"]:
         """Whether to take the token of `block` into the draft. Its law may be asked, the token itself not."""
-        return chance >= self.stop_below
+        return spared | (chance >= self.stop_below)
 
     def score(self, params: Params, cache: Cache, rows: Rows, draft: Draft
               ) -> tuple[Float[Array, "B N V"], Cache]:
         """As Speculative's, the logits after tokens that no row has drafted 0."""
         whole = self.block_size
-        widths = sorted({-(-whole // part) for part in (4, 2, 1)})
+        widths = sorted({-(-whole * part // PARTS) for part in range(1, PARTS + 1)})
 
         def reading(width: int) -> Callable[[Cache], tuple[Array, Cache]]:
             def score(cache: Cache) -> tuple[Array, Cache]:

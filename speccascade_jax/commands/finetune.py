@@ -1,7 +1,8 @@
-"""Fine-tunes (or trains from scratch) the model of a config, or the router of a pair.
+"""Fine-tunes (or trains from scratch) the model of a config, or the router or learned mixture of a pair.
 
     python scripts/finetune.py --config=demo_verifier
     python scripts/finetune.py --config=demo_router
+    python scripts/finetune.py --config=demo_mixture
 
 Killed and started again, it goes on from its last save.
 """
@@ -36,7 +37,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class RouterArguments:
-    """A router; every field of its config is a flag."""
+    """A router or a learned mixture; every field of its config is a flag."""
 
     run: tyro.conf.OmitArgPrefixes[RouterConfig]
     config: str
@@ -51,9 +52,9 @@ def finetune_router(name: str, run: RouterConfig, argv: list[str]) -> None:
     check_targets({"--output": Path(own.output)}, {"--config": path_of(name)})
     screen = console()
     for what, error in train_router(own).items():
-        screen.print(f"squared error of the gain on texts held out, {what}: {error:.4f}")
+        screen.print(f"loss on texts held out, {what}: {error:.4f}")
     screen.print(f"written: {own.output}. Decode with it: python scripts/decode.py --config={own.pair} "
-                 f"--method router --alpha 0.1 --router {own.output}", soft_wrap=True)
+                 f"--method {own.method} --alpha 0.1 --router {own.output}", soft_wrap=True)
 
 
 def finetune(argv: list[str]) -> None:

@@ -251,13 +251,25 @@ def show_plans(plans: dict[str, Plan], pace: float, times: dict[str, Any], scree
                      "made: predictions are at that pace.", soft_wrap=True)
 
 
-def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str]) -> None:
-    """A config file that loads `config` with the plan's models and block sizes."""
+def of_lookahead(candidates: Candidates, plan: Plan) -> dict[str, float]:
+    """What the method lookahead reads of a pair: its acceptance, and a round's time in verifier steps."""
+    if len(plan.models) != 2:
+        return {}
+    drafter, verifier = map(candidates.names.index, plan.models)
+    seconds, (size,) = candidates.call_seconds, plan.block_sizes
+    cost = (size + 1) * seconds[drafter, 1] + seconds[verifier, size + 1]
+    return {"acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
+            "round_cost": round(float(cost / seconds[verifier, 1]), 3)}
+
+
+def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str],
+                 measured: dict[str, Any]) -> None:
+    """A config file that loads `config` with the plan's models and block sizes, and what was measured."""
     loaded, run = configs.load(arguments.config), arguments.run
     models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
         run, models=models, planned_for=models, method="speculative", alpha=0.0,
-        block_size=plan.block_sizes if plan.block_sizes else 1, hand_over=plan.hand_over)
+        block_size=plan.block_sizes if plan.block_sizes else 1, hand_over=plan.hand_over, **measured)
     changed = [f"{field.name}={getattr(chosen, field.name)!r}" for field in dataclasses.fields(chosen)
                if getattr(chosen, field.name) != getattr(loaded, field.name)]
     write_whole(
@@ -291,7 +303,7 @@ def plan(arguments: Arguments) -> None:
     if len(chosen.models) == 1:
         screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")
     if arguments.output is not None:
-        write_config(arguments.output, arguments, chosen, paths)
+        write_config(arguments.output, arguments, chosen, paths, of_lookahead(candidates, chosen))
         screen.print(f"written: {arguments.output}; decode with --config={arguments.output}")
 
 

@@ -6,12 +6,13 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
 from speccascade_jax.core import rules
-from speccascade_jax.core.rules import CERTAINTY, Alpha, Scores, target_probs
+from speccascade_jax.core.rules import Alpha, Scores, entropy, target_probs
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
@@ -20,19 +21,16 @@ Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`.
-
-    `lossless`: pi = p~, whatever q is. `low` and `high` bound alpha (both included); `summary` is for people,
-    and so is the `name` of one that METHODS does not hold.
-    """
+    """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`."""
 
     target: Target
-    low: float
+    low: float   # alpha's bounds, both included
     high: float
-    summary: str
+    summary: str  # for people
     defers: bool = True
-    lossless: bool = False
-    name: str = ""
+    lossless: bool = False  # pi = p~, whatever q is
+    by_prefix: bool = True  # pi depends on the prefix alone, not on where in a round a position is
+    name: str = ""  # for people, of one that METHODS does not hold
 
 
 def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
@@ -44,14 +42,15 @@ def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
 
 
 METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless; alpha unused",
-                          lossless=True),
+    "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless", lossless=True),
     "chow": Method(_cascade(rules.chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(rules.chow, CERTAINTY), 0, math.inf, "defer when H(q) > alpha"),
+    "chow_log": Method(_cascade(rules.chow, entropy), 0, math.inf, "defer when H(q) > alpha"),
     "diff": Method(_cascade(rules.diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(rules.diff, CERTAINTY), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "diff_log": Method(_cascade(rules.diff, entropy), 0, math.inf, "defer when H(q) > H(p) + alpha"),
     "opt": Method(_cascade(rules.opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(rules.opt, CERTAINTY), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "opt_log": Method(_cascade(rules.opt, entropy), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "lookahead": Method(_cascade(rules.lookahead, 0.8, 2.0), 0, math.inf,
+                        "as opt, a rejection at the price of what is lost after it", by_prefix=False),
     "token_v1": Method(_cascade(rules.token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
     "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
     "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
@@ -59,7 +58,8 @@ METHODS: dict[str, Method] = {
     "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)"),
     "typical": Method(_cascade(rules.typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
     "mixture": Method(rules.mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
+    "learned_mixture": Method(rules.mixture, 0, 1, "mixture, learnt weights (--router)", defers=False),
     "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(rules.lossy_tuned, 0, 0.999, "as lossy, with a tuned beta", defers=False),
+    "lossy_tuned": Method(partial(rules.lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False),
     "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
 }

@@ -60,34 +60,39 @@ def speculative(s: Scores, alpha: Alpha) -> Array:
     return jnp.ones((*s.q.shape[:-1], 1), bool)
 
 
-class Confidence(NamedTuple):
-    """How sure a distribution is at each position, and the most it can be."""
-
-    of: Callable[[Array], Array]
-    most: float
+def doubt(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
+    """1 - max x: how likely the likeliest token is wrong; of the 0-1 loss, as entropy is of the log loss."""
+    return 1.0 - _max(x)
 
 
-LIKELIEST = Confidence(_max, 1.0)                   # of the 0-1 loss
-CERTAINTY = Confidence(lambda x: -entropy(x), 0.0)  # of the log loss
+def chow(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
+    """max q < 1 - alpha (Chow 1970); by entropy H(q) > alpha."""
+    return by(s.q) > alpha
 
 
-def chow(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
-    """max q < 1 - alpha (Chow 1970); by certainty H(q) > alpha."""
-    return by.of(s.q) < by.most - alpha
+def diff(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
+    """max q < max p - alpha (Narasimhan et al., Table 1); by entropy H(q) > H(p) + alpha."""
+    return by(s.q) > by(s.p) + alpha
 
 
-def diff(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
-    """max q < max p - alpha (Narasimhan et al., Table 1); by certainty H(q) > H(p) + alpha."""
-    return by.of(s.q) < by.of(s.p) - alpha
-
-
-def opt(s: Scores, alpha: Alpha, by: Confidence = LIKELIEST) -> Array:
-    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10); by certainty App. C.2.
+def opt(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
+    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10); by entropy App. C.2.
 
     At temperature 0 this is `diff` (Lemma 8): there TV is 0 or 1, and where the argmaxes agree
     both rules emit that token.
     """
     return diff(s, alpha * total_variation(s.p_sampled, s.q_sampled), by)
+
+
+def lookahead(s: Scores, alpha: Alpha, acceptance: float, round_cost: float) -> Array:
+    """opt at the price of a rejection where it happens. The second last axis is a round's positions, the
+    bonus one at its end; with L(n) = 1 + a + .. + a^(n-1) tokens lost where n positions are left:
+
+        max q < max p - alpha round_cost L(gamma - j) / L(gamma + 1) TV(p~, q~)        at position j
+    """
+    powers = acceptance ** jnp.arange(s.q.shape[-2], dtype=s.q.dtype)
+    through = jnp.cumsum(powers)
+    return opt(s, alpha * round_cost * (through - powers)[::-1, None] / through[-1])
 
 
 def token_v1(s: Scores, alpha: Alpha) -> Array:
@@ -169,17 +174,13 @@ def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha,
     return kept + rejected * residual / jnp.where(mass > 0, mass, 1.0)
 
 
-def lossy(s: Scores, alpha: Alpha) -> tuple[Array, None]:
-    return lossy_law(s.q_sampled, s.p_sampled, alpha, 1.0), None
-
-
-def lossy_tuned(s: Scores, alpha: Alpha) -> tuple[Array, None]:
-    beta = tuned_beta(s.q_sampled, s.p_sampled, alpha)
+def lossy(s: Scores, alpha: Alpha, tuned: bool = False) -> tuple[Array, None]:
+    beta = tuned_beta(s.q_sampled, s.p_sampled, alpha) if tuned else 1.0
     return lossy_law(s.q_sampled, s.p_sampled, alpha, beta), None
 
 
 def lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
     """Accept v iff p(v) >= (1 - alpha) max p, else emit argmax p (Leviathan et al. 2023, A.5)."""
-    refused = s.p < (1.0 - alpha) * _max(s.p)
+    refused = token_v3(s, alpha)
     best = jax.nn.one_hot(jnp.argmax(s.p, axis=-1), s.p.shape[-1])
     return target_probs(s.q_sampled, best, refused), refused

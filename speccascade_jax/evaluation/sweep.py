@@ -27,9 +27,9 @@ TENTHS = tuple(n / 10 for n in range(11))
 BENDS = dict.fromkeys(("token_v3", "typical", "lossy", "lossy_tuned", "lossy_greedy"),
                       (0.92, 0.94, 0.96, 0.98, 0.99))  # leniences between which tenths would miss a bend
 TRUNCATIONS: dict[str, tuple[float, ...]] = {
-    "top_p": (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3), "top_k": (64, 32, 16, 8, 4, 2),
-    "min_p": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)}
-"""What any sampler can have without a rule: the lossless cascade's and the verifier's leniences."""
+    "top_p": (0.9, 0.7, 0.5, 0.3), "top_k": (16, 4, 2), "min_p": (0.05, 0.15, 0.4)}
+"""What any sampler can have without a rule: the lossless cascade's and the verifier's leniences. With less
+cut than by the first of each little changes, with more than by the last one decoding is nearly greedy."""
 TRUNCATED = ("speculative", "verifier")
 THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
 UNTIMED = ("oracle",)  # its time means nothing

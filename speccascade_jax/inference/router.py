@@ -1,9 +1,10 @@
-"""The learned rule: `opt` with its estimate of what deferring gains corrected by a small network.
+"""Methods that learn: `opt` and `mixture`, corrected by a small network on features of q and p.
 
-    delta = gain(q, p) > alpha TV(p~, q~),    gain = max p - max q + network(features of q and p)
+    router             delta = gain > alpha TV(p~, q~),  gain = max p - max q + network
+    learned_mixture    pi = w q~ + (1 - w) p~,           w = alpha e^network / (alpha e^network + 1 - alpha)
 
 The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. A network of zeros is `opt`.
+per-position rule's, and the output follows it exactly. With a network of zeros they are `opt` and `mixture`.
 training.router trains it.
 """
 
@@ -18,12 +19,11 @@ import numpy as np
 from jaxtyping import Float
 
 from speccascade_jax.core.methods import METHODS, Method
-from speccascade_jax.core.rules import Scores, entropy, target_probs, total_variation
+from speccascade_jax.core.rules import Scores, entropy, mixture, target_probs, total_variation
 from speccascade_jax.core.typing import AnyArray
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings
 
 Array = jax.Array
-NAME = "router"
 FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p, q)", "q at max p", "p at max q")
 
 
@@ -45,52 +45,71 @@ def features(q: Float[Array, "*B V"], p: Float[Array, "*B V"]) -> Float[Array, "
 
 def gain(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
     """By how much the drafter's expected loss exceeds the verifier's, as the network estimates it."""
-    network = jnp.tanh(features @ weights.hidden + weights.bias) @ weights.out
-    return features[..., 1] - features[..., 0] + network
+    return network(weights, features) + features[..., 1] - features[..., 0]
 
 
-def method_of(weights: Weights) -> Method:
-    """The rule of a trained network."""
-    def target(s: Scores, alpha: Any) -> tuple[Array, Array]:
+def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
+    """q~'s weight in the mixture: alpha, its odds times e^network. 0 at alpha 0, 1 at alpha 1."""
+    odds = alpha * jnp.exp(jnp.clip(network(weights, features), -20, 20))
+    return odds / (odds + 1 - alpha)
+
+
+def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
+    return jnp.tanh(features @ weights.hidden + weights.bias) @ weights.out
+
+
+def method_of(weights: Weights, name: str = "router") -> Method:
+    """The method of a trained network, one of TRAINED."""
+    def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
         threshold = alpha * total_variation(s.p_sampled, s.q_sampled)
         delta = gain(weights, features(s.q, s.p))[..., None] > threshold
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
-    return dataclasses.replace(METHODS[NAME], target=target, name=NAME)
+    def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
+        own = features(s.q, s.p)
+        alpha = jnp.broadcast_to(alpha, (*own.shape[:-1], 1))[..., 0]
+        return mixture(s, drafters_weight(weights, own, alpha)[..., None])
+
+    return dataclasses.replace(METHODS[name], target=deferring if name == "router" else mixing, name=name)
 
 
-def described(weights: Weights, **about: Any) -> str:
-    """The content of a router's file."""
-    arrays = {name: np.asarray(value, np.float64).tolist() for name, value in weights._asdict().items()}
-    return json.dumps({"features": FEATURES, **arrays, "about": about}, indent=1) + "\n"
+def described(weights: Weights, name: str = "router", **about: Any) -> str:
+    """The content of a network's file."""
+    arrays = {field: np.asarray(value, np.float64).tolist() for field, value in weights._asdict().items()}
+    return json.dumps({"method": name, "features": FEATURES, **arrays, "about": about}, indent=1) + "\n"
 
 
 def load(path: str | Path) -> Method:
-    """The rule of a file that scripts/finetune.py has written. Raises ValueError for any other file."""
+    """The method of a file that scripts/finetune.py has written. Raises ValueError for any other file."""
     try:
         found = json.loads(Path(path).read_text())
         weights = Weights(*(np.array(found[name], np.float32) for name in Weights._fields))
         units = weights.bias.shape
-        fits = (tuple(found["features"]) == FEATURES and weights.hidden.shape == (len(FEATURES), *units)
-                and weights.out.shape == units and all(np.isfinite(x).all() for x in weights))
+        name = found.get("method", "router")  # which older files do not say
+        fits = (name in TRAINED and tuple(found["features"]) == FEATURES
+                and weights.hidden.shape == (len(FEATURES), *units) and weights.out.shape == units
+                and all(np.isfinite(x).all() for x in weights))
     except OSError as error:
         raise ValueError(f"router is {path}, which cannot be read: {error.strerror}.") from None
     except (ValueError, LookupError, TypeError, RecursionError):
         fits = False
     if not fits:
         raise ValueError(f"router is {path}, which is no router's file: train one with scripts/finetune.py.")
-    return method_of(weights)
+    return method_of(weights, name)
 
 
 def with_router(settings: Settings, router: Method | None) -> Settings:
-    """The settings with the trained rule where they name it. Raises ValueError where there is none."""
+    """The settings with the trained method where they name it. Raises ValueError where there is none."""
     method = settings.method
     names = tuple(method.split("+")) if isinstance(method, str) else method
     names = names if isinstance(names, tuple) else ()
-    if NAME not in names:
+    asked = [name for name in names if name in TRAINED]
+    if not asked:
         return settings
     if router is None:
-        raise ValueError("method router is a trained network: give its file with --router; "
-                         "scripts/finetune.py trains one.")
-    found = tuple(router if name == NAME else name for name in names)
+        raise ValueError(NO_FILE.format(asked[0]))
+    if {router.name} != set(asked):
+        raise ValueError(f"method is {settings.name}, and the file of --router is of {router.name}: give a "
+                         "file of the same method.")
+    found = tuple(router if name in TRAINED else name for name in names)
     return dataclasses.replace(settings, method=found if len(found) > 1 else found[0])

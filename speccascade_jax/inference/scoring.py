@@ -35,13 +35,13 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
     """The law of the token after each prefix of `tokens`, whose first is the one the caches lack: built from
     the models' own distributions, and from the transformed ones. The second is what a text is drawn from.
 
-    Raises ValueError for a sampler that follows no stated law.
+    Raises ValueError for a sampler whose law is not one of the prefix.
     """
     if isinstance(sampler, Autoregressive):
         logits, _ = sampler.model.extend(params, tokens, caches)
         return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
-    if not isinstance(sampler, Speculative):
-        raise ValueError(f"{type(sampler).__name__} states no law of its tokens.")
+    if not isinstance(sampler, Speculative) or not all(method.by_prefix for method in sampler.methods):
+        raise ValueError(f"{type(sampler).__name__} states no law of its tokens by their prefix.")
     below = (params, caches) if sampler.shares else (params[0], caches[0])
     q, q_sampled = laws(sampler.drafter, *below, rows, tokens)
     cache = top(sampler.drafter.models, caches) if sampler.shares else caches[1]

@@ -1,17 +1,22 @@
 """How a text is decoded: what a person may choose, spelt once."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, get_args
 
 from speccascade_jax.baselines import BASELINES, Baseline
 from speccascade_jax.baselines.adaptive import STOP_BELOW
+from speccascade_jax.core import rules
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import HandOver
 
 MOST_TOKENS = 2**17  # a text's
 Vocabulary = Literal["auto", "tli", "union", "slem", "slrs"]
 """How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
+LOOKAHEAD = "lookahead"
+TRAINED = ("router", "learned_mixture")  # methods that are networks, read from files
+NO_FILE = "method {} is a trained network: give its file with --router; scripts/finetune.py trains one."
 ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
 
 
@@ -27,9 +32,11 @@ class Settings:
     alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
                                              # call; adaptive: up to max_block_size
-    max_block_size: int = 10       # of adaptive blocks
+    max_block_size: int = 8        # of adaptive blocks
     stop_below: float = STOP_BELOW  # adaptive drafting stops where the chance that all of the draft stands
                                     # is estimated to fall below this
+    acceptance: float = 0.8        # of lookahead: how likely a drafted token is accepted
+    round_cost: float = 2.0        # of lookahead: a round's time, in steps of the verifier
     hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
     temperature: float = 0.0       # 0 is greedy
     top_k: int | None = None       # sample among the k likeliest tokens
@@ -80,7 +87,10 @@ class Settings:
     def rules(self, levels: int) -> tuple[Method, ...]:
         """The Method of each of `levels` verifiers."""
         methods = self.of_levels("method", levels)
-        return tuple(METHODS[one] if isinstance(one, str) else one for one in methods)
+        return tuple(self._rule(one) if isinstance(one, str) else one for one in methods)
+
+    def _rule(self, name: str) -> Method:
+        return lookahead(self.acceptance, self.round_cost) if name == LOOKAHEAD else METHODS[name]
 
     def check(self, vocab_size: int, levels: int | None = None) -> None:
         """Raises ValueError for an unknown method or a value out of its range, or values for another number
@@ -95,6 +105,10 @@ class Settings:
             raise ValueError(f"max_block_size is {self.max_block_size}; it must be at least 1.")
         if not 0 <= self.stop_below <= 1:
             raise ValueError(f"stop_below is {self.stop_below}; it is a chance, and lies in [0, 1].")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance is {self.acceptance}; it is a chance, and lies in [0, 1].")
+        if not 0 < self.round_cost < math.inf:
+            raise ValueError(f"round_cost is {self.round_cost}; it must be above 0, in verifier steps.")
         if self.hand_over not in get_args(HandOver):
             raise ValueError(f"hand_over is {self.hand_over!r}; known: {', '.join(get_args(HandOver))}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -135,6 +149,16 @@ class Settings:
             raise ValueError(f"block_size is {block_size!r}; give a number, or of two models {ADAPTIVE!r}.")
         if not isinstance(block_size, str) and block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1.")
+
+
+@functools.cache
+def lookahead(acceptance: float, round_cost: float) -> Method:
+    """The rule of this name for a pair of which this was measured; the same object for the same numbers."""
+    def target(s: rules.Scores, alpha: rules.Alpha) -> tuple[Any, Any]:
+        delta = rules.lookahead(s, alpha, acceptance, round_cost)
+        return rules.target_probs(s.q_sampled, s.p_sampled, delta), delta
+
+    return dataclasses.replace(METHODS[LOOKAHEAD], target=target, name=LOOKAHEAD)
 
 
 def _each(value: Any) -> tuple[Any, ...]:

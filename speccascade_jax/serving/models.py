@@ -57,9 +57,9 @@ class ServedModel:
     def _compiled(self, method: str) -> Settings:
         """Settings of everything that this method's requests may ask for."""
         for one in method.split("+"):
-            if one not in METHODS and one not in SINGLE_MODEL:
-                raise ValueError(f"--methods: {one} cannot be served; known: "
-                                 f"{', '.join([*METHODS, *SINGLE_MODEL])}.")
+            known = [*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL]
+            if one not in known:  # log probabilities are those of a law by prefix
+                raise ValueError(f"--methods: {one} cannot be served; known: {', '.join(known)}.")
         settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
                                        min_p=0.0, stop=("\n",))
         settings.of_levels("method", max(self.cascade.levels, 1))

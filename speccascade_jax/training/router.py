@@ -1,19 +1,28 @@
-"""Training the learned rule (inference.router) on teacher-forced texts."""
+"""Training the methods that learn (inference.router) on teacher-forced texts."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Float
 
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
 from speccascade_jax.core.typing import LanguageModel, Params
 from speccascade_jax.inference.outputs import write_whole
-from speccascade_jax.inference.router import FEATURES, Weights, described, features, gain
+from speccascade_jax.inference.router import (
+    FEATURES,
+    Weights,
+    described,
+    drafters_weight,
+    features,
+    gain,
+)
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import Batch, validation_batches
 
@@ -21,6 +30,9 @@ Array = jax.Array
 ROWS = 16     # texts that are scored at once
 POSITIONS = 4096  # of a training step
 HELD_OUT = 5  # every fifth text is for measuring only
+ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
+TV = FEATURES.index("TV(p, q)")
+LEAST = 1e-9  # keeps logarithms and quotients finite
 
 
 def law(model: LanguageModel, params: Params, batch: Batch) -> Array:
@@ -33,59 +45,96 @@ def law(model: LanguageModel, params: Params, batch: Batch) -> Array:
     return jax.nn.softmax(model.extend(params, tokens, cache)[0], axis=-1)
 
 
-def observed(cascade: Cascade, batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every real token: its position's features [N, F]; by how much deferring lowers the 0-1 loss there,
-    1 where only the verifier's likeliest token is the text's, -1 where only the drafter's is [N]; and the
-    number of its text [N]."""
-    def one(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
+class Observed(NamedTuple):
+    """Of every real token of some texts, [N, ...]."""
+
+    features: Any  # of its position
+    gains: Any     # by how much deferring lowers the 0-1 loss: 1 where only the verifier's likeliest token is
+                   # the text's, -1 where only the drafter's is
+    chances: Any   # [N, 2]: how likely it is to the drafter, and to the verifier
+    texts: Any     # the number of its text
+
+
+def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
+    def one(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array, Array]:
         q, p = (law(model, own, batch) for model, own in zip(cascade.models, params, strict=True))
         hits = [(jnp.argmax(x, axis=-1) == batch.target).astype(jnp.float32) for x in (p, q)]
-        return features(q, p), hits[0] - hits[1]
+        chances = [jnp.take_along_axis(x, jnp.asarray(batch.target)[..., None], axis=-1) for x in (q, p)]
+        return features(q, p), hits[0] - hits[1], jnp.concatenate(chances, axis=-1)
 
     score, found = jax.jit(one), []
     for number, batch in enumerate(batches):
-        own, gains = jax.device_get(score((cascade.params[0], cascade.params[-1]), batch))
+        own = jax.device_get(score((cascade.params[0], cascade.params[-1]), batch))
         real = np.arange(batch.target.shape[1]) < batch.target_length[:, None]
         texts = np.broadcast_to(number * len(real) + np.arange(len(real))[:, None], real.shape)
-        found.append((own[real], gains[real], texts[real]))
-    whole, gains, texts = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return whole, gains, texts
+        found.append([x[real] for x in (*own, texts)])
+    return Observed._make(np.concatenate(parts) for parts in zip(*found, strict=True))
 
 
-def fit(whole: np.ndarray, gains: np.ndarray, config: RouterConfig) -> Weights:
-    """The network whose gain() is nearest to `gains` in squared error, which their expectation given the
-    features is. It begins as a network of zeros: as `opt`."""
+def gain_loss(estimate: Array, seen: Observed) -> Array:
+    """The squared error of an estimated gain, least where that is its expectation given the features."""
+    return jnp.mean(jnp.square(estimate - seen.gains))
+
+
+def prices(seen: Observed) -> Float[np.ndarray, " N"]:
+    """What a rejection is worth at each of ALPHAS, in nats: at this price alpha is the best of all constant
+    weights of the drafter, where E[-log(w q + (1 - w) p)] + price (1 - w) E[TV] has its minimum in w. So a
+    network is compared with the best constant at each alpha."""
+    q, p = np.asarray(seen.chances, np.float64).T
+    slopes = [np.mean((p - q) / np.maximum(w * q + (1 - w) * p, LEAST)) for w in ALPHAS]
+    return np.maximum(slopes, 0) / max(np.mean(seen.features[:, TV]), LEAST)
+
+
+def mixture_loss(weight: Array, price: Array, seen: Observed) -> Array:
+    """-log pi of the texts' tokens plus the price of being rejected, (1 - w) TV, of the mixtures with these
+    weights of q."""
+    pi = weight * seen.chances[:, 0] + (1 - weight) * seen.chances[:, 1]
+    return jnp.mean(-jnp.log(jnp.maximum(pi, LEAST)) + price * (1 - weight) * seen.features[:, TV])
+
+
+def fit(seen: Observed, config: RouterConfig) -> Weights:
+    """The network of least loss: gain_loss, or mixture_loss at alphas drawn from ALPHAS. It begins as a
+    network of zeros: as `opt` or `mixture`."""
     rng = np.random.default_rng(config.seed)
     weights = Weights(jnp.asarray(rng.normal(size=(len(FEATURES), config.width)), jnp.float32) / 3,
                       jnp.zeros(config.width), jnp.zeros(config.width))
     optimizer = optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
+    worth = prices(seen)
 
     @jax.jit
-    def step(weights: Weights, state: optax.OptState, whole: Array, gains: Array
+    def step(weights: Weights, state: optax.OptState, seen: Observed, alpha: Array, price: Array
              ) -> tuple[Weights, optax.OptState]:
         def loss(weights: Weights) -> Array:
-            return jnp.mean(jnp.square(gain(weights, whole) - gains))
+            if config.method == "router":
+                return gain_loss(gain(weights, seen.features), seen)
+            return mixture_loss(drafters_weight(weights, seen.features, alpha), price, seen)
 
         updates, state = optimizer.update(jax.grad(loss)(weights), state)
         return optax.apply_updates(weights, updates), state  # type: ignore[return-value]
 
     state = optimizer.init(weights)
     for _ in range(config.steps):
-        chosen = rng.integers(0, len(gains), POSITIONS)
-        weights, state = step(weights, state, whole[chosen], gains[chosen])
+        chosen, level = (rng.integers(0, most, POSITIONS) for most in (len(seen.gains), len(ALPHAS)))
+        some = Observed._make(x[chosen] for x in seen)
+        weights, state = step(weights, state, some, ALPHAS[level], worth[level])
     return jax.device_get(weights)
 
 
-def errors(weights: Weights, whole: np.ndarray, gains: np.ndarray) -> dict[str, float]:
-    """Mean squared errors of the gain as the network estimates it, as opt does, max p - max q, and of no
-    estimate but its mean."""
-    estimates = {"network": gain(weights, whole), "opt": whole[:, 1] - whole[:, 0], "mean": gains.mean()}
-    return {name: float(np.mean(np.square(x - gains))) for name, x in estimates.items()}
+def errors(weights: Weights, seen: Observed, config: RouterConfig) -> dict[str, float]:
+    """The loss that fit() lowers: of the network, of what it begins as, and for a gain of its mean."""
+    if config.method == "router":
+        own = {"network": gain(weights, seen.features), "opt": seen.features[:, 1] - seen.features[:, 0],
+               "mean": seen.gains.mean()}
+        return {name: float(gain_loss(estimate, seen)) for name, estimate in own.items()}
+    constant, worth = Weights(*(np.zeros_like(x) for x in weights)), prices(seen)
+    return {name: float(np.mean([mixture_loss(drafters_weight(own, seen.features, alpha), price, seen)
+                                 for alpha, price in zip(ALPHAS, worth, strict=True)]))
+            for name, own in (("network", weights), ("mixture", constant))}
 
 
 def train_router(config: RouterConfig) -> dict[str, float]:
-    """Writes the router of config.pair to config.output, and returns errors() on the texts held out. It takes
-    minutes, and a killed run begins anew.
+    """Writes the network of config.pair to config.output, and returns errors() on the texts held out. It
+    takes minutes, and a killed run begins anew.
 
     Raises ValueError where the config, its pair or its texts are unusable.
     """
@@ -97,15 +146,16 @@ def train_router(config: RouterConfig) -> dict[str, float]:
     training: TrainConfig = configs.load(name, TrainConfig)
     cascade = Cascade.from_config(pair)
     if cascade.levels != 1 or cascade.foreign:
-        raise ValueError(f"pair is {config.pair}; a router is learnt for two models of one vocabulary.")
+        raise ValueError(f"pair is {config.pair}; a network is learnt for two models of one vocabulary.")
     task = dataclasses.replace(training.task, validation=getattr(training.task, config.split))
     batches = validation_batches(dataclasses.replace(training, task=task), cascade.tokenizer, ROWS)
-    whole, gains, texts = observed(cascade, batches[:-(-config.examples // ROWS)])
-    held = texts % HELD_OUT == 0
+    seen = observed(cascade, batches[:-(-config.examples // ROWS)])
+    held = seen.texts % HELD_OUT == 0
     if held.all():
         raise ValueError(f"the {config.split} split has too few texts to learn from: name another split.")
-    weights = fit(whole[~held], gains[~held], config)
-    found = errors(weights, whole[held], gains[held])
-    write_whole(Path(config.output), described(weights, pair=config.pair, task=name, split=config.split,
-                                               positions=int((~held).sum()), squared_errors=found))
+    learnt, rest = (Observed._make(x[mask] for x in seen) for mask in (~held, held))
+    weights = fit(learnt, config)
+    found = errors(weights, rest, config)
+    write_whole(Path(config.output), described(weights, config.method, pair=config.pair, task=name,
+                                               split=config.split, positions=len(learnt.gains), losses=found))
     return found

@@ -1,9 +1,10 @@
-"""The learned rule: its law, what it learns, its file, and what is refused."""
+"""Methods that learn: their law, what they learn, their files, and what is refused."""
 
 import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
@@ -11,45 +12,67 @@ from toys import TableLM, chi_square, entropy, pair, sequence_law, target
 
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference import router
 from speccascade_jax.inference.router import FEATURES, Weights
-from speccascade_jax.inference.settings import Settings
-from speccascade_jax.training.router import errors, fit
+from speccascade_jax.inference.settings import TRAINED, Settings
+from speccascade_jax.training.router import ALPHAS, Observed, errors, fit, mixture_loss, prices
 
 RNG = np.random.default_rng(3)
 WEIGHTS = Weights(*(RNG.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
 NOTHING = Weights(*(np.zeros_like(x) for x in WEIGHTS))
 
 
-def by_hand(weights, gains_from=lambda q, p, qs, ps: (q, p)):
+def by_hand(weights, gains_from=lambda q, p, qs, ps: (q, p), mixes=False):
     """The target distribution, a position at a time, in float64."""
     def law(q, p, qs, ps, alpha):
         q, p = gains_from(q, p, qs, ps)
         features = np.array([q.max(), p.max(), entropy(q), entropy(p), np.maximum(p - q, 0).sum(),
                              q[p.argmax()], p[q.argmax()]])
-        gain = p.max() - q.max() + np.tanh(features @ weights.hidden + weights.bias) @ weights.out
-        return ps if gain > alpha * np.maximum(ps - qs, 0).sum() else qs
+        network = np.tanh(features @ weights.hidden + weights.bias) @ weights.out
+        if mixes:
+            odds = alpha / (1 - alpha) * np.exp(network)
+            return (odds * qs + ps) / (1 + odds)
+        return ps if p.max() - q.max() + network > alpha * np.maximum(ps - qs, 0).sum() else qs
 
     return law
 
 
 @pytest.mark.full
-def test_a_trained_router_follows_its_law(rows):
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained_follows_its_law(name, rows):
     """Its decisions read the models' own distributions; with transformed ones the law is another."""
-    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), router.method_of(WEIGHTS), 2)
-    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(0.7, top_p=0.95), [0.4])
-    assert 0 < result.counts[1].deferred.sum() < result.counts[1].drafted.sum()
+    mixes = name == "learned_mixture"
+    weights = WEIGHTS._replace(out=6 * WEIGHTS.out) if mixes else WEIGHTS  # far from mixture
+    options = {"temperature": 1.5, "top_p": 0.8} if mixes else {"temperature": 0.7, "top_p": 0.95}
+    method = router.method_of(weights, name)
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), method, 2)
+    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(**options), [0.4])
+    assert mixes or 0 < result.counts[1].deferred.sum() < result.counts[1].drafted.sum()
 
     def p_value(law):
         return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
-            TABLES[:2], [law], [0.4], prompt, steps=STEPS, eos=EOS, temperature=0.7, top_p=0.95))
+            TABLES[:2], [law], [0.4], prompt, steps=STEPS, eos=EOS, **options))
             for n, prompt in enumerate(PROMPTS))
 
-    assert p_value(by_hand(WEIGHTS)) > FAIL_BELOW
-    assert p_value(by_hand(WEIGHTS, lambda q, p, qs, ps: (qs, ps))) < FAIL_BELOW
-    assert p_value(by_hand(NOTHING)) < FAIL_BELOW
+    assert p_value(by_hand(weights, mixes=mixes)) > FAIL_BELOW
+    assert p_value(by_hand(weights, lambda q, p, qs, ps: (qs, ps), mixes)) < FAIL_BELOW
+    assert p_value(by_hand(weights, lambda q, p, qs, ps: (p, q), mixes)) < FAIL_BELOW  # planted: exchanged
+    assert p_value(by_hand(NOTHING, mixes=mixes)) < FAIL_BELOW
+
+
+def test_a_mixture_that_has_learnt_nothing_is_mixture():
+    q, p = (jnp.asarray(x, jnp.float32) for x in RNG.dirichlet(np.ones(6), (2, 3, 4)))
+    scores = Scores(q, p, q, p, jnp.asarray(False))
+    for alpha in (0.0, 0.3, 1.0, jnp.full((3, 1, 1), 0.6)):
+        found, _ = router.method_of(NOTHING, "learned_mixture").target(scores, alpha)
+        np.testing.assert_allclose(found, METHODS["mixture"].target(scores, alpha)[0], atol=1e-6)
+    own = by_hand(WEIGHTS, mixes=True)(*(np.asarray(x[1, 2], np.float64) for x in (q, p, q, p)), 0.3)
+    found, _ = router.method_of(WEIGHTS, "learned_mixture").target(scores, 0.3)
+    np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
 
 
 def test_a_router_that_has_learnt_nothing_is_opt():
@@ -66,11 +89,30 @@ def test_training_finds_what_the_plug_in_misses():
     whole = RNG.random((20_000, len(FEATURES))).astype(np.float32)
     right_q = RNG.random(len(whole)) < np.where(whole[:, 0] > 0.5, 0.5, 1.0) * whole[:, 0]
     gains = (RNG.random(len(whole)) < whole[:, 1]).astype(np.float32) - right_q
-    weights = fit(whole, gains, config)
-    found = errors(weights, whole, gains)
+    seen = Observed(whole, gains, np.zeros((len(gains), 2), np.float32), np.zeros(len(gains)))
+    weights = fit(seen, config)
+    found = errors(weights, seen, config)
     assert found["network"] < found["opt"] - 0.02
     sure = whole[whole[:, 0] > 0.8]
     assert np.mean(router.gain(weights, sure) - (sure[:, 1] - sure[:, 0])) > 0.2
+
+
+def test_training_finds_where_the_drafter_is_worth_more():
+    """A drafter that is better than its verifier where it is sure, and worse elsewhere."""
+    config = RouterConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
+    whole = RNG.random((8_000, len(FEATURES))).astype(np.float32)
+    sure = whole[:, 0] > 0.5
+    chances = np.stack([np.where(sure, 0.8, 0.1), np.where(sure, 0.4, 0.6)], axis=1).astype(np.float32)
+    seen = Observed(whole, np.zeros(len(whole)), chances, np.zeros(len(whole)))
+    worth = prices(seen)
+    for n, alpha in enumerate(ALPHAS):  # the best constant weight at its price
+        near = [mixture_loss(np.full(len(whole), alpha + off), worth[n], seen) for off in (-0.02, 0, 0.02)]
+        assert worth[n] == 0 or near[1] <= min(near) + 1e-6
+    weights = fit(seen, config)
+    found = errors(weights, seen, config)
+    assert found["network"] < found["mixture"] - 0.02
+    weight = router.drafters_weight(weights, whole, 0.5)
+    assert weight[whole[:, 0] > 0.6].min() > weight[whole[:, 0] < 0.4].max()
 
 
 @pytest.mark.full
@@ -90,8 +132,13 @@ def test_only_routers_files_are_read(tmp_path):
     assert pair(router=router.load(path)).checked(Settings(), options).name == "router"
     with pytest.raises(ValueError, match="give its file with --router"):
         pair().checked(Settings(), options)
+    with pytest.raises(ValueError, match="is of router: give a file of the same method"):
+        pair(router=router.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
+    path.write_text(router.described(WEIGHTS, "learned_mixture", pair="toy"))
+    assert router.load(path).name == "learned_mixture" and router.load(path).high == 1
     good = json.loads(path.read_text())
-    for damage in ({"bias": [1.0]}, {"out": [float("nan")] * 5}, {"features": ["x"]}, {"hidden": "x"}):
+    for damage in ({"method": "opt"}, {"bias": [1.0]}, {"out": [float("nan")] * 5}, {"features": ["x"]},
+                   {"hidden": "x"}):
         path.write_text(json.dumps({**good, **damage}))
         with pytest.raises(ValueError, match="no router's file"):
             router.load(path)
@@ -127,6 +174,9 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
             output=output, pair=names["pair"], task=names["task"]))
     assert finetune.main([f"--config={names['router']}", "--examples=32"]) == 0
     assert "texts held out, network" in capsys.readouterr().out
+    assert decode.main([f"--config={names['pair']}", "--method=learned_mixture", "--text=the cat",
+                        f"--output={tmp_path / 'none.jsonl'}"]) == 2
+    assert "give its file with --router" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
     assert json.loads(Path(output).read_text())["about"]["split"] == "validation"
     assert decode.main([f"--config={names['pair']}", "--method=router", "--alpha=0.1", f"--router={output}",
                         "--text=the cat"]) == 0

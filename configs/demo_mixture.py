@@ -1,0 +1,6 @@
+"""The learned mixture of the shipped pair: python scripts/finetune.py --config=demo_mixture."""
+
+from speccascade_jax.config import RouterConfig
+
+config = RouterConfig(name="demo_mixture", output="runs/demo_mixture/mixture.json", pair="demo",
+                      method="learned_mixture")

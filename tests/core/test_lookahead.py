@@ -1,0 +1,112 @@
+"""The look-ahead rule: its law, which knows where in a round a position is, and its price."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, TRANSFORMS, VOCAB, decoded, quick
+from toys import TableLM, block_law, chi_square, lookahead, target
+
+from speccascade_jax.baselines.adaptive import Adaptive
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference import settings
+from speccascade_jax.inference.settings import Settings
+
+ALPHA, ACCEPTANCE, ROUND_COST = 1.2, 0.7, 1.5
+METHOD = settings.lookahead(ACCEPTANCE, ROUND_COST)
+
+
+def written(gamma, rows, options, method=METHOD):
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), method, gamma)
+    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(**options), [ALPHA])
+    return np.asarray(result.tokens), which
+
+
+def laws(gamma, options, rule=lookahead, **more):
+    at = [lambda *law, j=j: rule(j, gamma, ALPHA, ACCEPTANCE, ROUND_COST, *law) for j in range(gamma + 1)]
+    return [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options, **more)
+            for prompt in PROMPTS]
+
+
+def p_value(found, expected):
+    tokens, which = found
+    return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(expected))
+
+
+def mid_block(j, gamma, *more):
+    """The price of the middle of a block at every position: a law by prefix, as opt's."""
+    return lookahead(gamma // 2, gamma, *more)
+
+
+@pytest.mark.parametrize("gamma,transform", quick((3, "plain"), (2, "top_p"), among=[(3, "plain")]))
+def test_lookahead_follows_its_law(gamma, transform, rows):
+    options = {"temperature": 1.0, **TRANSFORMS[transform]}
+    found = written(gamma, rows, options)
+    assert p_value(found, laws(gamma, options)) > FAIL_BELOW
+    assert p_value(found, laws(gamma, options, mid_block)) < FAIL_BELOW  # the control: no law by prefix
+
+
+@pytest.mark.full
+def test_positions_counted_from_the_end_are_seen():
+    """A planted bug: what is lost after a rejection, taken for what was drafted before it."""
+    def wrong(s, alpha):
+        turned = Scores(*(x[:, ::-1] for x in s[:4]), s.greedy)
+        return tuple(x[:, ::-1] for x in METHOD.target(turned, alpha))
+
+    options = {"temperature": 1.0}
+    found = written(3, 40_000, options, dataclasses.replace(METHOD, target=wrong))
+    assert p_value(found, laws(3, options)) < FAIL_BELOW
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_lookahead_at_temperature_zero(gamma):
+    tokens, which = written(gamma, 64, {"temperature": 0.0})
+    for n, law in enumerate(laws(gamma, {"temperature": 0.0})):
+        assert {tuple(int(t) for t in row if t >= 0) for row in tokens[which == n]} == set(law)
+
+
+@pytest.mark.full
+def test_adaptive_blocks_keep_its_law(rows):
+    """Every price is known before its token is drawn: of blocks of up to 3, wherever they stop."""
+    sampler = Adaptive(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHOD, 3, stop_below=0.25)
+    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(1.0), [ALPHA])
+    drafted, rounds = (np.asarray(x) for x in (result.counts[1].drafted, result.counts[1].rounds))
+    assert (drafted < 3 * rounds).any() and (drafted > rounds).any()
+    found = np.asarray(result.tokens), which
+    assert p_value(found, laws(3, {}, stop_below=0.25)) > FAIL_BELOW
+    assert p_value(found, laws(3, {})) < FAIL_BELOW
+
+
+def test_prices_by_hand():
+    """gamma = 2, a = 1/2: of 1 + 1/2 + 1/4 tokens 1 + 1/2 are lost at the first position, 1 at the second,
+    none at the bonus."""
+    q, p = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.1, 0.6])
+    scores = [jnp.asarray(np.tile(x, (1, 3, 1)), jnp.float32) for x in (q, p)]
+    price = 3 * 0.4 * np.array([1.5, 1.0, 0.0]) / 1.75  # TV is 0.4
+    for alpha in (0.05, 0.09, 0.12, 0.2):  # the gain of deferring is 0.1
+        _, delta = settings.lookahead(0.5, 3.0).target(Scores(*scores, *scores, jnp.asarray(False)), alpha)
+        np.testing.assert_array_equal(np.asarray(delta)[0, :, 0], alpha * price < 0.1)
+        for j, deferred in enumerate(np.asarray(delta)[0, :, 0]):
+            np.testing.assert_array_equal(lookahead(j, 2, alpha, 0.5, 3.0, q, p, q, p), p if deferred else q)
+
+
+def test_settings_make_the_rule():
+    (own,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
+    assert own is settings.lookahead(0.5, 3.0) and Settings(method=own).name == "lookahead"
+    rng = np.random.default_rng(0)
+    q, p = (jnp.asarray(rng.dirichlet(np.ones(5), (8, 4)), jnp.float32) for _ in range(2))
+    scores, (default,) = Scores(q, p, q, p, jnp.asarray(False)), Settings(method="lookahead").rules(1)
+    np.testing.assert_array_equal(default.target(scores, 0.2)[0],
+                                  METHODS["lookahead"].target(scores, 0.2)[0])
+    for n in np.ndindex(8, 4):  # at no price it is diff
+        own = [np.asarray(x[n], np.float64) for x in (q, p)]
+        np.testing.assert_allclose(METHODS["lookahead"].target(scores, 0.0)[0][n],
+                                   target("diff", *own, *own, 0.0, False), atol=1e-6)
+    for change in ({"acceptance": 1.5}, {"round_cost": 0.0}, {"round_cost": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            Settings(method="lookahead", **change).check(10)
