@@ -257,7 +257,7 @@ def of_lookahead(candidates: Candidates, plan: Plan) -> dict[str, float]:
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)
     seconds, (size,) = candidates.call_seconds, plan.block_sizes
-    cost = (size + 1) * seconds[drafter, 1] + seconds[verifier, size + 1]
+    cost = (size + 1) * seconds[drafter, 1] + candidates.round_seconds[drafter, verifier, size]
     return {"acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
             "round_cost": round(float(cost / seconds[verifier, 1]), 3)}
 

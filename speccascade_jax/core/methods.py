@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from speccascade_jax.core import rules
-from speccascade_jax.core.rules import Alpha, Scores, entropy, target_probs
+from speccascade_jax.core.rules import Alpha, Scores, certainty, target_probs
 
 Array = jax.Array
 SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
@@ -44,11 +44,11 @@ def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
 METHODS: dict[str, Method] = {
     "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless", lossless=True),
     "chow": Method(_cascade(rules.chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(rules.chow, entropy), 0, math.inf, "defer when H(q) > alpha"),
+    "chow_log": Method(_cascade(rules.chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha"),
     "diff": Method(_cascade(rules.diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(rules.diff, entropy), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "diff_log": Method(_cascade(rules.diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha"),
     "opt": Method(_cascade(rules.opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(rules.opt, entropy), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "opt_log": Method(_cascade(rules.opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
     "lookahead": Method(_cascade(rules.lookahead, 0.8, 2.0), 0, math.inf,
                         "as opt, a rejection at the price of what is lost after it", by_prefix=False),
     "token_v1": Method(_cascade(rules.token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),

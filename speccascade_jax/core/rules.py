@@ -60,23 +60,23 @@ def speculative(s: Scores, alpha: Alpha) -> Array:
     return jnp.ones((*s.q.shape[:-1], 1), bool)
 
 
-def doubt(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
-    """1 - max x: how likely the likeliest token is wrong; of the 0-1 loss, as entropy is of the log loss."""
-    return 1.0 - _max(x)
+def certainty(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
+    """-H(x): for the log loss what max x is for the 0-1 loss."""
+    return -entropy(x)
 
 
-def chow(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
-    """max q < 1 - alpha (Chow 1970); by entropy H(q) > alpha."""
-    return by(s.q) > alpha
+def chow(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max, most: float = 1.0) -> Array:
+    """max q < 1 - alpha (Chow 1970); by certainty H(q) > alpha."""
+    return by(s.q) < most - alpha
 
 
-def diff(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
-    """max q < max p - alpha (Narasimhan et al., Table 1); by entropy H(q) > H(p) + alpha."""
-    return by(s.q) > by(s.p) + alpha
+def diff(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max) -> Array:
+    """max q < max p - alpha (Narasimhan et al., Table 1); by certainty H(q) > H(p) + alpha."""
+    return by(s.q) < by(s.p) - alpha
 
 
-def opt(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = doubt) -> Array:
-    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10); by entropy App. C.2.
+def opt(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max) -> Array:
+    """max q < max p - alpha TV(p~, q~) (Lemma 4, eq. 10); by certainty App. C.2.
 
     At temperature 0 this is `diff` (Lemma 8): there TV is 0 or 1, and where the argmaxes agree
     both rules emit that token.
