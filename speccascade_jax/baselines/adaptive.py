@@ -120,8 +120,8 @@ class Adaptive(Speculative):
 
     def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
                  drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
-        """As Speculative's, in the narrowest width that holds every row's draft. A method that reads its place
-        in the round must not see how long the draft became: it has one width."""
+        """As Speculative's, in the narrowest width that holds every row's draft. A method that reads its
+        place in the round must not see how long the draft became: it has one width."""
         whole, verified = self.block_size, super().verified
         parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
         widths = sorted({-(-whole * part // PARTS) for part in parts})
