@@ -17,17 +17,15 @@ from speccascade_jax.core.samplers import (
     Sampler,
     Speculative,
     after,
-    read,
     step,
 )
-from speccascade_jax.core.typing import Cache, Params
-from speccascade_jax.core.verification import Draft
+from speccascade_jax.core.typing import Cache, Params, fitted
 
 Array = jax.Array
 STOP_BELOW = 0.3
 ACCEPTANCE = 0.8  # of a row that has tested nothing
 PRIOR = 4.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
-PARTS = 4    # widths in which the verifier reads
+PARTS = 4    # widths in which drafts are verified
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
@@ -68,7 +66,7 @@ class Adaptive(Speculative):
     A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
     position's chance is then the row's acceptance so far. It drafts one token at least.
 
-    The verifier reads as many tokens as the longest draft of the batch needs, in one of four widths.
+    What follows the draft is as wide as the longest draft of the batch needs, in one of four widths.
     """
 
     stop_below: float = STOP_BELOW
@@ -120,19 +118,21 @@ class Adaptive(Speculative):
         """Whether to take the token of `block` into the draft. Its law may be asked, the token itself not."""
         return spared | (chance >= self.stop_below)
 
-    def score(self, params: Params, cache: Cache, rows: Rows, draft: Draft
-              ) -> tuple[Float[Array, "B N V"], Cache]:
-        """As Speculative's, the logits after tokens that no row has drafted 0."""
-        whole = self.block_size
-        widths = sorted({-(-whole * part // PARTS) for part in range(1, PARTS + 1)})
+    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
+                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+        """As Speculative's, in the narrowest width that holds every row's draft. A method that reads its
+        place in the round must not see how long the draft became: it has one width."""
+        whole, verified = self.block_size, super().verified
+        parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
+        widths = sorted({-(-whole * part // PARTS) for part in parts})
 
-        def reading(width: int) -> Callable[[Cache], tuple[Array, Cache]]:
-            def score(cache: Cache) -> tuple[Array, Cache]:
-                tokens = draft.tokens[:, :width]
-                logits, longer = read(self.verifier, params, cache, rows, self.behind, tokens)
-                return jnp.pad(logits, ((0, 0), (0, whole - width), (0, 0))), longer
+        def of(width: int) -> Callable[[], tuple[Block, Cache, Counts]]:
+            def narrow() -> tuple[Block, Cache, Counts]:
+                cut = Block._make((*(x[:, :width + 1] for x in drafted[:-1]), drafted.size))
+                block, *rest = verified(params, caches, rows, eos_id, cut, below, drafter_counts)
+                columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
+                return Block._make((*columns, block.size)), *rest
 
-            return score
+            return narrow
 
-        needed = jnp.searchsorted(jnp.array(widths), jnp.max(draft.size))
-        return lax.switch(needed, [reading(width) for width in widths], cache)
+        return lax.switch(jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size)), list(map(of, widths)))

@@ -208,14 +208,19 @@ class Speculative:
         return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        drafted, below, drafter_counts = self._draft(
-            params if self.shares else params[0], caches if self.shares else caches[0], rows, eos_id)
-        size, count = self.capacity, drafted.size
+        drafted = self._draft(params if self.shares else params[0], caches if self.shares else caches[0],
+                              rows, eos_id)
+        return self.verified(params, caches, rows, eos_id, *drafted)
+
+    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
+                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+        """The rest of step(), after what _draft() has returned."""
+        size, count = drafted.tokens.shape[1] - 1, drafted.size
         draft = Draft(drafted.tokens[:, :size], drafted.probs, count)
         draft = draft._replace(tokens=jnp.where(draft.inside, draft.tokens, 0))  # the rest may be no tokens
 
         cache = top(self.drafter.models, below) if self.shares else caches[1]
-        logits, cache = self.score(top(self.models, params), cache, rows, draft)
+        logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
         scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
                         token_probs(logits, rows.options), is_greedy(rows))
 
@@ -231,13 +236,8 @@ class Speculative:
         caches = cache if below is None else (below, cache)
         caches = roll_back(self.models, caches, rows.start - 1 + emitted)
         accepted = jnp.minimum(verdict.num_accepted, emitted)
-        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, size)
+        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, self.capacity)
         return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
-
-    def score(self, params: Params, cache: Cache, rows: Rows, draft: Draft
-              ) -> tuple[Float[Array, "B N V"], Cache]:
-        """The verifier's logits after the last committed token and each drafted one; the longer cache."""
-        return read(self.verifier, params, cache, rows, self.behind, draft.tokens)
 
     def target(self, scores: Scores, rows: Rows, draft: Draft
                 ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
