@@ -29,8 +29,8 @@ from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.steps import make_steps
 
-FAMILIES = {name: DECODERS[name] for name in ("qwen3", "llama", "gemma3_text")} | {
-    "t5": dataclasses.replace(TINY_T5, dropout_rate=0.0), "t5gemma": TINY_T5GEMMA}
+FAMILIES = {"qwen3": DECODERS["qwen3"], "t5": dataclasses.replace(TINY_T5, dropout_rate=0.0),
+            "t5gemma": TINY_T5GEMMA}  # one of each kind of network
 
 
 def saved(folder):
