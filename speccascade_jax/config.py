@@ -108,6 +108,12 @@ class TrainConfig:
     log_every: int = 50
     validation_examples: int = 256    # decoded for task.metric at every evaluation; 0 for none
     seed: int = 0
+    lora_rank: int = 0                # of adapters, trained next to the parameters of `init`, which stay as
+                                      # they are; 0: all parameters are trained
+    lora_alpha: float = 16.0          # what an adapter adds is multiplied by lora_alpha / lora_rank
+    lora_kernels: tuple[str, ...] = ()  # which matrices have one, as models/ calls them (query, up, ...);
+                                        # none named: all of the layers'
+    lora_base: str = "float32"        # what `init`'s parameters are held in meanwhile; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
 

@@ -1,11 +1,15 @@
 """Tiny models with random weights, ours and transformers', and how tests feed them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE
 
 from speccascade_jax.checkpoints import Checkpoint, decoder, t5
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.models import model_of
 
 
@@ -30,6 +34,34 @@ def in_blocks(model, params, tokens, sizes, cache):
         logits.append(part)
         begin += size
     return np.concatenate(logits, axis=1), cache
+
+
+PROMPTS = np.random.default_rng(2).integers(2, 97, (100, 20)).astype(np.int32)
+PROMPT_LENGTHS = np.random.default_rng(3).integers(1, 21, 100).astype(np.int32)
+
+
+def greedy(model, params, count=12):
+    """The tokens [100, count] written after each of PROMPTS, -1 after a text's end."""
+    keys = jax.random.split(jax.random.key(0), len(PROMPTS))
+    return np.asarray(generate(
+        Autoregressive(model), params, keys, PROMPTS, PROMPT_LENGTHS, SamplingOptions(0.0), jnp.zeros(0),
+        max_new_tokens=count, eos_id=model.config.eos_id).tokens)
+
+
+def their_texts(theirs, count=12):
+    """What transformers' generate() writes for each of PROMPTS, as greedy() has it; those of one length at
+    once, so that none is padded."""
+    torch, found = pytest.importorskip("torch"), np.full((len(PROMPTS), count), -1)
+    for length in np.unique(PROMPT_LENGTHS):
+        rows = np.flatnonzero(length == PROMPT_LENGTHS)
+        prompts = torch.tensor(PROMPTS[rows, :length].astype(np.int64))
+        with torch.no_grad():
+            texts = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+                                    max_new_tokens=count, eos_token_id=1, pad_token_id=0).numpy()
+        texts = texts[:, 1 if theirs.config.is_encoder_decoder else length:]
+        ended = np.cumsum(texts == 1, axis=1) - (texts == 1) > 0
+        found[rows, :texts.shape[1]] = np.where(ended, -1, texts)
+    return found
 
 
 def transformers_t5(config, seed=0):

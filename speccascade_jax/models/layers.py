@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Int
 
 from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.models.adapters import AdaptedKernel
 from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
@@ -76,8 +77,11 @@ def of_rows(product: Callable[[Array], Array], x: Array) -> Array:
     return product(jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
 
 
-def project(x: Array, kernel: Array | PackedKernel, dtype: Any) -> Array:
+def project(x: Array, kernel: Array | PackedKernel | AdaptedKernel, dtype: Any) -> Array:
     """x [..., in] @ kernel [in, out] -> float32 [..., out], in `dtype` unless the kernel is packed."""
+    if isinstance(kernel, AdaptedKernel):
+        low = project(project(x, kernel.a, dtype), kernel.b, dtype)
+        return project(x, kernel.base, dtype) + kernel.scale * low
     if isinstance(kernel, PackedKernel):
         return of_rows(lambda x: packed_matmul(x, kernel), x)
     if dtype == jnp.bfloat16:

@@ -20,20 +20,23 @@ from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
+from speccascade_jax.training.lora import check_adapters
 
 PIECES = "unigram", "bpe", "char"
 LARGEST = 2**31 - 1  # what int32 counts
 NAMES = {"optimizer": ("adafactor", "adamw"), "decay": ("constant", "linear"), "divergence": DIVERGENCES,
-         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA, "tokenizer_pieces": PIECES}
+         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA, "tokenizer_pieces": PIECES,
+         "lora_base": ("float32", "bfloat16")}
 LEAST = {"tokenizer_size": 1, "teacher_examples": 1, "steps": 1, "batch_tokens": 1, "accumulate": 1,
          "warmup_steps": 0, "eval_every": 1, "save_every": 1, "log_every": 1, "validation_examples": 0,
-         "seed": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}
+         "seed": 0, "lora_rank": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}
 """The smallest value of each whole number; the largest is LARGEST."""
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: x >= 0, "of at least 0"),
     "weight_decay": (lambda x: x >= 0, "of at least 0"),
     "z_loss": (lambda x: x >= 0, "of at least 0"),
     "clip_norm": (lambda x: x > 0, "above 0"),
+    "lora_alpha": (lambda x: x > 0, "above 0"),
     "exit_weight": (lambda x: x >= 0, "of at least 0"),
     "layer_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "distillation": (lambda x: 0 <= x <= 1, "from 0 to 1"),
@@ -48,7 +51,8 @@ def check(config: TrainConfig) -> None:
     check_fields(config.exits)
     FAMILIES[config.model.family].check(f"config {config.name}", config.model)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
-    begins = {"init": config.init, "drafter": config.exits.drafter} if not resumed else {}
+    begins = {"init": config.init} if config.lora_rank or not resumed else {}
+    begins |= {"drafter": config.exits.drafter} if not resumed else {}
     checkpoints_read = {**begins, "teacher": config.teacher}
     for path in (config.tokenizer, *checkpoints_read.values()):
         if path is not None and path.startswith("gs://"):
@@ -62,6 +66,8 @@ def check(config: TrainConfig) -> None:
     if config.tokenizer is None and config.init is None:
         raise ValueError("training from scratch needs a tokenizer: name its file with --tokenizer; it is "
                          "trained on the task where it is missing.")
+    if config.lora_rank:
+        check_lora(config)
     if isinstance(config.model, NetworkConfig):
         check_network(config)
     for split in ("train", "validation"):
@@ -104,6 +110,17 @@ def check_network(config: TrainConfig) -> None:
                          "members only, and names the folder of the full model, --init, which is not trained "
                          f"(frozen) and lies next to it: leave it out; the run in {config.output_dir} is a "
                          "checkpoint itself.")
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Raises ValueError where the model cannot be trained by adapters."""
+    if config.init is None:
+        raise ValueError("adapters (lora_rank) are trained next to the parameters of a checkpoint: name it "
+                         "with --init.")
+    if isinstance(config.model, NetworkConfig):
+        raise ValueError("adapters (lora_rank) are for one model; the members of a network are trained next "
+                         "to a frozen one without: set lora_rank to 0.")
+    check_adapters(config)
 
 
 def encodable(text: str) -> bool:
@@ -202,7 +219,10 @@ def check_memory(config: TrainConfig, rows: int) -> None:
         shapes = jax.tree.leaves(model_of(config.model).abstract_params())
         parameters = sum(math.prod(x.shape) for x in shapes)
     own, share = 4 * rows // devices, devices if config.split_parameters else 1
-    needed = {"the parameters and their gradients": 8 * parameters / share,
+    what, bytes_each = "the parameters and their gradients", 8
+    if config.lora_rank:
+        what, bytes_each = "the parameters", 2 if config.lora_base == "bfloat16" else 4
+    needed = {what: bytes_each * parameters / share,
               "the logits": own * task.max_target_length * model.vocab_size,
               "a layer's attention scores": own * model.num_heads * task.max_source_length**2}
     what, most = max(needed.items(), key=lambda item: item[1])

@@ -15,6 +15,7 @@ from speccascade_jax.models.exits import depth_of
 from speccascade_jax.models.layers import AfterLayer, last_written
 from speccascade_jax.training.data import Batch
 from speccascade_jax.training.distillation import distillation_loss
+from speccascade_jax.training.lora import split_adapters
 from speccascade_jax.training.losses import token_loss
 
 Array = jax.Array
@@ -22,7 +23,10 @@ CURRICULA = "all", "rotational", "gradual"
 
 
 def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that are trained, and those that are not: a frozen full model's. The same arrays."""
+    """The parameters that are trained, and those that are not: a frozen full model's, or what adapters are
+    next to. The same arrays."""
+    if config.lora_rank:
+        return split_adapters(params)
     if not (isinstance(config.model, NetworkConfig) and config.exits.frozen):
         return params, nnx.State({})
     trained: dict[Any, Any] = {}

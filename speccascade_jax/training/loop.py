@@ -27,7 +27,7 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
-from speccascade_jax.training import distillation
+from speccascade_jax.training import distillation, lora
 from speccascade_jax.training.checks import check, check_memory
 from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
 from speccascade_jax.training.exits import split
@@ -93,18 +93,26 @@ def start(config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest:
           ) -> tuple[int, nnx.State, Any]:
     """The step, parameters and optimizer state of the last save, or those that a new run begins with."""
     step = latest.latest_step() or 0
-    if not step:
+
+    def made(item: str, new: Callable[..., Any], *arguments: Any) -> Any:
+        """`item` of the last save, or new(*arguments)."""
+        shapes = jax.eval_shape(new, *arguments)
+        at = tree_sharding(mesh, shapes, config.split_parameters)
+        if not step:
+            return jax.jit(new, out_shardings=at)(*arguments)
+        return native.restore(latest, item, jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at))
+
+    if config.lora_rank or not step:  # what adapters are next to is not saved
         params = first_parameters(config, model, mesh)
-        trained = split(config, params)[0]
-        at = tree_sharding(mesh, jax.eval_shape(optimizer.init, trained), config.split_parameters)
-        return 0, params, jax.jit(optimizer.init, out_shardings=at)(trained)
-    place = Placement(sharding=placement(config, mesh))
-    params = native.read_params(Path(config.output_dir, "latest", str(step)), model, place)
-    shapes = jax.eval_shape(optimizer.init, split(config, params)[0])
-    opt_state = native.restore(latest, "optimizer", jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes,
-        tree_sharding(mesh, shapes, config.split_parameters)))
-    return step, params, opt_state
+    else:
+        place = Placement(sharding=placement(config, mesh))
+        params = native.read_params(Path(config.output_dir, "latest", str(step)), model, place)
+    lora.describe(config, params)
+    if config.lora_rank:
+        adapters = made(lora.ADAPTERS, partial(lora.fresh, config, model.abstract_params()))
+        params = lora.with_adapters(params, adapters)
+    return step, params, made("optimizer", optimizer.init, split(config, params)[0])
 
 
 def train(config: TrainConfig, metric: Metric | None = None) -> Path:
@@ -150,10 +158,12 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     step, params, opt_state = start(config, model, optimizer, mesh, latest)
     batches = data.from_step(step * config.accumulate)
     steps = make_steps(model, config, optimizer, mesh, teacher)
+    merged = lora.merging(config, mesh)
     with Reporter(run, step, config.steps, quiet=jax.process_index() > 0) as report:
         report.record("start", step, config=portable(dataclasses.asdict(config)), jax=jax.__version__,
                       device=str(jax.devices()[0]), devices=jax.device_count(), machine=platform.machine(),
-                      parameters=sum(x.size for x in jax.tree.leaves(params)))
+                      parameters=sum(x.size for x in jax.tree.leaves(params)),
+                      trained=sum(x.size for x in jax.tree.leaves(split(config, params)[0])))
         began, pending, tokens = time.monotonic(), [], 0
         while step < config.steps:
             params, opt_state, loss, norm, count = one_step(
@@ -173,16 +183,20 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                           tokens_per_second=tokens / seconds, seconds=seconds)
             if (evaluates or saves) and not steps.finite((params, opt_state)):
                 raise diverged("a parameter or the optimizer's state", step, kept)
+            whole = merged(params) if evaluates or saves else params
             if evaluates:
                 sums = [jax.device_get(steps.losses(params, split_rows(mesh, batch))) for batch in validation]
                 total, number = np.sum(sums, axis=0)
                 mean = float(total / number)
                 if not math.isfinite(mean):
                     raise diverged("the validation loss", step, kept)
-                report.record("evaluation", step, loss=mean, quality=score(params), metric=task.metric)
-                native.save(best, step, {"params": nnx.to_pure_dict(params)}, {"loss": mean})
+                report.record("evaluation", step, loss=mean, quality=score(whole), metric=task.metric)
+                native.save(best, step, {"params": nnx.to_pure_dict(whole)}, {"loss": mean})
             if saves:  # after the evaluation: a kill between the two repeats it
-                native.save(latest, step, {"params": nnx.to_pure_dict(params), "optimizer": opt_state})
+                adapters = {lora.ADAPTERS: lora.split_adapters(params)[0]} if config.lora_rank else {}
+                native.save(latest, step, {"params": nnx.to_pure_dict(whole), **adapters,
+                                           "optimizer": opt_state})
+            del whole  # of adapters it is one copy more of the model
             began, pending, tokens = time.monotonic(), [], 0
 
 

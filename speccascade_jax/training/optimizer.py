@@ -15,7 +15,11 @@ def scale_by_parameter_rms() -> optax.GradientTransformation:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The config's optimizer. Adafactor is set as in the T5 papers: parameter scaling, no momentum."""
+    """The config's optimizer. Adafactor is set as in the T5 papers: parameter scaling, no momentum.
+
+    Adapters' updates are not scaled by their arrays' size: half of these begin at 0.
+    """
+    scaled = not config.lora_rank
     end = 0.0 if config.decay == "linear" else config.learning_rate
     rate = optax.linear_schedule(config.learning_rate, end, max(config.steps - config.warmup_steps, 1))
     if config.warmup_steps:
@@ -23,9 +27,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
                                        config.warmup_steps)
         rate = optax.join_schedules([warmup, rate], [config.warmup_steps])
     if config.optimizer == "adafactor":
-        optimizer = optax.adafactor(rate, multiply_by_parameter_scale=True, clipping_threshold=1.0)
+        optimizer = optax.adafactor(rate, multiply_by_parameter_scale=scaled, clipping_threshold=1.0)
     else:
-        optimizer = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.98), scale_by_parameter_rms(),
+        optimizer = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.98),
+                                scale_by_parameter_rms() if scaled else optax.identity(),
                                 optax.add_decayed_weights(config.weight_decay),
                                 optax.scale_by_learning_rate(rate))
     if config.clip_norm is None:

@@ -70,7 +70,8 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
     if isinstance(model, Network) and checkpoints.config_of(config.init).family != config.model.family:
         full = load_placed(config.init, config, mesh, full_of(config.model)).params
         return jax.device_put(with_decoder(model.around(full, config.seed), config, mesh), at)
-    return load_placed(config.init, config, mesh, config.model).params
+    held = config.lora_base if config.lora_rank else "float32"
+    return load_placed(config.init, config, mesh, config.model, held).params
 
 
 def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.State:
@@ -91,10 +92,10 @@ def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
     return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
 
 
-def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None
-                ) -> checkpoints.Checkpoint:
-    """A checkpoint in float32, each array where the mesh wants it."""
-    return checkpoints.load(path, sharding=placement(config, mesh), config=shape)
+def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None,
+                dtype: str = "float32") -> checkpoints.Checkpoint:
+    """A checkpoint in `dtype`, each array where the mesh wants it."""
+    return checkpoints.load(path, dtype, placement(config, mesh), config=shape)
 
 
 def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh

@@ -15,6 +15,7 @@ from speccascade_jax.parallel import parameter_sharding, split_rows, tree_shardi
 from speccascade_jax.training.data import Batch
 from speccascade_jax.training.distillation import distillation_loss
 from speccascade_jax.training.exits import joined, member_loss, split
+from speccascade_jax.training.lora import adapted, shapes_of
 from speccascade_jax.training.losses import token_loss
 
 Array = jax.Array
@@ -41,7 +42,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
     def model_loss(params, batch: Batch, key, teacher_params):
-        logits = forward(model, params, batch, key)
+        logits = forward(model, adapted(config, params), batch, key)
         total, count = token_loss(logits, batch.target, batch.target_length,
                                   label_smoothing=config.label_smoothing, z_loss=config.z_loss)
         if teacher is not None and config.distillation:
@@ -72,12 +73,12 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
     def losses(params, batch):
         if isinstance(config.model, NetworkConfig):
             return member_loss(model, config, params, batch)
-        return token_loss(forward(model, params, batch), batch.target, batch.target_length)
+        return token_loss(forward(model, adapted(config, params), batch), batch.target, batch.target_length)
 
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
-    shapes = model.abstract_params()
+    shapes = shapes_of(config, model)
     trained = split(config, shapes)[0]
     at, grads_at, opt_at = (tree_sharding(mesh, tree, config.split_parameters)
                             for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained)))

@@ -1,6 +1,7 @@
 """All models' parameters cut over eight devices: the same tokens as on one."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from corpora import SENTENCES
@@ -64,6 +65,61 @@ def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocab
                 XLA_FLAGS=devices(8))
     # Norms, relative positions and the scales of what is cut by rows are whole.
     assert 1 / 8 <= float(share) < (0.2 if dtype == "int8" else 0.16)
+
+
+TODAY = """
+import dataclasses, sys
+from functools import partial
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+sys.path.insert(0, {tests!r})
+from shapes import DECODERS, LENGTH, SOURCE, TINY_T5GEMMA
+from speccascade_jax import checkpoints
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.models import model_of
+from speccascade_jax.parallel import tensor_mesh, tensor_sharding
+
+mesh, alphas = tensor_mesh(8), jnp.array([0.2])
+keys = jax.random.split(jax.random.key(0), 3)
+
+def wide(config, **more):
+    return dataclasses.replace(config, num_heads=8, num_kv_heads=2, d_ff=64, vocab_size=104, **more)
+
+for name in {names!r}:
+    config = DECODERS.get(name, TINY_T5GEMMA)
+    if name == "t5gemma":
+        config = dataclasses.replace(config, encoder=wide(config.encoder), decoder=wide(config.decoder))
+    else:
+        config = wide(config)
+    model, texts = model_of(config), []
+    for n in range(2):
+        params = jax.tree.map(lambda x, n=n: (1 - 0.3 * n) * x, model.init(0))
+        checkpoints.save(Path({folder!r}, f"{{name}}{{n}}"),
+                         checkpoints.Checkpoint(model, params, None, "it"), "huggingface")
+    for cut in None, partial(tensor_sharding, mesh, config):
+        large, small = (checkpoints.load(f"{folder}/{{name}}{{n}}", sharding=cut) for n in range(2))
+        whole = [x.sharding.is_fully_replicated for x in jax.tree.leaves(large.params) if x.ndim > 1]
+        assert all(whole) if cut is None else sum(whole) < len(whole) / 2, name
+        sampler = Speculative(Autoregressive(small.model), large.model, METHODS["token_v3"], 3)
+        texts.append(np.asarray(generate(
+            sampler, (small.params, large.params), keys, SOURCE, LENGTH, SamplingOptions(1.0), alphas,
+            max_new_tokens=12, eos_id=-1).tokens))
+    np.testing.assert_array_equal(*texts)
+    assert len(np.unique(texts[0])) > 8, name
+print("alike")
+"""
+
+
+@pytest.mark.full
+def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
+    """A pair of each kind: norms of heads, biases and windows, an encoder. Two heads of keys and values stay
+    whole."""
+    names = ["qwen3", "gemma3_text", "t5gemma"]
+    tests = str(Path(__file__).resolve().parent.parent)
+    assert run(TODAY.format(names=names, folder=str(tmp_path), tests=tests), XLA_FLAGS=devices(8)) == "alike"
 
 
 def test_more_devices_than_there_are():

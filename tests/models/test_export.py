@@ -1,17 +1,24 @@
 """Configs at their real shapes, on abstract weights: what will run on TPU, GPU and CPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
+from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.inference.vocabularies import shapes_of
 from speccascade_jax.models import model_of, presets, t5
 from speccascade_jax.models.members import member
+from speccascade_jax.models.t5gemma import T5GemmaConfig
+from speccascade_jax.models.vocabulary import Resized, Tables, Translated, TranslatedParams
 
 
 def primitives(jaxpr, path=()):
@@ -40,15 +47,68 @@ def asked(request):
     if of_one:
         names = [path.partition("@")[2] or None for _, path in run.roles]
         models, [params] = [member(models[0], name, "it") for name in names], params
+    return arguments_of(run, models, params)
+
+
+def numbers(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def arguments_of(run, models, params, rows=4):
     levels = len(models) - 1
     sampler = hierarchy(models, [METHODS[run.method]] * levels, run.of_levels("block_size", levels))
-    rows = 4
+    inputs = shapes_of(sampler.models, numbers(rows, run.max_source_length),
+                       lambda *size: numbers(rows, *size))
     arguments = (sampler, params, jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
-                 jax.ShapeDtypeStruct((rows, run.max_source_length), jnp.int32),
-                 jax.ShapeDtypeStruct((rows,), jnp.int32),
-                 SamplingOptions(jax.ShapeDtypeStruct((), jnp.float32)),
-                 jax.ShapeDtypeStruct((levels,), jnp.float32))
+                 inputs, numbers(rows), SamplingOptions(numbers(dtype=jnp.float32)),
+                 numbers(levels, dtype=jnp.float32))
     return arguments, {"max_new_tokens": run.max_new_tokens, "eos_id": 1}
+
+
+PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
+    "qwen3_0.6b_8b": ("qwen3_0.6b", "qwen3_8b"), "qwen3_0.6b_14b": ("qwen3_0.6b", "qwen3_14b"),
+    "llama3_1b_8b": ("llama3_1b", "llama3_8b"), "gemma3_270m_12b": ("gemma3_270m", "gemma3_12b"),
+    "gemma3_1b_27b": ("gemma3_1b", "gemma3_27b"), "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
+    "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"), "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
+    "qwen_0.6b_llama_8b": ("qwen3_0.6b", "llama3_8b"),
+    "tinyllama_1b_mistral_7b": ("tinyllama_1b", "mistral_7b")}
+
+
+def shallow(config):
+    """As many layers as its kinds need: the others are traced alike, only for longer."""
+    if isinstance(config, T5GemmaConfig):
+        return dataclasses.replace(config, encoder=shallow(config.encoder), decoder=shallow(config.decoder))
+    return dataclasses.replace(config, num_layers=max(len(config.local), 1))
+
+
+def pair(name):
+    """generate's arguments for a pair; a drafter of another vocabulary has tables of half of its tokens."""
+    run, shapes = configs.load(name), [shallow(PRESETS[preset]) for preset in PAIRS[name]]
+    models = [model_of(config, dtype="bfloat16", cache_dtype="bfloat16") for config in shapes]
+    params = [jax.tree.map(lambda x: numbers(*x.shape, dtype=jnp.bfloat16), model.abstract_params())
+              for model in models]
+    drafter, size = models[0], models[-1].vocab_size
+    if run.vocabulary == "auto" and shapes[0].family != shapes[1].family:
+        tables = Tables(numbers(size), numbers(size, 4), numbers(size))
+        width, common = shapes[0].d_model, drafter.vocab_size // 2
+        head = numbers(width, common, dtype=jnp.bfloat16)
+        if not shapes[0].tied_embeddings:
+            flat = dict(nnx.to_flat_state(params[0]))
+            flat["head", "kernel"] = flat["head", "kernel"].replace(head)
+            params[0], head = nnx.from_flat_state(flat), None
+        models[0] = Translated(drafter, size, 4, 1.25, None)
+        params[0] = TranslatedParams(params[0], head, tables)
+    elif drafter.vocab_size != size:
+        models[0] = Resized(drafter, size, min(size, drafter.vocab_size))
+    return arguments_of(run, models, tuple(params))
+
+
+@pytest.mark.full(quick=["qwen3_0.6b_8b"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_of_today_exports(name):
+    """Their widths, vocabularies, windows and rotary positions, on TPU, CUDA and CPU."""
+    assert {f"{path}.py" for path in PAIRS} <= {path.name for path in configs.CONFIGS.iterdir()}
+    test_exports_for_tpu_cuda_and_cpu(pair(name))
 
 
 @pytest.mark.full(quick=["wmt_small_large"])

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA
-from tiny_models import in_blocks, prefilled
+from tiny_models import greedy, in_blocks, prefilled, their_texts
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.checkpoints.arrays import Placement
@@ -61,6 +61,17 @@ def test_logits_agree_with_transformers(config, tmp_path):
     for name, array in theirs.state_dict().items():
         np.testing.assert_array_equal(returned.state_dict()[name], array)
     np.testing.assert_allclose(their_logits(returned), expected, atol=1e-4)
+
+
+@pytest.mark.full
+def test_greedy_texts_are_those_of_transformers(tmp_path):
+    """Of a hundred sources, all in one batch here and by their lengths there."""
+    theirs = hugging_face(CONFIGS["untied"])
+    theirs.save_pretrained(tmp_path)
+    model, params = huggingface.load(tmp_path, Placement())
+    texts = greedy(model, params)
+    np.testing.assert_array_equal(texts, their_texts(theirs))
+    assert len(np.unique(texts)) > 30
 
 
 @pytest.mark.parametrize("change,words", [
