@@ -1,11 +1,13 @@
 """What TPU's own compiler makes of the decoding loop, at tiny shapes; skipped where it is not installed."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from speccascade_jax.commands import benchmark
 from speccascade_jax.evaluation import compiled, tpus
 from speccascade_jax.models import model_of
 from speccascade_jax.models.presets import GEMMA2
@@ -81,3 +83,27 @@ def test_planted_faults_are_found(plant, kind, devices):
     model = model_of(T5, stacked=True)
     assert not any(steps(model, devices, lambda cache: cache).values())
     assert steps(model, devices, plant)[kind]
+
+
+def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
+    """benchmark.py --tpu, from flags to tables and JSON lines."""
+    monkeypatch.setattr(benchmark, "PRESETS", {"drafter": PAIRS["t5"][0], "verifier": PAIRS["t5"][1]})
+    path, figures = tmp_path / "figures.jsonl", {}
+    try:
+        assert benchmark.main(["--tpu=v5e:2x2", "--preset", "drafter", "verifier", "--source-length=16",
+                               "--new-tokens=8", "--block-sizes", "2", "--method=token_v3",
+                               f"--output={path}"]) == 0
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    for line in map(json.loads, path.read_text().splitlines()):
+        figures.setdefault(line["of"].split(", 1 of v5e:2x2, batch 1, gamma 2")[0], {})[line["figure"]] = line
+    values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
+    own = values.pop("a round")
+    assert list(values) == ["begin", "run", "drafter step", "verifier step", "scoring 3 tokens"]
+    assert all(one["fits"] and one["HBM in all, MB"] > one["arguments, MB"] > 0 for one in values.values())
+    least = 3 * own["to be read: drafter pass, MB"] + own["to be read: verifier pass, MB"]
+    assert own["to be read, MB"] == pytest.approx(least)
+    assert own["floor, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
+    assert not any(value for name, value in own.items() if name.startswith("faults"))
+    assert {line["device"] for line in figures["run"].values()} == {"v5e:2x2"}
+    assert "to be read, MB" in capsys.readouterr().out
