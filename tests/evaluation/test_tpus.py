@@ -119,6 +119,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     assert "to be read, MB" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_truncation_sorts_nothing(devices):
     logits = jax.ShapeDtypeStruct((1, 3, 4096), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
 
