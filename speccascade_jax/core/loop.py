@@ -14,15 +14,7 @@ from jaxtyping import Float, Int, Key
 
 from speccascade_jax.core.samplers import NO_TOKEN, Counts, Origin, Rows, Sampler, add, after, placed_at, step
 from speccascade_jax.core.sampling import noise
-from speccascade_jax.core.typing import (
-    AnyArray,
-    Cache,
-    Params,
-    Prefix,
-    SamplingOptions,
-    each,
-    fitted,
-)
+from speccascade_jax.core.typing import AnyArray, Cache, Params, Prefix, SamplingOptions, each, fitted
 
 Array = jax.Array
 
@@ -160,9 +152,8 @@ def run(sampler: Sampler, params: Params, state: State, finished: Any, rounds: A
 def finish(state: State, max_new_tokens: int) -> Generation:
     past = jnp.arange(max_new_tokens) >= state.emitted[:, None]
     tokens, origin = (fitted(x, (max_new_tokens,)) for x in (state.tokens, state.origin))
-    tokens, origin, level = (jnp.where(past, -1, x) for x in
-                             (tokens, origin % len(Origin), origin // len(Origin)))
-    return Generation(tokens, origin, level, state.emitted, state.counts)
+    written = tokens, origin % len(Origin), origin // len(Origin)
+    return Generation._make((*(jnp.where(past, -1, x) for x in written), state.emitted, state.counts))
 
 
 @partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))

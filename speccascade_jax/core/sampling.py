@@ -73,7 +73,9 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions) -> Float
         value = jnp.asarray(value)
         return value.reshape(value.shape + (1,) * (logits.ndim - 1)) if value.ndim else value
 
-    def kept(order: Int[Array, "*B N"], inside: Bool[Array, "*B N"]) -> Bool[Array, "*B V"]:
+    def ranked() -> Bool[Array, "*B V"]:
+        order = lax.top_k(logits, most)[1]
+        inside = jnp.broadcast_to(jnp.arange(most) < k, order.shape)
         return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, inside, axis=-1, inplace=False)
 
     logits = logits.astype(jnp.float32)
@@ -83,21 +85,32 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions) -> Float
     logits = logits / jnp.where(greedy, 1.0, temperature)
     if options.top_k is not None:
         most, k = min(options.max_top_k or logits.shape[-1], logits.shape[-1]), of_row(options.top_k)
-        order = lax.top_k(logits, most)[1]
-        inside = jnp.broadcast_to(jnp.arange(most) < k, order.shape)
-        logits = jnp.where(kept(order, inside) | (k < 1), logits, -jnp.inf)
+        inside = lax.platform_dependent(cpu=ranked, default=lambda: largest(jax.nn.softmax(logits), 1, k))
+        logits = jnp.where(inside | (k < 1), logits, -jnp.inf)
     probs = jax.nn.softmax(logits, axis=-1)
     if options.top_p is not None:
         top_p = of_row(options.top_p)
-        order = jnp.argsort(-probs, axis=-1, stable=True)
-        descending = jnp.take_along_axis(probs, order, axis=-1)
-        before = jnp.cumsum(descending, axis=-1) - descending
-        probs = jnp.where(top_p < 1, renormalized(probs, kept(order, before < top_p)), probs)
+        probs = jnp.where(top_p < 1, renormalized(probs, largest(probs, probs, top_p)), probs)
     if options.min_p is not None:
         min_p = of_row(options.min_p)
         likely = probs >= min_p * jnp.max(probs, axis=-1, keepdims=True)
         probs = jnp.where(min_p > 0, renormalized(probs, likely), probs)
     return jnp.where(greedy, best, probs)
+
+
+def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
+    """The fewest of the largest x (>= 0), on ties the first, whose weights sum to `enough`. Equal ones have
+    equal weights. Nothing is sorted: the bits of the smallest of them are found one by one."""
+    def bit(n: Array, edge: Array) -> Array:
+        higher = edge | (jnp.uint32(2**31) >> n)
+        found = jnp.sum(jnp.where(bits >= higher, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(found >= enough, higher, edge)
+
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    edge = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bit, jnp.zeros_like(bits[..., :1]))
+    above, equal = bits > edge, bits == edge
+    before = jnp.sum(jnp.where(above, weights, 0), axis=-1, keepdims=True)
+    return above | (equal & (before + (jnp.cumsum(equal, axis=-1) - 1) * weights < enough))
 
 
 def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Float[Array, "*B V"]:

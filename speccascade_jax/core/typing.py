@@ -34,7 +34,7 @@ class SamplingOptions:
     """How a distribution is transformed before sampling: temperature, then top-k, top-p and min-p.
 
     Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
-    leaves a truncation, and the sort it needs, out of the program; a row without it has top_k 0, top_p 1
+    leaves a truncation, and what it costs, out of the program; a row without it has top_k 0, top_p 1
     or min_p 0. No row's top_k exceeds `max_top_k`, which is static: unless given, the next power of two, or
     the vocabulary's size for a top_k that is traced already.
     """

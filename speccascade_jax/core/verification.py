@@ -65,10 +65,9 @@ def verify(accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: 
 
 def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:
     """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
-    tokens = draft.tokens
     if delta is None:
-        return jnp.zeros(tokens.shape[0], jnp.int32)
-    delta = jnp.broadcast_to(delta, (*tokens.shape[:1], tokens.shape[1] + 1, delta.shape[-1]))[:, :-1]
+        return jnp.zeros_like(draft.size)
+    delta = jnp.broadcast_to(delta, (*draft.probs.shape[:2], delta.shape[-1]))[:, :-1]
     if delta.shape[-1] > 1:
-        delta = jnp.take_along_axis(delta, tokens[..., None], axis=-1)
+        delta = jnp.take_along_axis(delta, draft.tokens[..., None], axis=-1)
     return jnp.sum(delta[..., 0] & draft.inside, axis=1, dtype=jnp.int32)

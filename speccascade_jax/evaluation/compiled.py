@@ -300,7 +300,7 @@ class Program:
             [array, *_] = one.arrays
             same = array.order == source.order and array.shape == source.shape
             found["copies" if same else "changes of layout"].append(
-                f"{times} x {one.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.1f} MB")
+                f"{times} x {one.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.2g} MB")
         return found
 
     def _moved(self, one: Instruction, where: Computation) -> Array | None:

@@ -176,11 +176,14 @@ class Pair:
         return flops(traced.jaxpr) / self.asked.devices
 
     def kept(self) -> set[tuple[str, int]]:
-        """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones."""
-        arrays = [*buffers_of(self.state.caches), *buffers_of(self.params),
-                  *(x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1)]
-        return {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
-                for share in (1, x.shape[0] if x.ndim > 2 else 1)}
+        """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones; but
+        for what is no larger than what a call computes, whose own copies have such sizes, too."""
+        matrices = [x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1]
+        computed = self.asked.rows * (self.asked.block_size + 1) * max(min(x.shape) for x in matrices)
+        arrays = [*buffers_of(self.state.caches), *buffers_of(self.params), *matrices]
+        sizes = {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
+                 for share in (1, x.shape[0] if x.ndim > 2 else 1)}
+        return {(kind, size) for kind, size in sizes if size > computed}
 
 
 def shapes_of(run: DecodeConfig) -> list[Config]:

@@ -4,6 +4,7 @@ Buffers are [B, H, L, K], those of a single row [H, L, K]: of a written buffer w
 backend makes a second one for the attention, and copies both in every step.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from speccascade_jax.core.typing import AnyArray, insert_rows
+from speccascade_jax.models.stacking import nth
 
 Array = jax.Array
 
@@ -34,9 +36,9 @@ class T5Cache(NamedTuple):
 class DecoderCache(NamedTuple):
     """What a decoder by itself remembers. Entries at or past `length` are scratch."""
 
-    keys: tuple[Array, ...]    # a layer: [B, H_kv, L, K], rotated to their positions
-    values: tuple[Array, ...]  # a layer: [B, H_kv, L, K]
-    length: Array              # [B]
+    keys: Buffers    # a layer: [B, H_kv, L, K], rotated to their positions
+    values: Buffers  # a layer: [B, H_kv, L, K]
+    length: Array    # [B]
 
 
 def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
@@ -69,6 +71,16 @@ def insert_layers(old: Buffers, new: Buffers, slots: AnyArray, like_fresh: bool)
     return jax.vmap(lambda a, b: insert_buffer(a, b, slots, like_fresh))(old, new)
 
 
+def insert(cache: Any, fresh: Any, slots: AnyArray, like_fresh: bool) -> Any:
+    """core.typing.insert of a T5Cache or a DecoderCache."""
+    old, new = cache._asdict(), fresh._asdict()
+    buffers = {name: insert_layers(old[name], new[name], slots, like_fresh)
+               for name in old if name.endswith(("keys", "values"))}
+    lengths = {name: insert_rows(old[name], new[name], slots, like_fresh)
+               for name in old if name.endswith("length")}
+    return (fresh if like_fresh else cache)._replace(**buffers, **lengths)
+
+
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
     `new` [B, ..., T, ...]; a single row's buffer may lack the first axis.
@@ -96,3 +108,13 @@ def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buff
                                           scatter_dims_to_operand_dims=(0, 1, 3))
     return lax.scatter(buffers, at, new, windows, indices_are_sorted=True, unique_indices=True,
                        mode=lax.GatherScatterMode.CLIP)
+
+
+def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[..., tuple[Array, ...]]:
+    """What the `number`-th layer calls with its new keys and values [B, H, T, K]: they are written to its own
+    of `buffers` from `start` [B] on, in the list itself; what these then hold is returned."""
+    def remember(*new: Array) -> tuple[Array, ...]:
+        buffers[:] = (write_layer(old, number, own, start) for old, own in zip(buffers, new, strict=True))
+        return tuple(nth(one, number) for one in buffers)
+
+    return remember

@@ -15,25 +15,29 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import DecoderCache, empty, insert_buffer, write
+from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.models.base import SingleModel
+from speccascade_jax.models.cache import DecoderCache, empty, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
     Linear,
     last_written,
     project,
-    read_branches,
+    settled,
     shift_right,
-    skeleton,
     steps_back,
     with_kept,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.rope import Turn, rotated, turns
+from speccascade_jax.models.stacking import each_layer, layers_of, repeated
 
 Array = jax.Array
+SCORES = 2**25  # of attention, that are computed at once: 128 MB
 MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
+Remember = Callable[[Array, Array], tuple[Array, ...]]
+"""A layer's new keys and values [B, H_kv, T, K] -> all that it attends to [B, H_kv, L, K]."""
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False)}
@@ -85,6 +89,16 @@ class DecoderConfig:
         return bool(self.local) and bool(self.local[layer % len(self.local)])
 
 
+def kind_of(config: DecoderConfig, kinds: tuple[Any, ...], number: Any) -> Any:
+    """Of what layers that see everything have, and of the same for local ones, the `number`-th layer's."""
+    if isinstance(number, int):
+        return kinds[config.is_local(number)]
+    local = [config.is_local(n) for n in range(config.num_layers)]
+    if len(set(local)) == 1:
+        return kinds[local[0]]
+    return jax.tree.map(partial(jnp.where, jnp.array(local)[number]), kinds[True], kinds[False])
+
+
 def softcap(x: Array, cap: float | None) -> Array:
     """cap * tanh(x / cap): the identity near 0, never beyond +-cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -117,8 +131,17 @@ class Affine(Linear):
 
 def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array) -> Array:
     """Grouped-query attention: query [B, H, T, K], keys and values [B, H_kv, L, K] (or as in a single row's
-    cache) where `mask` [B, T, L] -> [B, T, H K]."""
-    c = config
+    cache) where `mask` [B, T, L] -> [B, T, H K]. So many tokens at once that there are no more than SCORES
+    scores."""
+    c, (rows, heads, count, _) = config, query.shape
+    at_once = max(SCORES // (rows * heads * mask.shape[-1]), 1)
+    if count > at_once:
+        def one(given: tuple[Array, Array]) -> Array:
+            query, mask = given
+            return mixed(c, query[:, :, None], keys, values, mask[:, None])[:, 0]
+
+        by_token = jnp.moveaxis(query, 2, 0), jnp.moveaxis(mask, 1, 0)
+        return jnp.moveaxis(lax.map(one, by_token, batch_size=at_once), 0, 1)
     groups = query.reshape(query.shape[0], c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
     groups = groups * (c.query_scalar or c.d_kv) ** -0.5
     scores = softcap(with_kept("...tk,...lk->...tl", groups, keys), c.attention_softcap)
@@ -132,7 +155,8 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; scores may be capped."""
 
-    def __init__(self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool,
+                 rngs: nnx.Rngs):
         """`reads`: the width of what keys and values are made of, d_model unless given."""
         c = config
         inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
@@ -142,21 +166,20 @@ class Attention(nnx.Module):
         self.out = Affine(inner, c.d_model, c.output_bias, dtype=dtype, rngs=rngs)
         self.query_norm = Norm(c, c.d_kv) if c.head_norms else None
         self.key_norm = Norm(c, c.d_kv) if c.head_norms else None
-        self.config = c
+        self.config, self.stacked = c, stacked
 
     def heads(self, x: Array, norm: Norm | None = None) -> Array:
         """[B, T, H K] -> [B, H, T, K]"""
+        x = settled(x) if self.stacked else x
         x = x.reshape(*x.shape[:-1], -1, self.config.d_kv)
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
-    def __call__(self, x: Array, keys: Array, values: Array, start: Array, turn: Turn, mask: Array
-                 ) -> tuple[Array, Array, Array]:
-        """x [B, T, D], turned by `turn`; keys and values [B, H, L, K] are written from `start` [B] on and
-        attended to where `mask` [B, T, L]. Returns the output and the longer buffers."""
-        keys = write(keys, rotated(self.heads(self.key(x), self.key_norm), turn), start, axis=2)
-        values = write(values, self.heads(self.value(x)), start, axis=2)
+    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
+        """x [B, T, D], turned by `turn`, attends to what is remembered where `mask` [B, T, L]."""
+        keys, values = remember(rotated(self.heads(self.key(x), self.key_norm), turn),
+                                self.heads(self.value(x)))
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
-        return self.out(mixed(self.config, query, keys, values, mask)), keys, values
+        return self.out(mixed(self.config, query, keys, values, mask))
 
 
 class FeedForward(nnx.Module):
@@ -174,44 +197,43 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = Norm(config), Norm(config)
         self.attention_post_norm = Norm(config) if config.post_norms else None
         self.mlp_post_norm = Norm(config) if config.post_norms else None
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def between(self, x: Array, *beside: Any) -> Array:
         """What other layers do between attention and MLP."""
         return x
 
-    def __call__(self, x: Array, keys: Array, values: Array, start: Array, turn: Turn, mask: Array,
-                 *beside: Any
-                 ) -> tuple[Array, Array, Array]:
+    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
         """As Attention's; `beside` is for between()."""
-        found, keys, values = self.attention(self.attention_norm(x), keys, values, start, turn, mask)
+        found = self.attention(self.attention_norm(x), remember, turn, mask)
         x = x + (found if self.attention_post_norm is None else self.attention_post_norm(found))
         x = self.between(x, *beside)
         made = self.mlp(self.mlp_norm(x))
-        return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made)), keys, values
+        return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made))
 
 
 class Decoder(nnx.Module):
     """The network. `dtype` is the matrix products'; sums and logits are float32."""
 
     def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, remat: bool = False,
-                 rngs: nnx.Rngs):
+                 stacked: bool = False, rngs: nnx.Rngs):
         c = config
         self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(
             c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
-        self.layers = nnx.List([self.new_layer(dtype, rngs) for _ in range(c.num_layers)])
+        self.layers = layers_of([self.new_layer(dtype=dtype, stacked=stacked, rngs=rngs)
+                                 for _ in range(c.num_layers)], stacked)
         self.norm = Norm(c)
         self.head = None if c.tied_embeddings else Linear(
             c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
 
-    def new_layer(self, dtype: Any, rngs: nnx.Rngs) -> Layer:
-        return Layer(self.config, dtype=dtype, rngs=rngs)
+    def new_layer(self, **fields: Any) -> Layer:
+        return Layer(self.config, **fields)
 
     def new_norm(self) -> Norm:
         return Norm(self.config)
@@ -231,8 +253,8 @@ class Decoder(nnx.Module):
         scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
         return x * scale.astype(jnp.float32)
 
-    def beside(self, cache: Any, layer: int) -> tuple[Any, ...]:
-        """What a layer reads besides what all do."""
+    def beside(self, cache: Any, number: Any) -> tuple[Any, ...]:
+        """What the `number`-th layer reads besides what all do."""
         return ()
 
     def advance(self, tokens: AnyArray, cache: Any, depth: int | None = None,
@@ -241,23 +263,25 @@ class Decoder(nnx.Module):
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in a row or as branches; the layers above write nothing."""
         c, count = self.config, tokens.shape[1]
-        x = self.embed(tokens)
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
-        back = steps_back(cache.length, count, cache.keys[0].shape[-2], branches)  # [B, T, L]
+        back = steps_back(cache.length, count, entries(cache.keys), branches)  # [B, T, L]
         everything = back >= 0
         near = everything if c.window is None else everything & (back < c.window)
-        # All that differs between layers: data, so that they could be one scanned layer.
         kinds = tuple(zip(turns(c, positions), (everything, near), strict=True))
-        keys, values = list(cache.keys), list(cache.values)
-        for n, layer in enumerate(self.layers[:depth]):
-            def call(x, k, v, *rest, layer=layer):
-                return layer(x, k, v, cache.length, *rest)
 
-            call = jax.checkpoint(call) if self.remat else call
-            new, keys[n], values[n] = call(x, cache.keys[n], cache.values[n], *kinds[c.is_local(n)],
-                                           *self.beside(cache, n))
-            x = after(n, x, new)
-        return x, cache._replace(keys=tuple(keys), values=tuple(values), length=cache.length + count)
+        def one(n: Any, layer: Layer, carry: Any) -> Any:
+            def call(x, *buffers):
+                buffers = list(buffers)
+                x = layer(x, remembering(buffers, n, cache.length), *kind_of(c, kinds, n),
+                          *self.beside(cache, n))
+                return x, *buffers
+
+            new, *buffers = (jax.checkpoint(call) if self.remat else call)(*carry)
+            return after(n, carry[0], new), *buffers
+
+        begun = self.embed(tokens), cache.keys, cache.values
+        x, keys, values = each_layer(self.layers, one, begun, depth)
+        return x, cache._replace(keys=keys, values=values, length=cache.length + count)
 
     def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
                table: Any = None) -> Array:
@@ -272,33 +296,16 @@ class Decoder(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderModel:
-    """A DecoderConfig's model as the decoding core's LanguageModel: static and hashable, parameters passed
-    in."""
+class DecoderModel(SingleModel):
+    """A DecoderConfig's model as the decoding core's LanguageModel. Fresh parameters give every layer's input
+    and output, and the logits, unit variance."""
 
     config: DecoderConfig
-    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
-    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
-    remat: bool = False           # recompute each layer in the backward pass
     chunk: int = 512              # prompts are read so many tokens at a time: bounds the scores' memory
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
     def network(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, rngs=rngs)
-
-    def graphdef(self) -> nnx.GraphDef:
-        return skeleton(self)[0]
-
-    def init(self, seed: int) -> nnx.State:
-        """Fresh parameters: every layer's input and output, and the logits, of unit variance."""
-        return nnx.split(self.network(nnx.Rngs(seed)))[1]
-
-    def abstract_params(self) -> nnx.State:
-        """The parameters' shapes, without memory."""
-        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+        return Decoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
+                       rngs=rngs)
 
     def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
                target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
@@ -313,10 +320,10 @@ class DecoderModel:
     def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
                 max_length: int, after: AfterLayer = last_written) -> tuple[Prefix, DecoderCache]:
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
-        c, network = self.config, nnx.merge(self.graphdef(), params)
+        c, network = self.config, self.merged(params)
         rows, size = inputs.shape
-        blank = empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
-        cache = DecoderCache((blank,) * c.num_layers, (blank,) * c.num_layers, jnp.zeros((rows,), jnp.int32))
+        blank = repeated(empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype), network.layers)
+        cache = DecoderCache(blank, blank, jnp.zeros((rows,), jnp.int32))
 
         def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
             return network.advance(part, cache, after=after)[1], None
@@ -330,24 +337,10 @@ class DecoderModel:
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
         return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
 
-    def roll_back(self, cache: DecoderCache, length: Int[AnyArray, " B"]) -> DecoderCache:
-        return cache._replace(length=jnp.asarray(length))
-
-    def insert(self, cache: DecoderCache, fresh: DecoderCache, slots: Int[AnyArray, " R"], like_fresh: bool
-               ) -> DecoderCache:
-        keys, values = (tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
-                        for old, new in ((cache.keys, fresh.keys), (cache.values, fresh.values)))
-        return DecoderCache(keys, values, insert_rows(cache.length, fresh.length, slots, like_fresh))
-
-    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: DecoderCache,
-                        branches: Branches) -> Float[Array, "B M V"]:
-        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
-        return read_branches(nnx.merge(self.graphdef(), params), tokens, cache, branches)
-
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: DecoderCache,
                after: AfterLayer = last_written, table: Any = None
                ) -> tuple[Float[Array, "B T V"], DecoderCache]:
         """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
-        network = nnx.merge(self.graphdef(), params)
+        network = self.merged(params)
         x, cache = network.advance(tokens, cache, after=after)
         return network.logits(x, table=table), cache

@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
+from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
-from speccascade_jax.models.layers import AfterLayer, Linear, last_written, skeleton
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written
 from speccascade_jax.models.members import Member, beneath, members
-from speccascade_jax.models.stacking import stackable
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
@@ -114,28 +114,19 @@ class Exits(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExitsModel:
+class ExitsModel(FlaxModel):
     """A network whose members are its exits, named by their numbers of layers, and the full model.
 
-    Used by itself it is the full model.
+    Used by itself it is the full model; fresh parameters of that are its own with the same seed.
     """
 
     config: ExitsConfig
-    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
-    cache_dtype: str = "float32"  # of remembered keys and values
-    remat: bool = False           # recompute each layer in the backward pass
-    stacked: bool = False         # see models/stacking.py
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     @property
     def full(self) -> Any:
         """The full model without exits."""
         kind: Any = T5Model if isinstance(self.config.full, T5Config) else DecoderModel
-        full = kind(self.config.full, self.dtype, self.cache_dtype, self.remat)
-        return stackable(full) if self.stacked else full
+        return kind(self.config.full, self.dtype, self.cache_dtype, self.remat, self.stacked)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -152,17 +143,6 @@ class ExitsModel:
 
     def network(self, rngs: nnx.Rngs) -> Exits:
         return Exits(self.config, self.full.network(rngs), dtype=jnp.dtype(self.dtype), rngs=rngs)
-
-    def graphdef(self) -> nnx.GraphDef:
-        return skeleton(self)[0]
-
-    def init(self, seed: int) -> nnx.State:
-        """Fresh parameters; those of the full model are its own with that seed."""
-        return nnx.split(self.network(nnx.Rngs(seed)))[1]
-
-    def abstract_params(self) -> nnx.State:
-        """The parameters' shapes, without memory."""
-        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
         """Parameters with the full model's `full`, the same arrays, and exits that begin with its norm and
@@ -193,7 +173,7 @@ class ExitsModel:
             return streams[number + 1]
 
         logits = self.full.forced(params["full"], source, source_length, target, key, kept)
-        network = nnx.merge(self.graphdef(), params)
+        network = self.merged(params)
         return (*(one(streams[depth], network.full)
                   for one, depth in zip(network.exits, self.config.layers, strict=True)), logits)
 
@@ -222,7 +202,7 @@ class ExitsModel:
     def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
                       ) -> tuple[Float[Array, "B T V"], ExitsCache]:
         """extend() by one member, which has then written for all smaller ones, too."""
-        network, is_exit = nnx.merge(self.graphdef(), params), number < len(self.config.layers)
+        network, is_exit = self.merged(params), number < len(self.config.layers)
         own = cache.full._replace(length=cache.lengths[:, number])
         x, own = network.full.advance(tokens, own, self.config.layers[number] if is_exit else None)
         logits = network.exits[number](x, network.full) if is_exit else network.full.logits(x)

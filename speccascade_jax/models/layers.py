@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,12 @@ from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
 Dropout = Callable[[Array], Array]
-AfterLayer = Callable[[int, Array, Array], Array]
-"""(number of a layer, its input [B, T, D], its output) -> what the next layer reads."""
+AfterLayer = Callable[[Any, Array, Array], Array]
+"""(number of a layer, traced where layers are stacked, its input [B, T, D], its output) -> what the next one
+reads."""
 
 
-def last_written(number: int, before: Array, after: Array) -> Array:
+def last_written(number: Any, before: Array, after: Array) -> Array:
     """Every layer reads what the one below it has written."""
     return after
 
@@ -207,9 +207,3 @@ def make_dropout(key: Array | None, rate: float) -> Dropout:
         return jnp.where(keep, x / (1.0 - rate), 0.0)
 
     return dropout
-
-
-@cache
-def skeleton(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of model.network and its parameters' shapes; tracing takes a quarter of a second."""
-    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))

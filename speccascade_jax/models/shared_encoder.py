@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
-from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout, skeleton
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout
 from speccascade_jax.models.members import Member, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
@@ -85,19 +86,12 @@ class SharedEncoder(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedEncoderModel:
-    """A network of two members, "drafter" and "verifier". Used by itself it is the verifier."""
+class SharedEncoderModel(FlaxModel):
+    """A network of two members, "drafter" and "verifier". Used by itself it is the verifier, whose fresh
+    parameters are its own with the same seed."""
 
     config: SharedEncoderConfig
-    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
-    cache_dtype: str = "float32"  # of remembered keys and values
-    remat: bool = False           # recompute each layer in the backward pass
-    stacked: bool = False         # see models/stacking.py
     names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     @property
     def full(self) -> T5Model:
@@ -114,17 +108,6 @@ class SharedEncoderModel:
     def network(self, rngs: nnx.Rngs) -> SharedEncoder:
         return SharedEncoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
                              rngs=rngs)
-
-    def graphdef(self) -> nnx.GraphDef:
-        return skeleton(self)[0]
-
-    def init(self, seed: int) -> nnx.State:
-        """Fresh parameters; those of the verifier are its own with that seed."""
-        return nnx.split(self.network(nnx.Rngs(seed)))[1]
-
-    def abstract_params(self) -> nnx.State:
-        """The parameters' shapes, without memory."""
-        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
         """Parameters with the verifier's `full`, the same arrays, and a fresh drafter."""
@@ -147,7 +130,7 @@ class SharedEncoderModel:
         """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on:
         the verifier's distributions are what it learns from; states are those of last_read(). `after` stands
         between the verifier's layers."""
-        network, tokens = nnx.merge(self.graphdef(), params), self.full.decoder_input(target)
+        network, tokens = self.merged(params), self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = network.verifier.encode(source, source_bias)
         verified = network.verifier.decode(encoded, source_bias, tokens, after=after)
@@ -160,7 +143,7 @@ class SharedEncoderModel:
     def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
                 max_length: int) -> tuple[Prefix, SharedEncoderCache]:
         """Encodes the inputs once, for both members."""
-        network, rows = nnx.merge(self.graphdef(), params), inputs.shape[0]
+        network, rows = self.merged(params), inputs.shape[0]
         encoded = network.verifier.encode(inputs, padding_bias(input_length, inputs.shape[1]))
         drafter, verifier = (one.start_from(seen, input_length, max_length, self.cache_dtype)
                              for one, seen in ((network.drafter, network.projection(encoded)),
@@ -195,7 +178,7 @@ class SharedEncoderModel:
 
     def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"],
                       cache: SharedEncoderCache) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
-        network, states = nnx.merge(self.graphdef(), params), cache.states
+        network, states = self.merged(params), cache.states
         if number == 0:
             more: Array | float = 0.0
             if states is not None:  # the last that the verifier has read, and none past the one before

@@ -5,7 +5,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -14,8 +13,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
-from speccascade_jax.models.cache import T5Cache, empty, entries, insert_layers, write_layer
+from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.models.base import SingleModel
+from speccascade_jax.models.cache import T5Cache, empty, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
@@ -26,11 +26,9 @@ from speccascade_jax.models.layers import (
     last_written,
     make_dropout,
     project,
-    read_branches,
     relative_buckets,
     settled,
     shift_right,
-    skeleton,
     steps_back,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
@@ -307,14 +305,8 @@ class T5(nnx.Module):
 
         def one(n: Any, layer: DecoderLayer, carry: Any) -> Any:
             x, *buffers = carry
-
-            def remember(*new: Array) -> tuple[Array, ...]:
-                buffers[:] = (write_layer(old, n, own, cache.length) for old, own in
-                              zip(buffers, new, strict=True))
-                return tuple(nth(one, n) for one in buffers)
-
-            x = layer(x, remember, shared_or_nth(biases, n), nth(cache.cross_keys, n),
-                      nth(cache.cross_values, n), source_bias, lambda x: x)
+            x = layer(x, remembering(buffers, n, cache.length), shared_or_nth(biases, n),
+                      nth(cache.cross_keys, n), nth(cache.cross_values, n), source_bias, lambda x: x)
             return x, *buffers
 
         begun = self._embed(tokens) + more, cache.keys, cache.values
@@ -328,40 +320,20 @@ def padding_bias(length: AnyArray, size: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Model:
-    """A T5 as the decoding core's LanguageModel: static and hashable, parameters passed in."""
+class T5Model(SingleModel):
+    """A T5 as the decoding core's LanguageModel. Its initial scales are T5X's."""
 
     config: T5Config
-    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
-    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
-    remat: bool = False  # recompute each layer in the backward pass
-    stacked: bool = False  # see models/stacking.py
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     def network(self, rngs: nnx.Rngs) -> T5:
         return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs)
-
-    def graphdef(self) -> nnx.GraphDef:
-        return skeleton(self)[0]
-
-    def init(self, seed: int) -> nnx.State:
-        """Fresh parameters with T5X's initial scales."""
-        return nnx.split(self.network(nnx.Rngs(seed)))[1]
-
-    def abstract_params(self) -> nnx.State:
-        """The parameters' shapes, without memory."""
-        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
 
     def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
                target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
                ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on.
         `after` stands between the decoder's layers."""
-        network = nnx.merge(self.graphdef(), params)
-        return network(source, source_length, self.decoder_input(target), key, after)
+        return self.merged(params)(source, source_length, self.decoder_input(target), key, after)
 
     def decoder_input(self, target: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
         """`target` behind the start token."""
@@ -370,28 +342,10 @@ class T5Model:
     def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
                 max_length: int) -> tuple[Prefix, T5Cache]:
         start = jnp.full((inputs.shape[0], 1), self.config.pad_id, jnp.int32)
-        network = nnx.merge(self.graphdef(), params)
         return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
-                network.start(inputs, input_length, max_length, self.cache_dtype))
-
-    def roll_back(self, cache: T5Cache, length: Int[AnyArray, " B"]) -> T5Cache:
-        return cache._replace(length=jnp.asarray(length))
-
-    def insert(self, cache: T5Cache, fresh: T5Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> T5Cache:
-        placed = partial(insert_layers, slots=slots, like_fresh=like_fresh)
-        lengths = insert_rows((cache.source_length, cache.length), (fresh.source_length, fresh.length), slots,
-                              like_fresh)
-        return T5Cache(placed(cache.keys, fresh.keys), placed(cache.values, fresh.values),
-                       placed(cache.cross_keys, fresh.cross_keys),
-                       placed(cache.cross_values, fresh.cross_values), lengths[0],
-                       (fresh if like_fresh else cache).position_bias, lengths[1])
-
-    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: T5Cache,
-                        branches: Branches) -> Float[Array, "B M V"]:
-        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
-        return read_branches(nnx.merge(self.graphdef(), params), tokens, cache, branches)
+                self.merged(params).start(inputs, input_length, max_length, self.cache_dtype))
 
     def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
                ) -> tuple[Float[Array, "B T V"], T5Cache]:
         """`table`, a kernel [D, V], stands for an embedding that makes the logits."""
-        return nnx.merge(self.graphdef(), params).extend(tokens, cache, table)
+        return self.merged(params).extend(tokens, cache, table)

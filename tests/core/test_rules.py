@@ -8,7 +8,7 @@ from toys import lookahead, target
 
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.rules import Scores, lossy_law, target_probs, total_variation, tuned_beta
-from speccascade_jax.core.sampling import draw, noise, token_probs
+from speccascade_jax.core.sampling import draw, largest, noise, token_probs
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.core.verification import Draft, accepted_prefix, residual, verify
 
@@ -75,6 +75,25 @@ def test_top_k_and_top_p_break_ties_by_id():
                                atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=1.0)), [0.2] * 5, atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(0.0)), [1, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("flatness", [0.2, 1.0, 5.0])
+def test_the_largest_are_those_that_a_sort_finds(flatness):
+    """Of 3,000, many of them equal, with a mass or a number of each row's own."""
+    rng = np.random.default_rng(0)
+    logits = np.round(rng.normal(size=(4, 3, 3000)) / flatness, 1)
+    probs = np.asarray(token_probs(jnp.asarray(logits), SamplingOptions(1.0)))
+    order = np.argsort(-probs, axis=-1, kind="stable")
+    descending = np.take_along_axis(probs, order, axis=-1).astype(np.float64)
+    before, place = np.cumsum(descending, axis=-1) - descending, np.arange(3000)
+    for weights, enough, ranked in (
+            (probs, np.array([0.11, 0.5, 0.93, 0.999]), before),
+            (1, np.array([1, 7, 300, 2999]), place)):
+        inside = np.zeros(probs.shape, bool)
+        enough = enough[:, None, None]
+        np.put_along_axis(inside, order, np.broadcast_to(ranked < enough, inside.shape), axis=-1)
+        found = largest(jnp.asarray(probs), weights, enough)
+        np.testing.assert_array_equal(found, inside)
 
 
 @pytest.mark.parametrize("u", [0.0, 0.3, 1 - 2**-24])

@@ -1,6 +1,7 @@
 """Gemma 2 against Hugging Face's, greedy cascades, and DeepMind's own checkpoints."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+from speccascade_jax.models import decoder
 from speccascade_jax.models.decoder import DecoderModel
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, PRESETS
 
@@ -198,3 +200,19 @@ def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monke
         checkpointer.save(tmp_path / "incomplete", tree)
     with pytest.raises(ValueError, match="layer_1/post_ffw_norm/scale is missing"):
         checkpoints.load(tmp_path / "incomplete")
+
+
+def test_long_prompts_need_bounded_temporaries(monkeypatch):
+    """Attention that computes few scores at once gives the same, in less memory."""
+    model = DecoderModel(TINY_GEMMA, chunk=128)
+    params, inputs, length = jax.jit(lambda: model.init(0))(), np.full((1, 128), 5), np.array([120])
+    inputs[0, ::3] = 7
+    found, temporaries = [], []
+    for scores in (decoder.SCORES, 2**14):  # 6 heads, 1,024 entries: two tokens at once
+        monkeypatch.setattr(decoder, "SCORES", scores)
+        read = jax.jit(lambda params: model.prefill(params, inputs, length, 1024)[1])
+        program = read.lower(params).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+        found.append(program(params))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
+    assert temporaries[0] > 6 * 128 * 1024 * 4 > 2 * temporaries[1]

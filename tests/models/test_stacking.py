@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from shapes import LENGTH, SOURCE, TARGET, TINY_T5
+from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
 
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core.typing import insert
@@ -18,7 +18,8 @@ from speccascade_jax.models.stacking import stacked
 TABLES = dataclasses.replace(TINY_T5, shared_position_bias=False)
 NARROW = dataclasses.replace(TINY_T5, d_model=32, num_heads=2, num_encoder_layers=0, num_decoder_layers=1)
 SHAPES = {"t5": TINY_T5, "t5, a table a layer": TABLES, "exits": ExitsConfig(TINY_T5, (1,), "norm"),
-          "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True)}
+          "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True),
+          "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"), "t5gemma": TINY_T5GEMMA, **DECODERS}
 
 
 def both(name, packed=None):
@@ -47,8 +48,9 @@ def decoded(model, params, rows):
 
 
 @pytest.mark.full(quick=["t5, a table a layer-3"])
-@pytest.mark.parametrize("name,rows", [("t5", 1), ("t5, a table a layer", 3), ("exits", 3),
-                                       ("shared encoder", 1)])
+@pytest.mark.parametrize("name,rows", [
+    ("t5", 1), ("t5, a table a layer", 3), ("exits", 3), ("shared encoder", 1), ("a decoder's exits", 3),
+    ("t5gemma", 1), ("gemma3_text", 3)])
 def test_logits_are_those_of_layers_one_by_one(name, rows):
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
     for wanted, found in zip(one_by_one, at_once, strict=True):

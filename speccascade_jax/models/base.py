@@ -1,0 +1,74 @@
+"""What all models have in common: a Flax network as the decoding core's LanguageModel."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.models import cache as caches
+from speccascade_jax.models.layers import Branches, read_branches
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxModel:
+    """Static and hashable, parameters passed in."""
+
+    config: Any
+    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
+    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
+    remat: bool = False           # recompute each layer in the backward pass
+    stacked: bool = False         # see models/stacking.py
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def network(self, rngs: nnx.Rngs) -> Any:
+        raise NotImplementedError
+
+    def graphdef(self) -> nnx.GraphDef:
+        return skeleton(self)[0]
+
+    def merged(self, params: nnx.State) -> Any:
+        """The network with these parameters."""
+        return nnx.merge(self.graphdef(), params)
+
+    def init(self, seed: int) -> nnx.State:
+        """Fresh parameters."""
+        return nnx.split(self.network(nnx.Rngs(seed)))[1]
+
+    def abstract_params(self) -> nnx.State:
+        """The parameters' shapes, without memory."""
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+
+
+class SingleModel(FlaxModel):
+    """One whose cache is a T5Cache or a DecoderCache."""
+
+    def decoder_of(self, params: nnx.State) -> Any:
+        """The network that reads such a cache."""
+        return self.merged(params)
+
+    def roll_back(self, cache: Any, length: Int[AnyArray, " B"]) -> Any:
+        return cache._replace(length=jnp.asarray(length))
+
+    def insert(self, cache: Any, fresh: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
+        return caches.insert(cache, fresh, slots, like_fresh)
+
+    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches
+                        ) -> Float[Array, "B M V"]:
+        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        return read_branches(self.decoder_of(params), tokens, cache, branches)
+
+
+@cache
+def skeleton(model: FlaxModel) -> tuple[nnx.GraphDef, nnx.State]:
+    """The structure of a model's network and its parameters' shapes; tracing takes a quarter of a second."""
+    return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))
