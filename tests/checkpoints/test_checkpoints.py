@@ -255,7 +255,7 @@ def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
     for name, config in (("tiny", TINY_T5), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
     ratio = float(run(MEASURE.format(tiny=str(tmp_path / "tiny"), large=str(tmp_path / "large"))))
-    assert 0.5 < ratio < 1.3  # less than a half: nothing was measured
+    assert 0.5 < ratio < 1.5  # with a second copy of all it is 2; less than a half: nothing was measured
 
 
 @pytest.mark.full
