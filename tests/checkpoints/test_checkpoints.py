@@ -254,8 +254,9 @@ def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
                                 num_decoder_layers=6)
     for name, config in (("tiny", TINY_T5), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
-    ratio = float(run(MEASURE.format(tiny=str(tmp_path / "tiny"), large=str(tmp_path / "large"))))
-    assert 0.5 < ratio < 1.5  # with a second copy of all it is 2; less than a half: nothing was measured
+    measured = MEASURE.format(tiny=str(tmp_path / "tiny"), large=str(tmp_path / "large"))
+    # Less than a half: nothing was measured. Twice: on a busy machine more may be on its way from the disk.
+    assert any(0.5 < float(run(measured)) < 1.3 for _ in range(2))
 
 
 @pytest.mark.full
