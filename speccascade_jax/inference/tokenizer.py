@@ -109,7 +109,9 @@ class TokenizerJson:
     def is_byte(self, token: int) -> bool:
         return BYTE.fullmatch(self.pieces[token]) is not None
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: str | list[str]) -> Any:
+        if isinstance(texts, str):
+            return self.tokenizer.encode(texts, add_special_tokens=False).ids
         return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: list[int]) -> str:
@@ -200,6 +202,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without those that begin and end a sequence."""
+        if len(texts) == 1:  # for a list SentencePiece starts threads, which takes longer than one text
+            return [self.processor.encode(texts[0])]
         return self.processor.encode(texts)
 
     def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
