@@ -192,8 +192,9 @@ def shared_by(params: Any) -> contextlib.AbstractContextManager[Any]:
     there they know the mesh, and say how their activations and caches are divided."""
     for x in jax.tree.leaves(params):
         where = getattr(x, "sharding", None)
-        if isinstance(where, NamedSharding) and TENSOR_AXIS in where.mesh.axis_names:
-            return jax.set_mesh(where.mesh)
+        mesh = where.mesh if isinstance(where, NamedSharding) else None
+        if isinstance(mesh, Mesh) and TENSOR_AXIS in mesh.axis_names:
+            return jax.set_mesh(mesh)
     return contextlib.nullcontext()
 
 
