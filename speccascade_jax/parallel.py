@@ -187,6 +187,17 @@ def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple
     return NamedSharding(mesh, P(*(TENSOR_AXIS if n == CUT_AXIS[name] else None for n in range(len(shape)))))
 
 
+def shared_by(params: Any) -> contextlib.AbstractContextManager[Any]:
+    """What to trace and compile models in whose parameters (or shapes of them) tensor_sharding() has cut:
+    there they know the mesh, and say how their activations and caches are divided."""
+    for x in jax.tree.leaves(params):
+        where = getattr(x, "sharding", None)
+        mesh = where.mesh if isinstance(where, NamedSharding) else None
+        if isinstance(mesh, Mesh) and TENSOR_AXIS in mesh.axis_names:
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
+
+
 def tree_sharding(mesh: Mesh, tree: Any, split: bool) -> Any:
     """parameter_sharding of every array (or shape) in a pytree."""
     return jax.tree.map(lambda x: parameter_sharding(mesh, x.shape, split), tree)

@@ -23,11 +23,11 @@ class Role(IntEnum):
 def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B levels 2 L"]:
     """All the randomness of a decoding: a uniform in [0, 1) for each (row, level, Role, position).
 
-    `levels` counts the samplers, from the innermost drafter up. Keyed by position alone, a row's
-    draws depend neither on its batch nor on the number of rounds. A position drawn again after a
-    rollback meets the same number. That is exact: what was rolled back touched nothing that
-    stays, so given the kept tokens the number is still fresh. Made once, before the loop: hashing
-    single keys inside it costs more than everything else a round does besides the models.
+    `levels` counts the samplers, from the innermost drafter up. Keyed by position alone, a row's draws depend
+    neither on its batch nor on the number of rounds. A position drawn again after a rollback meets the same
+    number. That is exact: what was rolled back touched nothing that stays, so given the kept tokens the
+    number is still fresh. Made once, before the loop: hashing single keys inside it costs more than
+    everything else a round does besides the models.
     """
     def one(key, role, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, role), position))
@@ -57,29 +57,29 @@ def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"
     return first((cumulative > threshold) & (weights > 0))
 
 
-def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions) -> Float[Array, "*B V"]:
+def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once: bool = False
+                ) -> Float[Array, "*B V"]:
     """softmax(logits / temperature), then top-k, top-p and min-p, renormalised.
 
     Temperature 0 is the one-hot argmax (the first index on ties). top-k keeps exactly k tokens, top-p the
     smallest set whose mass reaches top_p, the token that crosses it included (Holtzman et al. 2020), min-p
     the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); among equals the lower
-    id comes first. An option [B] holds for all distributions of its row.
-
-    >>> token_probs(jnp.log(jnp.array([.5, .25, .15, .1])), SamplingOptions(1.0, top_p=0.7))
-    [0.667, 0.333, 0, 0]
+    id comes first. An option [B] is its row's. Accelerators truncate row by row, on the chip, or `at_once`.
     """
+    if logits.ndim > 2 and not (at_once or options.top_p is options.top_k is options.min_p is None):
+        return lax.platform_dependent(cpu=lambda: token_probs(logits, options, True), default=lambda: lax.map(
+            lambda row: token_probs(*row), (logits, options.of_rows(len(logits)))))
+
     def of_row(value: Any) -> Array:
-        """[] or [B] -> an array that broadcasts against the logits."""
-        value = jnp.asarray(value)
-        return value.reshape(value.shape + (1,) * (logits.ndim - 1)) if value.ndim else value
+        """What broadcasts against the logits, of [] or [B]."""
+        return jnp.reshape(value, jnp.shape(value) + (1,) * (logits.ndim - 1) * jnp.ndim(value))
 
     def ranked() -> Bool[Array, "*B V"]:
         order = lax.top_k(logits, most)[1]
         inside = jnp.broadcast_to(jnp.arange(most) < k, order.shape)
         return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, inside, axis=-1, inplace=False)
 
-    logits = logits.astype(jnp.float32)
-    temperature = of_row(options.temperature)
+    logits, temperature = logits.astype(jnp.float32), of_row(options.temperature)
     greedy = temperature <= 0
     best = jax.nn.one_hot(first(logits == jnp.max(logits, axis=-1, keepdims=True)), logits.shape[-1])
     logits = logits / jnp.where(greedy, 1.0, temperature)

@@ -48,9 +48,9 @@ def verify(accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: 
            pi: Float[Array, "B G+1 V"]) -> Verdict:
     """Steps 4 and 5 of GenSpecSample (Narasimhan et al., Algorithm 4): the output follows pi.
 
-    accept_u and draw_u are independent uniforms, one for each drafted position and one for each
-    at which a token may be drawn. The bonus position is a rejection of nothing: with q~ taken as
-    zero there its residual is pi itself.
+    accept_u and draw_u are independent uniforms, one for each drafted position and one for each at which a
+    token may be drawn. The bonus position is a rejection of nothing: with q~ taken as zero there its
+    residual is pi itself.
     """
     num_accepted = accepted_prefix(accept_u, draft, pi)
 

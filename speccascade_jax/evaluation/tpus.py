@@ -31,10 +31,10 @@ from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
-from speccascade_jax.inference.programs import Clock, Plan, Programs
+from speccascade_jax.inference.programs import Clock, Plan, Programs, shardings
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.stacking import stackable
-from speccascade_jax.parallel import tensor_mesh, tensor_sharding
+from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
 
 KINDS = {"float32": "f32", "bfloat16": "bf16"}  # dtypes, and what the compiler calls them
@@ -146,8 +146,10 @@ class Pair:
 
         def step(number: int, tokens: int) -> Any:
             read = jax.ShapeDtypeStruct((a.rows, tokens), jnp.int32, sharding=self.whole)
-            return jax.jit(self.models[number].extend, donate_argnums=2).lower(
-                self.params[number], read, self.state.caches[number]).compile()
+            cache = self.state.caches[number]
+            with shared_by(self.params):
+                return jax.jit(self.models[number].extend, donate_argnums=2, out_shardings=(
+                    None, shardings(cache))).lower(self.params[number], read, cache).compile()
 
         for name, make in (("begin", partial(self.programs.begin, a.rows, a.source_length)),
                            ("run", partial(self.programs.run, a.rows, a.source_length)),

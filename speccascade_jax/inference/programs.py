@@ -20,7 +20,7 @@ from speccascade_jax.core.samplers import Sampler
 from speccascade_jax.core.typing import SamplingOptions, insert, insert_rows
 from speccascade_jax.inference.chunks import Unread, read_chunk
 from speccascade_jax.inference.vocabularies import shapes_of
-from speccascade_jax.parallel import AXIS
+from speccascade_jax.parallel import AXIS, shared_by
 
 GIGABYTE = 2**30
 LAWS = 8  # arrays [B, gamma + 1, V] that a round holds at once, about
@@ -197,7 +197,8 @@ class Programs:
     def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
         if key not in self.compiled:
             began, before = time.perf_counter(), self.clock.compile_seconds
-            self.compiled[key] = lower().compile()
+            with shared_by(self.params):
+                self.compiled[key] = lower().compile()
             # lower() may have compiled what this program takes: that time is in both.
             self.clock.compile_seconds = before + time.perf_counter() - began
             self.clock.compilations += 1

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from speccascade_jax.core.typing import AnyArray, insert_rows
-from speccascade_jax.models.stacking import nth
+from speccascade_jax.models.stacking import Stacked, nth, repeated
 
 Array = jax.Array
+TILE = 16  # entries of bfloat16 that TPUs store side by side
 
 
 Buffers = tuple[Array, ...] | Array
@@ -44,6 +45,13 @@ class DecoderCache(NamedTuple):
 def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     """A buffer to write() into."""
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
+
+
+def blank(layers: Any, rows: int, heads: int, size: int, width: int, dtype: Any) -> Buffers:
+    """empty() for each of a network's layers. Stacked ones have a multiple of TILE entries: of other numbers
+    accelerators would store the axes in another order than they compute in, and copy all on the way."""
+    size = -(-size // TILE) * TILE if isinstance(layers, Stacked) else size
+    return repeated(empty(rows, heads, size, width, dtype), layers)
 
 
 def entries(buffers: Buffers) -> int:

@@ -17,21 +17,24 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
-from speccascade_jax.models.cache import DecoderCache, empty, entries, remembering
+from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
     Linear,
+    by_rows,
     last_written,
     project,
     settled,
+    sharers,
     shift_right,
     steps_back,
+    whole,
     with_kept,
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.rope import Turn, rotated, turns
-from speccascade_jax.models.stacking import each_layer, layers_of, repeated
+from speccascade_jax.models.stacking import each_layer, layers_of
 
 Array = jax.Array
 SCORES = 2**25  # of attention, that are computed at once: 128 MB
@@ -134,6 +137,11 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
     cache) where `mask` [B, T, L] -> [B, T, H K]. So many tokens at once that there are no more than SCORES
     scores."""
     c, (rows, heads, count, _) = config, query.shape
+    if sharers() and c.num_kv_heads % sharers():  # else XLA would gather the cache of all layers in each call
+        if keys.ndim == query.ndim:
+            query, keys, values = by_rows((query, keys, values))
+        else:
+            query, keys, values = (whole(x) for x in (query, keys, values))
     at_once = max(SCORES // (rows * heads * mask.shape[-1]), 1)
     if count > at_once:
         def one(given: tuple[Array, Array]) -> Array:
@@ -176,10 +184,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
         """x [B, T, D], turned by `turn`, attends to what is remembered where `mask` [B, T, L]."""
-        keys, values = remember(rotated(self.heads(self.key(x), self.key_norm), turn),
-                                self.heads(self.value(x)))
+        new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
+        if sharers() and self.config.num_kv_heads % sharers():
+            new = whole(new[0]), whole(new[1])
+        keys, values = remember(*new)
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
-        return self.out(mixed(self.config, query, keys, values, mask))
+        return whole(self.out(mixed(self.config, query, keys, values, mask)))
 
 
 class FeedForward(nnx.Module):
@@ -193,7 +203,7 @@ class FeedForward(nnx.Module):
         self.activation = c.activation
 
     def __call__(self, x: Array) -> Array:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        return whole(self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x)))
 
 
 class Layer(nnx.Module):
@@ -322,8 +332,8 @@ class DecoderModel(SingleModel):
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, self.merged(params)
         rows, size = inputs.shape
-        blank = repeated(empty(rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype), network.layers)
-        cache = DecoderCache(blank, blank, jnp.zeros((rows,), jnp.int32))
+        own = blank(network.layers, rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
+        cache = DecoderCache(own, own, jnp.zeros((rows,), jnp.int32))
 
         def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
             return network.advance(part, cache, after=after)[1], None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from speccascade_jax.core.typing import AnyArray
@@ -17,6 +18,7 @@ from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
+SHARED = "tensor"  # the axis of the mesh whose devices share each model's parameters
 Dropout = Callable[[Array], Array]
 AfterLayer = Callable[[Any, Array, Array], Array]
 """(number of a layer, traced where layers are stacked, its input [B, T, D], its output) -> what the next one
@@ -118,6 +120,25 @@ def settled(x: Array) -> Array:
     """x as it is, which no product becomes part of: where heads are cut out of a product and brought forward,
     XLA for TPUs would lay out its weights for that, anew in every call."""
     return lax.optimization_barrier(x)
+
+
+def by_rows(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Arrays [B, ...] with as many of the rows on each of the devices that share the parameters, or, where
+    these do not divide the rows, whole on all. See sharers()."""
+    devices = sharers()
+    cut = P(SHARED) if devices and all(not x.shape[0] % devices for x in arrays) else P()
+    return tuple(lax.with_sharding_constraint(x, cut) for x in arrays) if devices else arrays
+
+
+def whole(x: Array) -> Array:
+    """An array that each device which shares the parameters holds all of."""
+    return lax.with_sharding_constraint(x, P()) if sharers() else x
+
+
+def sharers() -> int:
+    """How many devices share each model's parameters; 0 where nobody has said so while this is traced
+    (jax.set_mesh, as inference.programs does)."""
+    return jax.sharding.get_abstract_mesh().shape.get(SHARED, 0)
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
-from speccascade_jax.models.cache import T5Cache, empty, entries, remembering
+from speccascade_jax.models.cache import T5Cache, blank, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
@@ -37,7 +37,6 @@ from speccascade_jax.models.stacking import (
     layers_of,
     nth,
     of_each_layer,
-    repeated,
     shared_or_nth,
 )
 
@@ -279,10 +278,10 @@ class T5(nnx.Module):
 
         cross_keys, cross_values = of_each_layer(self.decoder, kept)
         c = self.config
-        blank = repeated(empty(encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype), self.decoder)
-        buckets = self._buckets(-np.arange(max_length), bidirectional=False)
+        own = blank(self.decoder, encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
+        buckets = self._buckets(-np.arange(entries(own)), bidirectional=False)
         return T5Cache(
-            keys=blank, values=blank, cross_keys=cross_keys, cross_values=cross_values,
+            keys=own, values=own, cross_keys=cross_keys, cross_values=cross_values,
             source_length=jnp.asarray(source_length),
             position_bias=tuple(bias.astype(jnp.float32)
                                 for bias in self._position_biases(self.decoder_bias, buckets)),

@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
-from speccascade_jax.models.cache import T5Cache, empty, entries
+from speccascade_jax.models.cache import T5Cache, blank, entries
 from speccascade_jax.models.decoder import Attention, Decoder, DecoderConfig, Layer, Norm, kind_of, mixed
 from speccascade_jax.models.layers import AfterLayer, last_written, shift_right
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.presets import PRESETS as DECODERS
 from speccascade_jax.models.rope import turns
-from speccascade_jax.models.stacking import each_layer, nth, of_each_layer, repeated
+from speccascade_jax.models.stacking import each_layer, nth, of_each_layer
 
 Array = jax.Array
 
@@ -116,15 +116,14 @@ class T5Gemma(nnx.Module):
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
         encoded, c = self.encode(source, source_length), self.decoder.config
-        blank = repeated(empty(source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype),
-                         self.decoder.layers)
+        own = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
 
         def kept(layer: CrossLayer) -> tuple[Array, ...]:
             cross = layer.cross
             return tuple(cross.heads(made(encoded)).astype(dtype) for made in (cross.key, cross.value))
 
         cross_keys, cross_values = of_each_layer(self.decoder.layers, kept)
-        return T5Cache(keys=blank, values=blank, cross_keys=cross_keys, cross_values=cross_values,
+        return T5Cache(keys=own, values=own, cross_keys=cross_keys, cross_values=cross_values,
                        source_length=jnp.asarray(source_length), position_bias=(),
                        length=jnp.zeros((source.shape[0],), jnp.int32))
 

@@ -129,3 +129,25 @@ def test_truncation_sorts_nothing(devices):
 
     assert sorts(lambda logits: jax.lax.top_k(logits, 64))  # what TPU's compiler makes of it
     assert not sorts(lambda logits: token_probs(logits, SamplingOptions(1.0, 0.9, 40, 0.01)))
+
+
+@pytest.mark.full
+def test_truncation_of_many_rows_reads_their_logits_once(devices):
+    def described(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=SingleDeviceSharding(devices[0]))
+
+    logits = described(128, 2, 65_536)  # 67 MB: not all fits on the chip
+    lowered = jax.jit(lambda *given: token_probs(given[0], SamplingOptions(1.0, given[1]))).trace(
+        logits, described(128)).lower(lowering_platforms=("tpu",))
+    program = compiled.Program(lowered.compile().as_text())
+    assert program.bytes_read(program.entry) < 2 * logits.size * logits.dtype.itemsize
+
+
+@pytest.mark.full
+def test_caches_whose_heads_chips_do_not_divide_are_divided_by_rows(devices):
+    two = dataclasses.replace(GEMMA, num_kv_heads=2)
+    pair = tpus.Pair(tpus.Asked(two, two, 24, 8, 2, rows=4, devices=4), devices)
+    text = pair.programs.begin(4, 24).as_text()
+    assert all(x.sharding.spec == P(None, TENSOR_AXIS) for x in tpus.buffers_of(pair.state.caches))
+    shape = pair.state.caches[0].keys.shape
+    assert f"bf16[{','.join(map(str, shape))}]" not in text
