@@ -88,6 +88,7 @@ class TrainConfig:
     teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
                                         # outputs, decoded once where the file is missing
     teacher_examples: int | None = None  # at most so many of them
+    teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
     export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
     steps: int = 10_000
     batch_tokens: int = 2048          # positions a batch, of the longer side, padding included

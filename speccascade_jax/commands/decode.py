@@ -40,6 +40,7 @@ from speccascade_jax.inference.ray_jobs import cut, finished, read_shards
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.inference.vocabularies import check_methods
 from speccascade_jax.parallel import local_mesh
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
@@ -178,6 +179,7 @@ def decode(arguments: Arguments) -> None:
         return
     run.check()
     at_least(1, limit=arguments.limit)
+    check_methods(run, [run.settings])
     if arguments.ray is not None:
         decode_on_ray(arguments, arguments.ray)
         return

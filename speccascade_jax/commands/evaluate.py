@@ -42,6 +42,7 @@ from speccascade_jax.inference.outputs import (
 from speccascade_jax.inference.ray_jobs import cut, finished
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.inference.vocabularies import check_methods
 from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
 from speccascade_jax.training.data import joined_examples
 
@@ -170,6 +171,8 @@ def check(arguments: Arguments, task: Task) -> None:
 def evaluate(arguments: Arguments) -> None:
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     check(arguments, task)
+    check_methods(arguments.run, [dataclasses.replace(arguments.run.settings, method=method)
+                                  for method in arguments.methods])
     if arguments.cluster is not None:
         connect(arguments.cluster)
     run, screen = arguments.run, console(quiet=jax.process_index() > 0)

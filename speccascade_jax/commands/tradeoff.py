@@ -41,6 +41,7 @@ from speccascade_jax.evaluation.sweep import (
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.vocabularies import check_methods
 from speccascade_jax.parallel import local_mesh
 from speccascade_jax.training.data import joined_examples
 
@@ -315,6 +316,7 @@ def sweep(arguments: Arguments) -> None:
     points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
                   arguments.truncations)
+    check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None

@@ -5,7 +5,8 @@ What is committed in target tokens is never tokenised anew, and the target's law
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.baselines.proposals import NEEDS_NO_DRAFTER
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.core.typing import each
-from speccascade_jax.inference.settings import Settings, Vocabulary
+from speccascade_jax.inference.settings import TRAINED, Settings, Vocabulary
 from speccascade_jax.inference.strings import strings
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models import full_of
@@ -186,6 +189,25 @@ def check_method(settings: Settings, levels: int, vocabulary: Vocabulary) -> Non
     if rule is None or not rule.lossless:
         raise ValueError(f"{settings.name} would write tokens that only the drafter has: take vocabulary "
                          "tli, or speculative at the lowest level.")
+
+
+def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
+    """check_method for each of `points`, by the tokenizers alone, before the models are read. What is missing
+    here or read from a file is left to the loading.
+
+    Raises ValueError as check_method does.
+    """
+    paths = [path for _, path in run.roles]
+    if run.vocabulary not in ("slem", "union") or run.tokenizer or not all(
+            Path(checkpoints.split_member(path)[0]).is_dir() for path in paths):
+        return
+    *others, target = (Tokenizer(checkpoints.tokenizer_file(path)).pieces() for path in paths)
+    if all(own == target for own in others):
+        return
+    for point in points:
+        point.check(len(target), len(others))
+        if point.name not in TRAINED:
+            check_method(point, len(others), run.vocabulary)
 
 
 def readings(foreign: dict[Translated, Tokenizer], texts: Sequence[str], width: int,

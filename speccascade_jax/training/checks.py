@@ -63,6 +63,9 @@ def check(config: TrainConfig) -> None:
                              "name another.")
     if config.teacher_outputs is not None and config.teacher is None:
         raise ValueError("teacher_outputs are decoded by a teacher: give its checkpoint with --teacher.")
+    if config.teacher_singles and config.teacher_outputs is None:
+        raise ValueError("teacher_singles says what teacher_outputs hold: name their file with "
+                         "--teacher-outputs.")
     if config.tokenizer is None and config.init is None:
         raise ValueError("training from scratch needs a tokenizer: name its file with --tokenizer; it is "
                          "trained on the task where it is missing.")

@@ -46,17 +46,21 @@ def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyAr
 
 
 def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = None,
-                  batch_size: int = 64) -> None:
+                  batch_size: int = 64, singles: bool = False) -> None:
     """Decodes the training inputs (the first `count` of them, joined and shuffled) greedily with the
     teacher into the .jsonl `path` (sequence-level distillation: Kim & Rush 2016; BiLD's prediction
     alignment).
 
-    Inputs are joined as in training; those that the teacher does not finish within its limits are
-    left out. Nothing is done where `path` exists; killed and called again, it goes on where it stopped.
+    Inputs are joined as in training; `singles` are not, and each stands once, however many targets it has.
+    Those that the teacher does not finish within its limits are left out. Nothing is done where `path`
+    exists; killed and called again, it goes on where it stopped.
     """
     if path.is_file():
         return
-    examples = [source for source, _ in joined_examples(task, task.train)][:count]
+    if singles:
+        task = dataclasses.replace(task, join=1)
+    examples = [source for source, _ in joined_examples(task, task.train)]
+    examples = (list(dict.fromkeys(examples)) if singles else examples)[:count]
 
     def read(number: int, line: Any) -> dict[str, str] | None:
         """An unfinished output's line is null."""
@@ -88,6 +92,7 @@ def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = 
         part.remove()
 
 
-def distilled(task: Task, path: Path) -> Task:
-    """`task` with the teacher's outputs for its training split."""
-    return dataclasses.replace(task, train=str(path), source_field="source", target_field="target", join=1)
+def distilled(task: Task, path: Path, singles: bool = False) -> Task:
+    """`task` with the teacher's outputs for its training split; `singles` are still to be joined."""
+    return dataclasses.replace(task, train=str(path), source_field="source", target_field="target",
+                               join=task.join if singles else 1)

@@ -149,8 +149,9 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
             path, writer = Path(config.teacher_outputs), Cascade(
                 (teacher, teacher), (teacher_params, teacher_params), own, task.prefix,
                 task.max_source_length, task.max_target_length, suffix=task.suffix)
-            in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples))
-            task = distillation.distilled(task, path)
+            in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples,
+                            singles=config.teacher_singles))
+            task = distillation.distilled(task, path, config.teacher_singles)
     data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows)
     model = model_of(config.model, dtype=config.dtype, remat=config.remat)
     optimizer = make_optimizer(config)

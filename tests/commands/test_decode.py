@@ -151,7 +151,7 @@ def test_truncation_is_asked_for_and_counted(t5_pair, tmp_path):
     assert json.loads(summary.read_text())["truncated"] == 1
 
 
-def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys):
+def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     train_tokenizer(["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50,
                     tmp_path / "spiece.model", 300)
@@ -161,7 +161,11 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys):
     (other / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes())
     assert run(t5_pair, f"--drafter={other}", "--text", "a dog") == 0
     assert "tli; shared: " in capsys.readouterr().out
+    # What the tokenizers tell is refused before the models are read.
+    monkeypatch.setattr(decode.Cascade, "from_config", lambda *_: pytest.fail("the models were read"))
     for flags, said in ((("--vocabulary=slem", "--method=opt", "--alpha=0.3"), "slem has not: take"),
+                        (("--vocabulary=slem", "--method=typical", "--alpha=0.3"), "slem has not: take"),
+                        (("--vocabulary=slem", "--block-size=adaptive"), "which slem's drafts are not"),
                         (("--vocabulary=union", "--method=opt", "--alpha=0.3"), "that only the drafter has")):
         assert run(t5_pair, f"--drafter={other}", "--text", "a dog", *flags) == 2
         assert said in capsys.readouterr().err

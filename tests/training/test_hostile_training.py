@@ -137,6 +137,7 @@ def test_examples_are_joined_by_ones_and_more(toy):
 @pytest.mark.parametrize("flags,said", [
     (["--train=missing.jsonl"], "there is no file 'missing.jsonl', the task's train split"),
     (["--validation=FOLDER"], "is a folder: name a file with --validation"),
+    (["--teacher-singles"], "name their file with --teacher-outputs"),
     (["--teacher=runs/nowhere"], "there is no checkpoint folder runs/nowhere, which --teacher names"),
     (["--init=runs/nowhere"], "there is no checkpoint folder runs/nowhere, which --init names"),
     (["--tokenizer=None"], "training from scratch needs a tokenizer"),

@@ -21,7 +21,7 @@ from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
-from speccascade_jax.training.distillation import distillation_loss, total_variation
+from speccascade_jax.training.distillation import distillation_loss, distilled, total_variation, write_outputs
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import prepare_tokenizer
@@ -123,6 +123,26 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     agree = np.mean([expected[line["source"]] == line["target"] for line in lines])
     assert agree > 0.99  # the trainer's batches may round a tie the other way
     assert events(run, "evaluation")[-1]["loss"] < 3.0 and not part.exists()
+
+
+def test_single_outputs_are_written_once_and_joined_in_training(tmp_path):
+    """The teacher stands for one that writes in capitals."""
+    train, path = tmp_path / "train.jsonl", tmp_path / "outputs.jsonl"
+    train.write_text("".join(json.dumps({"source": s, "target": t}) + "\n"
+                             for s, t in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"))))
+    task = Task(str(train), "", "", join=3)
+
+    class Capitals:
+        tokenizer = types.SimpleNamespace(eos_id=1)
+
+        def generate(self, sources, **_):
+            return (types.SimpleNamespace(source=s, text=s.upper(), tokens=[1], truncated=False)
+                    for s in sources)
+
+    write_outputs(Capitals(), task, path, singles=True)
+    assert sorted((e["source"], e["target"]) for e in map(json.loads, path.read_text().splitlines())) == [
+        ("a", "A"), ("b", "B"), ("c", "C")]
+    assert distilled(task, path, singles=True).join == 3 and distilled(task, path).join == 1
 
 
 def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
