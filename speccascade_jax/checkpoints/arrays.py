@@ -105,7 +105,7 @@ class Placement:
         whole = jnp.dtype(self.dtype) == jnp.int8
         if (self.packed or whole) and path[-1] == "kernel":
             kernel, cut = pack(array, self.dtype), (0, 1)
-        elif whole and tied and path[-1] == "embedding":
+        elif (self.packed or whole) and tied and path[-1] == "embedding":
             kernel, cut = pack(array.T, self.dtype, transposed=True), (1, 0)
         else:
             return put(array.astype(jnp.bfloat16 if whole else self.dtype, copy=False), where)

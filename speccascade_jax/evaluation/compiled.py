@@ -219,7 +219,10 @@ class Program:
                     total += sum(x.bytes for x in user.arrays)
                 elif user.operation == "fusion":
                     inner = self.computations[user.called("calls")]
-                    total += self._read_in_fusion(inner, user.operands.index(name), whole)
+                    if _only_moves(inner):  # laid out anew on its way: what is taken of that counts
+                        names.append(user.name)
+                    else:
+                        total += self._read_in_fusion(inner, user.operands.index(name), whole)
                 elif not (user.operation in IN_PLACE and user.operands[0] == name):
                     return whole
         return min(total, whole)
@@ -306,9 +309,7 @@ class Program:
     def _moved(self, one: Instruction, where: Computation) -> Array | None:
         """What an instruction moves to another place, if it does nothing else."""
         if one.operation == "fusion":
-            body = self.computations[one.called("calls")]
-            others = {x.operation for x in body.values()} - {"parameter", "bitcast", "reshape"}
-            if not others or not others <= {"copy", "transpose"}:
+            if not _only_moves(self.computations[one.called("calls")]):
                 return None
         elif one.operation not in ("copy", "transpose"):
             return None
@@ -319,3 +320,9 @@ class Program:
         """How often the chips exchange something."""
         return sum(times for one, _, times in self.within(name)
                    if one.operation.removesuffix("-start") in COLLECTIVES)
+
+
+def _only_moves(body: Computation) -> bool:
+    """Whether what is fused lays an array out anew and does nothing else."""
+    others = {x.operation for x in body.values()} - {"parameter", "bitcast", "reshape"}
+    return bool(others) and others <= {"copy", "transpose"}

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,11 +33,12 @@ from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
 from speccascade_jax.inference.programs import Clock, Plan, Programs, shardings
 from speccascade_jax.models import Config, model_of
+from speccascade_jax.models.quantization import TRANSPOSED_FROM, PackedKernel
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
 
-KINDS = {"float32": "f32", "bfloat16": "bf16"}  # dtypes, and what the compiler calls them
+KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # dtypes, and what the compiler calls them
 
 
 class Chip(NamedTuple):
@@ -118,21 +119,42 @@ class Pair:
         self.asked = a = asked
         mesh = None if a.devices == 1 else tensor_mesh(a.devices, devices)
         self.whole = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
-        self.plain = tuple(model_of(config, dtype=a.dtype, cache_dtype=a.dtype)
+        self.plain = tuple(model_of(config, dtype=a.dtype,
+                                    cache_dtype="bfloat16" if a.dtype == "int8" else a.dtype)
                            for config in (a.drafter, a.verifier))
         self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
 
         def weights(model: Any) -> nnx.State:
-            return nnx.from_flat_state([(path, x.replace(jax.ShapeDtypeStruct(
-                x.shape, a.dtype, sharding=self.whole if mesh is None else tensor_sharding(
-                    mesh, model.config, path, x.shape))))
-                for path, x in nnx.to_flat_state(model.abstract_params())])
+            flat = nnx.to_flat_state(model.abstract_params())
+            paths = {path for path, _ in flat}
+            return nnx.from_flat_state([(path, x.replace(self._described(mesh, model, path, x.shape, paths)))
+                                        for path, x in flat])
 
         self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
         self.sampler = Speculative(Autoregressive(self.models[0]), self.models[1], METHODS[a.method],
                                    a.block_size)
         self.programs = Described(Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id,
                                        a.verifier.vocab_size), self.params, None, Clock())
+
+    def _described(self, mesh: Any, model: Any, path: tuple[Any, ...], shape: tuple[int, ...],
+                   paths: Set[tuple[Any, ...]]) -> Any:
+        """A parameter as it would be loaded: checkpoints.arrays.Placement, without values."""
+        cut = () if mesh is None else tensor_sharding(mesh, model.config, path, shape).spec
+        spec, every = (*cut, *[None] * (len(shape) - len(cut))), tuple(range(len(shape)))
+
+        def part(axes: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+            where = self.whole if mesh is None else NamedSharding(mesh, P(*(spec[n] for n in axes)))
+            return jax.ShapeDtypeStruct(tuple(shape[n] for n in axes), dtype, sharding=where)
+
+        tied = path[-1] == "embedding" and (*path[:-1], "head", "kernel") not in paths
+        if self.asked.dtype != "int8" or not (tied or path[-1] == "kernel"):
+            return part(every, "bfloat16" if self.asked.dtype == "int8" else self.asked.dtype)
+        if tied:
+            return PackedKernel(part(every, "int8"), part(every[:1], "float32"), True)
+        *layers, inputs, outputs = every
+        turned = shape[inputs] >= TRANSPOSED_FROM
+        return PackedKernel(part((*layers, outputs, inputs) if turned else every, "int8"),
+                            part((*layers, outputs), "float32"), turned)
 
     @cached_property
     def state(self) -> Any:

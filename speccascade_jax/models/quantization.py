@@ -48,20 +48,31 @@ def pack(kernel: np.ndarray, dtype: Any, transposed: bool | None = None) -> Pack
 
 
 def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
-    """x [..., in] -> float32 [..., out]. To multiply int8, each row of x is rounded to 1/127 of its own
-    largest value (dynamic quantization, as in CTranslate2); its sums are exact integers.
+    """x [..., in] @ kernel -> float32 [..., out].
+
+    CPUs multiply int8: each row of x is rounded to 1/127 of its own largest value (dynamic quantization, as
+    in CTranslate2); its sums are exact integers. Accelerators only read it: x stays bfloat16, and XLA widens
+    the weights on their way into the product.
     """
     shape = *x.shape[:-1], -1
     x = x.reshape(-1, x.shape[-1])  # with more axes XLA copies a transposed kernel inside a loop
     contract = (((1,), (int(kernel.transposed),)), ((), ()))
+
+    def product(a: Any, b: Any, sums: Any) -> Array:
+        return lax.dot_general(a, b, contract, preferred_element_type=sums)
+
+    def rounded(x: AnyArray, values: AnyArray) -> Array:
+        x = x.astype(jnp.float32)
+        step = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), SMALLEST) / 127
+        return product(jnp.rint(x / step).astype(jnp.int8), values, jnp.int32).astype(jnp.float32) * step
+
+    def widened(x: AnyArray, values: AnyArray) -> Array:
+        return product(x.astype(jnp.bfloat16), values.astype(jnp.bfloat16), jnp.float32)
+
     if kernel.scale is None:
-        return lax.dot_general(x.astype(kernel.values.dtype), kernel.values, contract,
-                               preferred_element_type=jnp.float32).reshape(shape)
-    x = x.astype(jnp.float32)
-    step = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), SMALLEST) / 127
-    whole = jnp.rint(x / step).astype(jnp.int8)
-    sums = lax.dot_general(whole, kernel.values, contract, preferred_element_type=jnp.int32)
-    return (sums.astype(jnp.float32) * step * kernel.scale).reshape(shape)
+        return product(x.astype(kernel.values.dtype), kernel.values, jnp.float32).reshape(shape)
+    found = lax.platform_dependent(x, kernel.values, cpu=rounded, default=widened)
+    return (found * kernel.scale).reshape(shape)
 
 
 def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:
@@ -80,6 +91,9 @@ def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | Packed
 
 def table_rows(table: Array | PackedKernel, index: AnyArray) -> Array:
     """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
-    if isinstance(table, PackedKernel):
-        return jnp.take(table.values, index, axis=0) * jnp.take(table.scale, index)[..., None]
-    return jnp.take(table, index, axis=0).astype(jnp.float32)
+    if not isinstance(table, PackedKernel):
+        return jnp.take(table, index, axis=0).astype(jnp.float32)
+    flat = jnp.pad(index.reshape(-1), (0, 1))  # to take one row of int8, TPUs would copy the whole table
+    rows = jnp.take(table.values, flat, axis=0).astype(jnp.float32)
+    rows = rows if table.scale is None else rows * jnp.take(table.scale, flat)[:, None]
+    return rows[:-1].reshape(*index.shape, -1)

@@ -45,6 +45,18 @@ def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
     assert sorted(loop.times for loop in program.loops if loop.times) == [2, 2, 2, 3]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", PAIRS)
+def test_int8_weights_are_widened_only_within_products(family, devices):
+    pair = tpus.Pair(tpus.Asked(*PAIRS[family], 24, 8, 2, dtype="int8"), devices)
+    program, kept = compiled.Program(pair.programs.run(1, 24).as_text()), pair.kept()
+    sizes = {size for kind, size in kept if kind == "s8"}
+    assert sizes and not any(program.faults(program.rounds.body, kept).values())
+    assert not [one.name for one, _, _ in program.within(program.rounds.body) for array in one.arrays
+                if one.operation not in compiled.UNREAD and array.kind in ("bf16", "f32")
+                and array.count in sizes]
+
+
 def steps(family, chips, devices, plant):
     """The faults of a loop over single steps of a model whose cache is as long as its heads are wide; `plant`
     stands between two of them."""
