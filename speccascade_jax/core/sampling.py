@@ -64,10 +64,10 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once:
     Temperature 0 is the one-hot argmax (the first index on ties). top-k keeps exactly k tokens, top-p the
     smallest set whose mass reaches top_p, the token that crosses it included (Holtzman et al. 2020), min-p
     the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); among equals the lower
-    id comes first. An option [B] is its row's. Accelerators truncate row by row, on the chip, or `at_once`.
+    id comes first. An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
     """
     if logits.ndim > 2 and not (at_once or options.top_p is options.top_k is options.min_p is None):
-        return lax.platform_dependent(cpu=lambda: token_probs(logits, options, True), default=lambda: lax.map(
+        return lax.platform_dependent(default=lambda: token_probs(logits, options, True), tpu=lambda: lax.map(
             lambda row: token_probs(*row), (logits, options.of_rows(len(logits)))))
 
     def of_row(value: Any) -> Array:
