@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int
 
+from speccascade_jax.baselines.adaptive import STOP_BELOW
 from speccascade_jax.baselines.proposals import Proposals
 from speccascade_jax.core.typing import AnyArray, Cache, Params, covered, insert, network_of, roll_back
 from speccascade_jax.inference.programs import Programs
@@ -88,26 +89,37 @@ class Side:
         return longest_matches(text.encode(errors="replace"), self.ids, self.longest)
 
 
-def draft(model: Any, count: int, params: Params, allowed: Bool[AnyArray, " D"], cache: Cache,
+def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[AnyArray, " D"], cache: Cache,
           keep: Int[AnyArray, " B"], read: Int[AnyArray, "B W"], size: Int[AnyArray, " B"]
-          ) -> tuple[Int[Array, "B count"], Cache]:
-    """The `count` likeliest `allowed` tokens in turn, after the first `size` of `read` follow the `keep`
-    positions that the cache still covers; and the cache, which covers all but the last of them."""
-    def best(logits: Array) -> Array:
-        return jnp.argmax(jnp.where(allowed, logits, -jnp.inf), axis=-1).astype(jnp.int32)
+          ) -> tuple[Int[Array, "B count"], Int[Array, " B"], Cache]:
+    """The likeliest `allowed` tokens in turn, after the first `size` of `read` follow the `keep` positions
+    that the cache still covers; how many of them a row's draft has; and the cache, which covers all but the
+    draft's last.
 
-    def step(carry: Any, _: Any) -> Any:
-        cache, token = carry
-        logits, cache = model.extend(params, token[:, None], cache)
-        token = best(logits[:, 0])
-        return (cache, token), token
+    A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
+    chance that all of it stands falls below STOP_BELOW: the product of what the drafter's law gives them.
+    """
+    def written(logits: Array, at: Any, tokens: Array, length: Array, chance: Array) -> Any:
+        law = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
+        token = jnp.argmax(law, axis=-1).astype(jnp.int32)
+        length = jnp.where(chance >= STOP_BELOW, at + 1, length)
+        chance = chance * jnp.where(token == eos_id, 0, jnp.max(law, axis=-1))
+        return at + 1, tokens.at[:, at].set(token), length, chance
 
-    network = network_of(model)
+    def step(carry: Any) -> Any:
+        cache, at, tokens, *ends = carry
+        logits, cache = model.extend(params, lax.dynamic_slice_in_dim(tokens, at - 1, 1, axis=1), cache)
+        return cache, *written(logits[:, 0], at, tokens, *ends)
+
+    network, rows = network_of(model), read.shape[0]
     logits, cache = model.extend(params, read, roll_back(network, cache, keep))
-    first = best(jnp.take_along_axis(logits, jnp.maximum(size - 1, 0)[:, None, None], axis=1)[:, 0])
-    cache = roll_back(network, cache, keep + size)
-    (cache, _), rest = lax.scan(step, (cache, first), None, length=count - 1)
-    return jnp.concatenate([first[None], rest]).T, cache
+    last = jnp.take_along_axis(logits, jnp.maximum(size - 1, 0)[:, None, None], axis=1)[:, 0]
+    first = written(last, 0, jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32),
+                    jnp.where(size > 0, 1.0, 0.0))
+    cache, _, tokens, length, _ = lax.while_loop(
+        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= STOP_BELOW), step,
+        (roll_back(network, cache, keep + size), *first))
+    return tokens, length, cache
 
 
 class TextDrafter:
@@ -123,7 +135,7 @@ class TextDrafter:
         kinds = self.own.surfaces
         self.allowed = np.array([n < len(kinds) and (kinds[n].kind == "eos" or bool(kinds[n].text))
                                  for n in range(self.model.vocab_size)])
-        self.draft = jax.jit(partial(draft, self.model), static_argnums=0)
+        self.draft = jax.jit(partial(draft, self.model, own.eos_id), static_argnums=0)
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
         self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
@@ -238,7 +250,7 @@ class TextScheduler(Scheduler):
         return self.seen[0][row, :int(self.seen[2][row])].tolist()
 
     def _proposals(self) -> Proposals:
-        drafter, rows, count = self.drafter, self.batch_size, self.count
+        drafter, rows = self.drafter, self.batch_size
         written, held = {}, {}
         keep, reads = np.zeros(rows, np.int32), [[0] for _ in range(rows)]
         for row in self.running:
@@ -252,19 +264,18 @@ class TextScheduler(Scheduler):
             keep[row], reads[row], known.tokens = known.begun + same, wanted[same:], wanted
         while max(map(len, reads)) > CHUNK:  # a text that is read anew
             parts = [ids[:CHUNK] if len(ids) > CHUNK else [] for ids in reads]
-            _, self.cache = self._drafted(keep, parts, CHUNK)
+            *_, self.cache = self._drafted(keep, parts, CHUNK)
             keep += np.array([len(part) for part in parts], np.int32)
             reads = [ids[len(part):] for ids, part in zip(reads, parts, strict=True)]
         needed = max(map(len, reads))
-        drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
-        drafted, proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
+        *drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
+        (drafted, passes), proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
         for row, (_, request) in self.running.items():
-            known = self.drafting[row]
-            found = drafter.candidates(request.tokens, written[row], held[row], drafted[row].tolist())
+            own = drafted[row, :passes[row]].tolist()
+            found = drafter.candidates(request.tokens, written[row], held[row], own)
             proposed[row] = found[:self.most]
-            known.tokens = [*known.tokens, *drafted[row, :-1].tolist()]
+            self.drafting[row].tokens += own[:-1]
         tokens, size = pad(proposed, self.most, 0)
-        passes = np.full(rows, count, np.int32)
         return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
 
     def _drafted(self, keep: np.ndarray, reads: list[list[int]], width: int) -> Any:

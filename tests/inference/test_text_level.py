@@ -20,6 +20,7 @@ from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.sampling import draw
 from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.core.verification import verify
+from speccascade_jax.inference import text_level
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.text_level import TextDrafter, going_on, longest_matches, whole_characters
 from speccascade_jax.inference.tokenizer import Tokenizer
@@ -94,16 +95,38 @@ def foreign(tmp_path_factory):
     return folder / "model"
 
 
-def test_greedy_texts_are_the_verifiers(foreign, t5_pair, full):
+@pytest.mark.parametrize("stop_below", [0.0, text_level.STOP_BELOW])
+def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monkeypatch):
+    """With drafts as long as may be; and as they come: of one own token, so unsure is this drafter."""
+    monkeypatch.setattr(text_level, "STOP_BELOW", stop_below)
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
     alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
     for batch_size in (1, 4) if full else (4,):
         found = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
         assert [output.tokens for output in found] == alone
-    assert all(output.counts["drafter_passes"] > output.counts["rounds"] for output in found)
+    assert all((output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below)
+               for output in found)
     assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
     with pytest.raises(ValueError, match="opt needs the drafter's distribution, which slem has not"):
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
+
+
+def test_a_draft_ends_where_it_will_hardly_stand():
+    """Each token leads to the next, 2 after 1 and so on, with its chance in the table; 6 is the end."""
+    chances = np.array([0.9, 0.9, 0.8, 0.5, 0.75, 0.9, 0.9])
+    logits = np.zeros((8, 8))
+    for token, chance in enumerate(chances):
+        logits[token] = np.log((1 - chance) / 7)
+        logits[token, token + 1] = np.log(chance)
+    model, first = TableLM(8), jnp.array([0, 1, 3, 4])
+    table = jnp.asarray(np.broadcast_to(logits, (8, 8, 8)), jnp.float32)
+    _, cache = model.prefill(table, first[:, None], jnp.ones(4, jnp.int32), 16)
+    allowed, keep, size = np.ones(8, bool), np.zeros(4, np.int32), np.array([1, 1, 1, 0])
+    tokens, length, _ = text_level.draft(model, 6, 7, table, allowed, cache, keep, first[:, None], size)
+    assert length.tolist() == [5, 4, 3, 0]  # 0.9 0.9 0.8 0.5 0.75 < 0.3; 0.9 0.8 0.5 0.75 < 0.3; to the end
+    for row, begin in enumerate(first[:3]):
+        drafted = tokens[row, :length[row]].tolist()
+        assert drafted == list(range(begin + 1, begin + 1 + len(drafted)))
 
 
 def test_any_tokens_make_candidates():
