@@ -31,8 +31,6 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
     Raises ValueError before anything is compiled where one of them cannot be.
     """
     a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
-    if dtype not in tpus.KINDS:
-        raise ValueError(f"dtype is {dtype}; --tpu compiles {' or '.join(tpus.KINDS)}: give --dtype.")
     drafter, verifier = shapes or tpus.shapes_of(run)
     each = [tpus.Asked(drafter, verifier, a.source_length or run.max_source_length,
                        a.new_tokens or run.max_new_tokens, gamma, a.method, rows, devices, dtype)

@@ -209,7 +209,6 @@ def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
     monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
     monkeypatch.setattr(tpus, "Pair", lambda *_: pytest.fail("compiled"))
     for flags, said in ((["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
-                        (["--config=wmt_small_large", "--dtype=int8"], "dtype is int8; --tpu compiles"),
                         (["--preset", "t5_1_1_small", "gemma2_2b"], "the drafter has 32128 tokens"),
                         (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
                         (["--config=demo_shared"], "member of the network")):
