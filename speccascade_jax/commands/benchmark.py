@@ -56,8 +56,8 @@ class Arguments:
     and does wrong. No TPU is needed, nothing is run and no weights are read."""
     tensor_parallel: tuple[int, ...] = ()
     """How many of these chips share each model's parameters (the config's own)."""
-    source_length: int | None = None
-    """Tokens of a source for --tpu (the config's own)."""
+    source_length: tuple[int, ...] = ()
+    """Tokens of a source for --tpu, several to compile for each (the config's own)."""
     new_tokens: int | None = None
     """Tokens of an output for --tpu (the config's own)."""
     acceptance: float = 0.8

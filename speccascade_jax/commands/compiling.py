@@ -19,22 +19,24 @@ def check(arguments: Any) -> None:
         raise ValueError("--tpu compiles and runs nothing: leave --input and --vs out.")
     if not 0 <= a.acceptance <= 1:
         raise ValueError(f"--acceptance is {a.acceptance}; it lies in [0, 1].")
-    at_least(1, source_length=a.source_length, new_tokens=a.new_tokens,
+    at_least(1, source_length=min(a.source_length, default=1), new_tokens=a.new_tokens,
              tensor_parallel=min(a.tensor_parallel, default=1))
-    at_most(2**20, source_length=a.source_length or 1, new_tokens=a.new_tokens or 1)
+    at_most(2**20, source_length=max(a.source_length, default=1), new_tokens=a.new_tokens or 1)
     tpus.checked(a.tpu)
 
 
 def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config] | None) -> None:
-    """Tables for every number of chips, batch size and gamma; without shapes, of the config's own models.
+    """Tables for every number of chips, source length, batch size and gamma; without shapes, of the config's
+    own models.
 
     Raises ValueError before anything is compiled where one of them cannot be.
     """
     a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
     drafter, verifier = shapes or tpus.shapes_of(run)
-    each = [tpus.Asked(drafter, verifier, a.source_length or run.max_source_length,
-                       a.new_tokens or run.max_new_tokens, gamma, a.method, rows, devices, dtype)
+    each = [tpus.Asked(drafter, verifier, length, a.new_tokens or run.max_new_tokens, gamma, a.method, rows,
+                       devices, dtype)
             for devices in a.tensor_parallel or (run.tensor_parallel,)
+            for length in a.source_length or (run.max_source_length,)
             for rows in a.batch_sizes for gamma in a.block_sizes]
     described = tpus.devices_of(a.tpu)
     for asked in each:

@@ -270,7 +270,8 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
     acceptance: the chance that a drafted token is accepted, for the time that a token takes.
     """
     chip, asked = checked(name), pair.asked
-    where = f"{asked.devices} of {name}, batch {asked.rows}, gamma {asked.block_size}"
+    where = (f"{asked.devices} of {name}, source {asked.source_length}, batch {asked.rows}, "
+             f"gamma {asked.block_size}")
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
     for what, seconds, program in pair.compiled():

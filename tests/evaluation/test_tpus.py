@@ -118,7 +118,8 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     for line in map(json.loads, path.read_text().splitlines()):
-        figures.setdefault(line["of"].split(", 1 of v5e:2x2, batch 1, gamma 2")[0], {})[line["figure"]] = line
+        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, gamma 2")[0]
+        figures.setdefault(title, {})[line["figure"]] = line
     values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
     own = values.pop("a round")
     assert list(values) == ["begin", "run", "drafter step", "verifier step", "scoring 3 tokens"]
