@@ -243,7 +243,7 @@ def test_both_decode_in_fewer_bits(dtype, within, tmp_path):
     flat = {path: x.get_value() for path, x in nnx.to_flat_state(loaded.params)}
     packed = {path for path, x in flat.items() if isinstance(x, PackedKernel)}
     assert packed == {path for path in flat if path[-1] == "kernel"
-                      or (dtype == "int8" and path == ("drafter", "embedding"))}  # the drafter's is tied
+                      or path == ("drafter", "embedding")}  # the drafter's is tied
     for number, member in enumerate(loaded.model.member_of.members):
         logits, _ = in_blocks(member, loaded.params, text, [1, 23], prefilled(member, loaded.params))
         np.testing.assert_allclose(logits, expected[number], atol=within * np.abs(expected[number]).max())
