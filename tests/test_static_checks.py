@@ -17,6 +17,8 @@ def copy(tmp_path_factory):
     shutil.copytree(REPOSITORY / "speccascade_jax", folder / "speccascade_jax",
                     ignore=shutil.ignore_patterns("demo", "__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    if (REPOSITORY / ".mypy_cache").is_dir():  # spares what no file of ours changes
+        shutil.copytree(REPOSITORY / ".mypy_cache", folder / ".mypy_cache")
     return folder
 
 
