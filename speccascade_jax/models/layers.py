@@ -18,7 +18,7 @@ from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
-SHARED = "tensor"  # the axis of the mesh whose devices share each model's parameters
+SHARED = "tensor"  # the axis of the mesh whose devices share each model's parameters: parallel.TENSOR_AXIS
 Dropout = Callable[[Array], Array]
 AfterLayer = Callable[[Any, Array, Array], Array]
 """(number of a layer, traced where layers are stacked, its input [B, T, D], its output) -> what the next one
