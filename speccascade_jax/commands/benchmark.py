@@ -40,6 +40,7 @@ from speccascade_jax.inference.outputs import check_targets
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.inference.vocabularies import check_methods
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.training.data import joined_examples
@@ -333,8 +334,12 @@ def check(arguments: Arguments) -> DecodeConfig:
         at_most(most, **{name: max(values)})
     if a.method not in METHODS:
         raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
-    for gamma in a.block_sizes:
-        Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature).check(1)
+    points = [Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature)
+              for gamma in a.block_sizes]
+    for point in points:
+        point.check(1)
+    if a.input is not None:
+        check_methods(dataclasses.replace(run, vocabulary=a.vocabulary or run.vocabulary), points)
     if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
         raise ValueError(f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu "
                          "take two: give --input alone, or time each model's calls with scripts/plan.py.")

@@ -187,7 +187,8 @@ BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; 
        (["--tpu=v5e:2x2", "--source-length=0"], "--source-length is 0"),
        (["--tpu=v5e:2x2", "--tensor-parallel", "4", "0"], "--tensor-parallel is 0"),
        (["--tpu=v5e:2x2", "--new-tokens=9999999"], "--new-tokens is 9999999; it must be at most"),
-       (["--preset", "gemma2_2b", "gemma2_9b", "--vs", "hf"], "gemma2_2b is another one")]
+       (["--preset", "gemma2_2b", "gemma2_9b", "--vs", "hf"], "gemma2_2b is another one"),
+       (["--config=demo_foreign", "--vocabulary=slem", "--method=opt", "--input=x"], "slem has not: take")]
 
 
 @pytest.mark.parametrize("arguments,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
