@@ -53,7 +53,32 @@ class Experience:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(Speculative):
+class Narrowed(Speculative):
+    """Speculative whose drafts may be short: they are verified in the narrowest of four widths that holds every
+    row's."""
+
+    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
+                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+        """As Speculative's. A method that reads its place in the round must not see how long the draft became:
+        it has one width."""
+        whole, verified = self.block_size, super().verified
+        parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
+        widths = sorted({-(-whole * part // PARTS) for part in parts})
+
+        def of(width: int) -> Callable[[], tuple[Block, Cache, Counts]]:
+            def narrow() -> tuple[Block, Cache, Counts]:
+                cut = Block._make((*(x[:, :width + 1] for x in drafted[:-1]), drafted.size))
+                block, *rest = verified(params, caches, rows, eos_id, cut, below, drafter_counts)
+                columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
+                return Block._make((*columns, block.size)), *rest
+
+            return narrow
+
+        return lax.switch(jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size)), list(map(of, widths)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Narrowed):
     """Speculative with drafts of up to `block_size` tokens, fewer where more are not worth their time.
 
     A row stops before it draws a token when all of its draft, that token too, is accepted with an estimated
@@ -65,8 +90,6 @@ class Adaptive(Speculative):
 
     A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
     position's chance is then the row's acceptance so far. It drafts one token at least.
-
-    What follows the draft is as wide as the longest draft of the batch needs, in one of four widths.
     """
 
     stop_below: float = STOP_BELOW
@@ -117,22 +140,3 @@ class Adaptive(Speculative):
                 ) -> Bool[Array, " B"]:
         """Whether to take the token of `block` into the draft. Its law may be asked, the token itself not."""
         return spared | (chance >= self.stop_below)
-
-    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
-                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
-        """As Speculative's, in the narrowest width that holds every row's draft. A method that reads its
-        place in the round must not see how long the draft became: it has one width."""
-        whole, verified = self.block_size, super().verified
-        parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
-        widths = sorted({-(-whole * part // PARTS) for part in parts})
-
-        def of(width: int) -> Callable[[], tuple[Block, Cache, Counts]]:
-            def narrow() -> tuple[Block, Cache, Counts]:
-                cut = Block._make((*(x[:, :width + 1] for x in drafted[:-1]), drafted.size))
-                block, *rest = verified(params, caches, rows, eos_id, cut, below, drafter_counts)
-                columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
-                return Block._make((*columns, block.size)), *rest
-
-            return narrow
-
-        return lax.switch(jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size)), list(map(of, widths)))

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from speccascade_jax.baselines.adaptive import Narrowed
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.samplers import Block, Counts, Origin, Rows, Speculative
+from speccascade_jax.core.samplers import Block, Counts, Origin, Rows
 from speccascade_jax.core.typing import AnyArray, Cache, Params, Prefix
 from speccascade_jax.core.verification import Draft
 
@@ -57,7 +58,7 @@ class Proposed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matched(Speculative):
+class Matched(Narrowed):
     """Speculative with the drafts that lie in the cache, whoever wrote them; its `drafter` holds a Proposed.
 
     A draft's law is taken to be one-hot. So a lossless method accepts token x with probability p(x), as exact
