@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax.models import Model
-from speccascade_jax.models.quantization import PackedKernel, pack
+from speccascade_jax.models.quantization import PackedKernel, pack, turned
 
 ParameterPath = tuple[Any, ...]
-Sharding = Callable[[ParameterPath, tuple[int, ...]], NamedSharding]
+Sharding = Callable[[ParameterPath, tuple[int, ...]], jax.sharding.Sharding]
 """(path of a parameter, its shape) -> where its parts go."""
 
 
@@ -101,25 +101,41 @@ class Placement:
 
     def __call__(self, path: ParameterPath, array: np.ndarray, tied: bool) -> jax.Array | PackedKernel:
         """A host array on the devices; `tied`: the embedding is the logits' kernel, too."""
-        where = None if self.sharding is None else self.sharding(path, array.shape)
-        whole = jnp.dtype(self.dtype) == jnp.int8
-        if (self.packed or whole) and path[-1] == "kernel":
-            kernel, cut = pack(array, self.dtype), (0, 1)
-        elif (self.packed or whole) and tied and path[-1] == "embedding":
-            kernel, cut = pack(array.T, self.dtype, transposed=True), (1, 0)
-        else:
-            return put(array.astype(jnp.bfloat16 if whole else self.dtype, copy=False), where)
-        if where is None:
-            at, along = None, None
-        else:
-            inputs, outputs = ((*where.spec, None, None)[axis] for axis in cut)
-            at = NamedSharding(where.mesh, P(outputs, inputs) if kernel.transposed else P(inputs, outputs))
-            along = NamedSharding(where.mesh, P(outputs))
-        scale = None if kernel.scale is None else put(kernel.scale, along)
-        return PackedKernel(put(kernel.values, at), scale, kernel.transposed)
+        wanted = self.described(path, array.shape, tied)
+        made: Any = array
+        if isinstance(wanted, PackedKernel):
+            table = path[-1] == "embedding"
+            made = pack(array.T if table else array, self.dtype, wanted.transposed)
+        return jax.tree.map(lambda x, to: put(x.astype(to.dtype, copy=False), to.sharding), made, wanted)
+
+    def described(self, path: ParameterPath, shape: tuple[int, ...], tied: bool) -> Any:
+        """What __call__() makes of an array of that shape, or of one with an axis of layers before it, in
+        shapes with their shardings."""
+        where = None if self.sharding is None else self.sharding(path, shape)
+        every, whole = tuple(range(len(shape))), jnp.dtype(self.dtype) == jnp.int8
+
+        def part(axes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            at = where
+            if isinstance(where, NamedSharding) and axes != every:
+                spec = (*where.spec, *[None] * len(shape))
+                at = NamedSharding(where.mesh, P(*(spec[n] for n in axes)))
+            return jax.ShapeDtypeStruct(tuple(shape[n] for n in axes), dtype, sharding=at)
+
+        table = tied and path[-1] == "embedding"
+        if not (self.packed or whole) or not (table or path[-1] == "kernel"):
+            return part(every, jnp.bfloat16 if whole else self.dtype)
+        *layers, inputs, outputs = (1, 0) if table else every
+        transposed = table or turned(shape[inputs])
+        return PackedKernel(part((*layers, outputs, inputs) if transposed else every, self.dtype),
+                            part((*layers, outputs), jnp.float32) if whole else None, transposed)
 
 
-def put(array: np.ndarray, where: NamedSharding | None) -> jax.Array:
+def head_of(path: ParameterPath) -> ParameterPath:
+    """Where the part of a network that an embedding belongs to has its head, unless the embedding is it."""
+    return *path[:-1], "head", "kernel"
+
+
+def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
     """The array on the devices, each with its own part only.
 
     It is there when this returns: JAX copies while the caller goes on, and so would hold several at once.
@@ -143,8 +159,7 @@ def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarra
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
-        tied = (*path[:-1], "head", "kernel") not in flat  # of the part of a network that it belongs to
-        flat[path] = flat[path].replace(place(path, array, tied))
+        flat[path] = flat[path].replace(place(path, array, head_of(path) not in flat))
         del array
     nnx.update(params, nnx.from_flat_state(flat))
     return params

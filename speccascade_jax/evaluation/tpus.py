@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints.arrays import Placement, head_of
 from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, available, load
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
@@ -33,7 +34,6 @@ from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
 from speccascade_jax.inference.programs import Clock, Plan, Programs, shardings
 from speccascade_jax.models import Config, model_of
-from speccascade_jax.models.quantization import TRANSPOSED_FROM, PackedKernel
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
@@ -125,10 +125,12 @@ class Pair:
         self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
 
         def weights(model: Any) -> nnx.State:
-            flat = nnx.to_flat_state(model.abstract_params())
-            paths = {path for path, _ in flat}
-            return nnx.from_flat_state([(path, x.replace(self._described(mesh, model, path, x.shape, paths)))
-                                        for path, x in flat])
+            place = Placement(a.dtype, lambda path, shape: self.whole if mesh is None else (
+                tensor_sharding(mesh, model.config, path, shape)))
+            flat = dict(nnx.to_flat_state(model.abstract_params()))
+            return nnx.from_flat_state({
+                path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
+                for path, x in flat.items()})
 
         self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
         self.sampler = Speculative(Autoregressive(self.models[0]), self.models[1], METHODS[a.method],
@@ -136,34 +138,15 @@ class Pair:
         self.programs = Described(Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id,
                                        a.verifier.vocab_size), self.params, None, Clock())
 
-    def _described(self, mesh: Any, model: Any, path: tuple[Any, ...], shape: tuple[int, ...],
-                   paths: Set[tuple[Any, ...]]) -> Any:
-        """A parameter as it would be loaded: checkpoints.arrays.Placement, without values."""
-        cut = () if mesh is None else tensor_sharding(mesh, model.config, path, shape).spec
-        spec, every = (*cut, *[None] * (len(shape) - len(cut))), tuple(range(len(shape)))
-
-        def part(axes: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-            where = self.whole if mesh is None else NamedSharding(mesh, P(*(spec[n] for n in axes)))
-            return jax.ShapeDtypeStruct(tuple(shape[n] for n in axes), dtype, sharding=where)
-
-        tied = path[-1] == "embedding" and (*path[:-1], "head", "kernel") not in paths
-        if self.asked.dtype != "int8" or not (tied or path[-1] == "kernel"):
-            return part(every, "bfloat16" if self.asked.dtype == "int8" else self.asked.dtype)
-        if tied:
-            return PackedKernel(part(every, "int8"), part(every[:1], "float32"), True)
-        *layers, inputs, outputs = every
-        turned = shape[inputs] >= TRANSPOSED_FROM
-        return PackedKernel(part((*layers, outputs, inputs) if turned else every, "int8"),
-                            part((*layers, outputs), "float32"), turned)
-
     @cached_property
     def state(self) -> Any:
         """The shapes of the loop's state, and where its parts are: after compiling begin."""
         return self.programs._state(self.asked.rows, self.asked.source_length)
 
     def compiled(self) -> Iterator[tuple[str, float, Any]]:
-        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round. Seconds
-        of all threads: what else the machine does hardly counts."""
+        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; what the
+        compiler says stands for a program that does not fit. Seconds of all threads: what else the machine
+        does hardly counts."""
         a, count = self.asked, scoring(self.asked.block_size)
 
         def step(number: int, tokens: int) -> Any:
@@ -178,7 +161,12 @@ class Pair:
                            ("drafter step", partial(step, 0, 1)), ("verifier step", partial(step, 1, 1)),
                            (count, partial(step, 1, a.block_size + 1))):
             began = time.process_time()
-            program = make()
+            try:
+                program = make()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                program = str(error).split("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
             yield name, time.process_time() - began, program
 
     @property
@@ -275,6 +263,9 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
     for what, seconds, program in pair.compiled():
+        if isinstance(program, str):
+            yield f"{what}, {where}", {"trace and compile, CPU s": seconds, "fits": False, "why": program}
+            return
         text = Program(program.as_text())
         own = memory_of(program, text)
         if what == "run":

@@ -107,6 +107,14 @@ def softcap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def even(count: int, most: int) -> int:
+    """How large parts of `count` things are, at most `most`: all the same, as a remainder would be compiled
+    anew, unless that takes twice as many parts."""
+    if count <= most:
+        return most
+    return next((size for size in range(most, most // 2, -1) if count % size == 0), most)
+
+
 class Norm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale, or with unit_offset * (1 + scale), as checkpoints have it."""
 
@@ -142,7 +150,7 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
             query, keys, values = by_rows((query, keys, values))
         else:
             query, keys, values = (whole(x) for x in (query, keys, values))
-    at_once = max(SCORES // (rows * heads * mask.shape[-1]), 1)
+    at_once = even(count, max(SCORES // (rows * heads * mask.shape[-1]), 1))
     if count > at_once:
         def one(given: tuple[Array, Array]) -> Array:
             query, mask = given
@@ -338,11 +346,12 @@ class DecoderModel(SingleModel):
         def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
             return network.advance(part, cache, after=after)[1], None
 
-        first = size % self.chunk
+        chunk = even(size, self.chunk)
+        first = size % chunk
         if first:
             cache, _ = read(cache, inputs[:, :first])
         if size > first:
-            chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, self.chunk), 1, 0)
+            chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, chunk), 1, 0)
             cache, _ = lax.scan(read, cache, chunks)
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
         return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))

@@ -33,12 +33,17 @@ class PackedKernel:
     transposed: bool
 
 
+def turned(inputs: int) -> bool:
+    """Whether a kernel of so many inputs is packed as [out, in]."""
+    return inputs >= TRANSPOSED_FROM
+
+
 def pack(kernel: np.ndarray, dtype: Any, transposed: bool | None = None) -> PackedKernel:
     """`kernel` [in, out] in `dtype`, int8 or bfloat16, on the host.
 
     int8 is symmetric, with a scale for each output: column v becomes round(127 v / max|v|).
     """
-    transposed = kernel.shape[0] >= TRANSPOSED_FROM if transposed is None else transposed
+    transposed = turned(kernel.shape[0]) if transposed is None else transposed
     scale = None
     if jnp.dtype(dtype) == jnp.int8:
         scale = np.maximum(np.max(np.abs(kernel), axis=0).astype(np.float32), SMALLEST) / 127

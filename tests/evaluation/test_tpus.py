@@ -133,6 +133,13 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.full
+def test_what_does_not_fit_is_told(devices):
+    wide = dataclasses.replace(T5, vocab_size=2**26)  # 2 x 17 GB of 16
+    [(title, found)] = tpus.figures(tpus.Pair(tpus.Asked(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
+    assert title.startswith("begin, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]
+
+
+@pytest.mark.full
 def test_truncation_sorts_nothing(devices):
     logits = jax.ShapeDtypeStruct((1, 3, 4096), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
 
