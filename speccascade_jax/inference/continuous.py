@@ -16,7 +16,8 @@ class Continuous(Scheduler):
 
     The batch has one of two widths: that of the longest request, `width`, or, as long as all that run are
     shorter, a third of it, since attention over padding is a tenth of a round. Where many wait, the prompts
-    of a few are read at once, ahead of rows for all of them, and a share of the rows is given away at once.
+    of a few of like lengths are read at once, ahead of rows for all of them, and a share of the rows is given
+    away at once.
     With a plan's `chunk` there is one width: prompts are read so many tokens at a time, and rows that run do
     a round in between.
     """
@@ -65,7 +66,16 @@ class Continuous(Scheduler):
                 return False
             if len(self.waiting) < count * len(devices):
                 count = 1
+            self._call_up(count * len(devices))
             self.reading.append(self._read(count, devices))
+
+    def _call_up(self, count: int) -> None:
+        """Has those take the next turns, after whose turn it is, that are as long: prompts that are read
+        together are padded to the longest."""
+        width = self._width_of([self.waiting[-1][1]])
+        alike = [number for number, request in self.waiting if self._width_of([request]) == width]
+        chosen = sorted(alike)[:count]
+        self.waiting.sort(key=lambda one: (one[0] in chosen, -one[0]))
 
     def _place_by_chunks(self) -> bool:
         """Rows that run do a round between two chunks of a prompt."""
