@@ -25,6 +25,7 @@ from speccascade_jax.parallel import local_mesh
 
 KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
+SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting, while the devices have nothing to do
 MISSING = "to serve: pip install 'speccascade_jax[serve]'."
 
 
@@ -184,6 +185,7 @@ def serve(arguments: Arguments) -> None:
     console().print(f"http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
     sys.stdout.flush()
     app = create_app(models, engine, metrics, limits)
+    sys.setswitchinterval(SWITCH)
     server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", server_header=False, timeout_keep_alive=30,
         timeout_graceful_shutdown=5, h11_max_incomplete_event_size=2**16))

@@ -93,25 +93,16 @@ class Scheduler:
     Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
     become narrower. A result depends on its request only, never on what else is decoded (in float32: other
     dtypes round a product of another shape in another way).
-
-    With `steady_width`, for a server: requests take rows one by one as they become free, in the order they
-    came, and the batch keeps that width, which must hold the longest of them. Where many wait, the prompts
-    of a few are read at once, ahead of rows for all of them. With a plan's `chunk`, prompts are read so many
-    tokens at a time, and rows that run do a round in between.
     """
 
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int], steady_width: int = 0):
+                 bucket: Callable[[int], int]):
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
-        self.steady_width = steady_width
         # How many of a device's rows are idle before others take them.
-        self.share = 1 if steady_width else max(batch_size // 4, 1)
-        # How many prompts a server reads at once for each device, where so many wait.
-        self.ahead = max(batch_size // 2, 1)
+        self.share = max(batch_size // 4, 1)
         self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
         self.done: list[tuple[int, Result]] = []
-        self.reading: list[Reading] = []
         self.state: Any = None
         self.seen: Any = None  # what run() has fetched of it
         self.width = self.admitted = 0
@@ -119,21 +110,22 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether run() has something to do."""
-        return bool(self.waiting or self.running or self.reading)
+        return bool(self.waiting or self.running)
 
     def admit(self, requests: Iterable[Request]) -> list[int]:
         """Queues the requests and returns their ids, in order."""
         new = list(enumerate(requests, self.admitted))
         self.admitted += len(new)
-        self.waiting = [*self.waiting, *new]
-        self.waiting.sort(key=lambda one: (0 if self.steady_width else one[1].size,
-                                           -one[0] if self.steady_width else one[0]))
+        self.waiting = sorted([*self.waiting, *new], key=self._turn)
         return [number for number, _ in new]
+
+    def _turn(self, one: tuple[int, Request]) -> Any:
+        """Where it stands among those that wait."""
+        return one[1].size, one[0]
 
     def cancel(self, number: int) -> None:
         """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
         self.waiting = [one for one in self.waiting if one[0] != number]
-        self.reading = [left for one in self.reading for left in one.without([number])]
         self._stop([row for row, (own, _) in self.running.items() if own == number])
 
     def finished(self) -> list[tuple[int, Result]]:
@@ -167,10 +159,12 @@ class Scheduler:
 
     def _rounds(self, enough: np.int32, most: np.int32) -> None:
         """Up to `most` rounds, until `enough` rows are finished."""
-        plain = bool(self.steady_width) and not any(
-            truncates(request.settings) for _, request in self.running.values())
-        program = self.programs.run(self.batch_size, self.width, plain)
+        program = self.programs.run(self.batch_size, self.width, self._plain())
         self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
+
+    def _plain(self) -> bool:
+        """Whether a program without truncations will do."""
+        return False
 
     def _take_finished(self) -> None:
         room, stopped = self.seen[3], []
@@ -216,11 +210,6 @@ class Scheduler:
     def _place(self) -> bool:
         """Gives waiting requests the idle rows, where a share of every device's rows is idle. Returns whether
         some are left without one until rows that run have done a round."""
-        if self.steady_width:
-            if self.state is None:
-                self.width = self.steady_width
-                self.state = self._begun({}, self.batch_size, self.width)
-            return self._place_by_chunks() if self.programs.plan.chunk else self._place_one_by_one()
         while self.waiting:
             anew = not self.running
             count = self.batch_size if anew else self.share
@@ -233,40 +222,16 @@ class Scheduler:
                 self._refill(read)
         return False
 
-    def _place_one_by_one(self) -> bool:
-        """A server's: whoever comes takes an idle row, those first whose prompts have been read."""
-        while True:
-            self.reading = [left for one in self.reading for left in one.without(self._refill(one))]
-            idle, count = self._idle(), self.ahead
-            supplied = {place // one.rows for one in self.reading for place in one.placed}
-            devices = [device for device, rows in enumerate(idle) if rows and device not in supplied]
-            if not (devices and self.waiting):
-                return False
-            if len(self.waiting) < count * len(devices):
-                count = 1
-            self.reading.append(self._read(count, devices))
-
-    def _place_by_chunks(self) -> bool:
-        """A server's, where rows that run do a round between two chunks of a prompt."""
-        while self.waiting or self.reading:
-            devices = [device for device, rows in enumerate(self._idle()) if rows]
-            if not self.reading and not devices:
-                break
-            [reading], running = self.reading or [self._read(1, devices)], bool(self.running)
-            self.reading = self._read_chunk(reading)
-            if running:
-                return bool(self.reading or (self.waiting and any(self._idle())))
-        return False
-
     def _read(self, count: int, devices: Sequence[int]) -> Reading:
-        """Reads the prompts of those whose turn it is, up to `count` on each of these devices; where they are
-        read by chunks, none of it yet."""
+        """Reads the prompts of those whose turn it is, up to `count` on each of these devices."""
         chosen = {device * count + k: self.waiting.pop()
                   for k in range(count) for device in devices if self.waiting}
-        width = self.steady_width if self.steady_width and self.programs.plan.chunk else self.bucket(
-            max(request.size for _, request in chosen.values()))
+        width = self._width_of([request for _, request in chosen.values()])
         fresh = self._begun({place: request for place, (_, request) in chosen.items()}, count, width)
         return Reading(chosen, fresh, count, width)
+
+    def _width_of(self, requests: Iterable[Request]) -> int:
+        return max(self.bucket(request.size) for request in requests)
 
     def _idle(self) -> list[list[int]]:
         """Each device's idle rows."""
@@ -286,45 +251,21 @@ class Scheduler:
         if not taken:
             return set()
         self.running |= taken
-        needed = max(self.bucket(request.size) for _, request in self.running.values())
-        like_fresh = not self.steady_width and (
-            width > self.width or (width < self.width and needed <= width))
+        like_fresh = self._becomes(width)
         refill = programs.refill(rows, self.width, count, width, like_fresh)
         self.state = programs.call(refill, self.state, read.fresh, programs.place(slots))
         self.width = width if like_fresh else self.width
         return {number for number, _ in taken.values()}
 
-    def _read_chunk(self, reading: Reading) -> list[Reading]:
-        """Reads the prompts on; those that are read to their ends take their rows. Returns what is left."""
-        programs, size = self.programs, self.programs.plan.chunk
-        longest = max(len(request.tokens) for _, request in reading.placed.values())
-        # The last chunk that fits: it may read some tokens again.
-        start = min(reading.start, reading.width - size)
-        tokens = np.zeros((reading.rows * programs.devices, size), np.int32)
-        for place, (_, request) in reading.placed.items():
-            part = request.tokens[start:start + size]
-            tokens[place, :len(part)] = part
-        fresh = programs.call(programs.read(reading.rows, reading.width), programs.params, reading.fresh,
-                              programs.place(tokens), np.int32(start))
-        read = reading._replace(fresh=fresh, start=start + size)
-        if read.start < longest - 1:  # the last token is read by the first round
-            return [read]
-        return read.without(self._refill(read))
+    def _becomes(self, width: int) -> bool:
+        """Whether the batch becomes as wide as what is put into it."""
+        needed = self._width_of(request for _, request in self.running.values())
+        return width > self.width or (width < self.width and needed <= width)
 
     def precompile(self, widths: Sequence[int]) -> None:
         """Compiles every program that requests of these (ascending) widths may need."""
         programs, rows = self.programs, self.batch_size
         stops = programs.plan.history > 0
-        if self.steady_width:
-            for plain in (False, True):
-                programs.run(rows, self.steady_width, plain)
-            programs.stop(rows, self.steady_width)
-            if programs.plan.chunk:
-                programs.read(1, self.steady_width)
-            for width in [self.steady_width] if programs.plan.chunk else widths:
-                for count in {1} if programs.plan.chunk else {1, self.ahead}:
-                    programs.refill(rows, self.steady_width, count, width, False)
-            return
         for width in widths:
             programs.run(rows, width)
             if stops:
@@ -368,11 +309,6 @@ def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> 
         row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
         column("max_new_tokens", plan.max_new_tokens, np.int32), options,
         alphas.reshape(rows, levels), methods.reshape(rows, levels)))
-
-
-def truncates(settings: Settings) -> bool:
-    """Whether any of the likely tokens are left out."""
-    return bool(settings.top_k or (settings.top_p or 1) < 1 or settings.min_p)
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:

@@ -23,6 +23,7 @@ from speccascade_jax.core.methods import SINGLE_MODEL, Method
 from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
 from speccascade_jax.core.typing import LanguageModel
 from speccascade_jax.inference import router
+from speccascade_jax.inference.continuous import Continuous
 from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, largest_top_k
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
@@ -344,7 +345,8 @@ class Cascade:
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
     def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
-        """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
+        """An empty scheduler of `batch_size` rows a device, a server's for requests of up to `steady_width`
+        where that is given; its programs are kept for the next one."""
         programs = self.programs.pop(plan, None)
         if programs is None:
             while self.programs and crowded():
@@ -353,7 +355,9 @@ class Cascade:
         self.programs[plan] = programs
         if isinstance(plan.sampler, Matched) and self.text_drafter is not None:
             return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, steady_width)
+        if steady_width:
+            return Continuous(programs, batch_size, self.tokenizer, self.bucket, steady_width)
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""

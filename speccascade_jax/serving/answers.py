@@ -80,13 +80,18 @@ class Answer:
             self.engine.cancel(job)
         return len(running)
 
+    @property
+    def over(self) -> bool:
+        """Whether all choices have ended."""
+        return len(self.results) == len(self.choices)
+
     async def parts(self) -> AsyncIterator[Part]:
         """What the choices write, as it comes, whole tokens at a time. Raises Refused where that ends."""
         for n, choice in enumerate(self.choices):
             if choice.job is None:
                 self.results[n] = Result([], [], [], {})
                 yield Part(n, [], [], "stop")
-        while len(self.results) < len(self.choices):
+        while not self.over:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time()
                                               + self.deadline - time.monotonic()):

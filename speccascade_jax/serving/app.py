@@ -241,13 +241,15 @@ class Events(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        said = "done"
+        said, text = "done", b""
         async for event in self._events():
             if isinstance(event, Refused):
                 said, event = "refused", event.body
-            await send({"type": "http.response.body", "body": b"data: " + encoded(event) + b"\n\n",
-                        "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            text += b"data: " + encoded(event) + b"\n\n"
+            if not self.answer.over:  # the last events and the end go out as one: packets cost more than text
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+                text = b""
+        await send({"type": "http.response.body", "body": text + b"data: [DONE]\n\n", "more_body": False})
         return said
 
     async def _events(self) -> AsyncIterator[dict[str, Any] | Refused]:

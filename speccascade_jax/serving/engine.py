@@ -110,13 +110,13 @@ class ServedLane:
         self.scheduler, self.jobs = self._empty(), {}
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
-        """Runs up to `rounds` rounds: what is new. Up to twice as many while jobs wait, and again once rows
-        that became free are taken: fewer events for the host to send. One round where no job waits and one
-        has written nothing yet."""
+        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, and again once
+        rows that became free are taken: fewer events for the host to send. One round where no job waits and
+        one has written nothing yet."""
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
-        for _ in range(2 if wait else 1):
-            self.scheduler.run(2 * rounds if wait else 1 if anew else rounds)
+        for _ in range(4 if wait else 1):
+            self.scheduler.run(1 if anew and not wait else rounds)
         done = dict(self.scheduler.finished())
         found = []
         for number, job in [*self.jobs.items()]:

@@ -11,8 +11,9 @@ from shapes import TINY_GEMMA, TINY_T5
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.inference.chunks import any_continues
+from speccascade_jax.inference.continuous import Continuous
 from speccascade_jax.inference.programs import Clock, Plan, Programs
-from speccascade_jax.inference.scheduler import Request, Scheduler
+from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import model_of
 from speccascade_jax.models.exits import ExitsConfig
@@ -69,7 +70,7 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, a
              for request in asked]
     whole = alone(Programs(plan_of(sampler), params, None, Clock()), asked, bucket)
     programs = Programs(plan_of(sampler, chunk=chunk), params, None, Clock())
-    scheduler, found, waiting, ids = Scheduler(programs, 3, Letters(), bucket, WIDTH), {}, [*asked], []
+    scheduler, found, waiting, ids = Continuous(programs, 3, Letters(), bucket, WIDTH), {}, [*asked], []
     scheduler.precompile([WIDTH])
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     while waiting or scheduler.busy:
@@ -95,7 +96,7 @@ def test_running_rows_do_a_round_after_every_chunk(asked):
     wait for their turns next to idle rows."""
     sampler, params = one()
     programs = Programs(plan_of(sampler, chunk=4), params, None, Clock())
-    scheduler = Scheduler(programs, 4, Letters(), bucket, WIDTH)
+    scheduler = Continuous(programs, 4, Letters(), bucket, WIDTH)
     first, *rest = scheduler.admit([asked[-3], asked[10], asked[-2], asked[-3]])
     for chunks in range(1, 11):  # of the 40 tokens
         scheduler.run(rounds=8)

@@ -11,6 +11,7 @@ from shapes import TINY_GEMMA, TINY_T5
 
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.inference.continuous import Continuous
 from speccascade_jax.inference.programs import Clock, Plan, Programs
 from speccascade_jax.inference.scheduler import Request, Scheduler
 from speccascade_jax.inference.settings import Settings
@@ -143,7 +144,7 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     by_size = {3: Programs(plan, programs.params, None, Clock()),
                1: Programs(in_ones, programs.params, None, Clock())}
     expected = [alone(by_size[request.settings.block_size], [request])[0].tokens for request in asked]
-    scheduler, found, order = Scheduler(served, batch_size, Letters(), bucket, WIDTHS[-1]), {}, []
+    scheduler, found, order = Continuous(served, batch_size, Letters(), bucket, WIDTHS[-1]), {}, []
     scheduler.precompile(WIDTHS)
     before, called = served.clock.compilations, calls(served, monkeypatch)
     waiting = list(asked)
