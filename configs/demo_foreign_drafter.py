@@ -1,5 +1,6 @@
 """A drafter of another vocabulary for the shipped verifier: 1024 pieces of its own, trained on what the
-verifier writes (the distributions of another vocabulary cannot be learnt)."""
+verifier writes for all training sentences, joined afresh every epoch (the distributions of another
+vocabulary cannot be learnt)."""
 
 import dataclasses
 
@@ -11,5 +12,6 @@ config = dataclasses.replace(
     export_dir=str(DEMO / "foreign_drafter"), tokenizer="runs/demo_foreign_tokenizer.model",
     tokenizer_size=1024,
     model=T5Config(vocab_size=1024, d_model=192, d_kv=64, num_heads=3, d_ff=512,
-                   num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
-    distillation=0.0)
+                   num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),
+    teacher_outputs="runs/demo_singles.jsonl", teacher_examples=None, teacher_singles=True,
+    distillation=0.0, steps=8000)

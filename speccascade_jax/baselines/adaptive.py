@@ -54,12 +54,12 @@ class Experience:
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed(Speculative):
-    """Speculative whose drafts may be short: they are verified in the narrowest of four widths that holds every
-    row's."""
+    """Speculative whose drafts may be short: they are verified in the narrowest of four widths that holds
+    every row's."""
 
     def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
                  drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
-        """As Speculative's. A method that reads its place in the round must not see how long the draft became:
+        """As Speculative's. A method that reads its place in the round must not see how long the draft is:
         it has one width."""
         whole, verified = self.block_size, super().verified
         parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
