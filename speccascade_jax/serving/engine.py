@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speccascade_jax.inference.scheduler import Lane, Request, Result, Scheduler
 from speccascade_jax.inference.scoring import Scored, Scorer
@@ -109,14 +109,16 @@ class ServedLane:
     def reset(self) -> None:
         self.scheduler, self.jobs = self._empty(), {}
 
-    def step(self, rounds: int) -> list[tuple[Job, Update]]:
-        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, and again once
-        rows that became free are taken: fewer events for the host to send. One round where no job waits and
-        one has written nothing yet."""
+    def step(self, rounds: int, called: Callable[[], Any]) -> list[tuple[Job, Update]]:
+        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, for there is no
+        row for others: fewer events for the host to send. Where none waits, one round if some job has written
+        nothing yet, or until the engine is `called`."""
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
-        for _ in range(4 if wait else 1):
-            self.scheduler.run(1 if anew and not wait else rounds)
+        for _ in range(4 if wait else 1 if anew else rounds):
+            self.scheduler.run(rounds if wait else 1)
+            if called() and not wait:
+                break
         done = dict(self.scheduler.finished())
         found = []
         for number, job in [*self.jobs.items()]:
@@ -253,7 +255,7 @@ class Engine:
 
     def _step(self, lane: ServedLane) -> None:
         try:
-            found = lane.step(self.rounds)
+            found = lane.step(self.rounds, lambda: self.inbox)
         except Exception as error:  # whatever it is: the next requests are served
             self._fail(lane, error)
             return

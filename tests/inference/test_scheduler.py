@@ -165,3 +165,14 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     assert (called.count("begin") > len(ids)) == (batch_size == 3)
     places = [order.index(number) for number in ids]
     assert max(abs(place - n) for n, place in enumerate(places)) < 12  # nobody waits for longer texts
+
+
+def test_prompts_of_like_lengths_are_read_together(served):
+    """The first of those that wait is always among them, and whoever is passed over keeps its turn."""
+    scheduler = Continuous(served, 6, Letters(), bucket, WIDTHS[-1])
+    scheduler.admit([Request([1] * size, Settings()) for size in (3, 20, 4, 5, 21, 6, 7)])
+    found = []
+    while scheduler.waiting:
+        scheduler._call_up(3)
+        found.append([scheduler.waiting.pop()[0] for _ in range(min(3, len(scheduler.waiting)))])
+    assert found == [[0, 2, 3], [1, 4, 5], [6]]
