@@ -87,6 +87,7 @@ class ServedLane:
         self.live = 0                    # jobs that have not ended, as the event loop counts them
         self.seconds_per_job = 1.0       # a running mean
         self.failures = 0
+        self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
 
     def _empty(self) -> Scheduler:
         return self.cascade.scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
@@ -109,7 +110,7 @@ class ServedLane:
     def reset(self) -> None:
         self.scheduler, self.jobs = self._empty(), {}
 
-    def step(self, rounds: int, called: Callable[[], Any]) -> list[tuple[Job, Update]]:
+    def step(self, rounds: int) -> list[tuple[Job, Update]]:
         """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, for there is no
         row for others: fewer events for the host to send. Where none waits, one round if some job has written
         nothing yet, or until the engine is `called`."""
@@ -117,7 +118,7 @@ class ServedLane:
         anew = any(not job.written for job in self.jobs.values())
         for _ in range(4 if wait else 1 if anew else rounds):
             self.scheduler.run(rounds if wait else 1)
-            if called() and not wait:
+            if self.called() and not wait:
                 break
         done = dict(self.scheduler.finished())
         found = []
@@ -150,6 +151,8 @@ class Engine:
                  heard: Callable[[Job, Update], None]):
         self.lanes, self.max_queue, self.rounds, self.heard = lanes, max_queue, rounds, heard
         self.inbox: collections.deque[tuple[str, Job]] = collections.deque()
+        for lane in lanes:
+            lane.called = lambda: self.inbox
         self.wake = threading.Condition()
         self.thread: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -255,7 +258,7 @@ class Engine:
 
     def _step(self, lane: ServedLane) -> None:
         try:
-            found = lane.step(self.rounds, lambda: self.inbox)
+            found = lane.step(self.rounds)
         except Exception as error:  # whatever it is: the next requests are served
             self._fail(lane, error)
             return
