@@ -7,7 +7,6 @@ import numpy as np
 
 from speccascade_jax.inference.programs import Programs
 from speccascade_jax.inference.scheduler import Reading, Request, Scheduler
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.tokenizer import Tokenizer
 
 
@@ -15,9 +14,9 @@ class Continuous(Scheduler):
     """A Scheduler whose requests take rows as they become free, in the order they came.
 
     The batch has one of two widths: that of the longest request, `width`, or, as long as all that run are
-    shorter, a third of it, since attention over padding is a tenth of a round. Where many wait, the prompts
-    of a few of like lengths are read at once, ahead of rows for all of them, and a share of the rows is given
-    away at once.
+    shorter and none truncates, a third of it, since attention over padding is a tenth of a round. Where many
+    wait, the prompts of a few of like lengths are read at once, ahead of rows for all of them, and a share of
+    the rows is given away at once.
     With a plan's `chunk` there is one width: prompts are read so many tokens at a time, and rows that run do
     a round in between.
     """
@@ -25,7 +24,8 @@ class Continuous(Scheduler):
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
                  bucket: Callable[[int], int], width: int):
         super().__init__(programs, batch_size, tokenizer, bucket)
-        self.widths = [width] if programs.plan.chunk else sorted({bucket(max(width // 3, 1)), width})
+        alone = programs.plan.chunk or not programs.plan.sampler.level  # a second width costs compile time
+        self.widths = [width] if alone else sorted({bucket(max(width // 3, 1)), width})
         self.ahead = max(batch_size // 2, 1)  # prompts read at once for each device, where so many wait
         self.most_idle = self.share
         self.reading: list[Reading] = []
@@ -47,7 +47,7 @@ class Continuous(Scheduler):
         super().run(rounds)
 
     def _plain(self) -> bool:
-        return not any(truncates(request.settings) for _, request in self.running.values())
+        return all_plain(request for _, request in self.running.values())
 
     def _place(self) -> bool:
         if self.state is None:
@@ -103,8 +103,10 @@ class Continuous(Scheduler):
     def _fit(self, reading: Sequence[Reading]) -> None:
         """Makes the batch as wide as its rows and those to come need."""
         programs, rows = self.programs, self.batch_size
-        own = [self._width_of([request]) for _, request in self.running.values()]
-        width = next(one for one in self.widths if one >= max([*own, *(read.width for read in reading)]))
+        placed = [self.running, *(read.placed for read in reading)]
+        here = [request for own in placed for _, request in own.values()]
+        needed = self._width_of(here) if all_plain(here) else self.widths[-1]
+        width = next(one for one in self.widths if one >= max(needed, *(read.width for read in reading)))
         if width == self.width:
             return
         if width not in self.blank:
@@ -134,7 +136,7 @@ class Continuous(Scheduler):
     def precompile(self, widths: Sequence[int]) -> None:
         programs, rows, chunk = self.programs, self.batch_size, self.programs.plan.chunk
         for width in self.widths:
-            for plain in (False, True):
+            for plain in (True, False)[:1 + (width == self.widths[-1])]:
                 programs.run(rows, width, plain)
             programs.stop(rows, width)
             for other in self.widths:
@@ -147,6 +149,7 @@ class Continuous(Scheduler):
             programs.read(1, self.widths[0])
 
 
-def truncates(settings: Settings) -> bool:
-    """Whether any of the likely tokens are left out."""
-    return bool(settings.top_k or (settings.top_p or 1) < 1 or settings.min_p)
+def all_plain(requests: Iterable[Request]) -> bool:
+    """Whether none of them leaves out any of the likely tokens."""
+    every = [request.settings for request in requests]
+    return not any(own.top_k or (own.top_p or 1) < 1 or own.min_p for own in every)

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speccascade_jax.inference.scheduler import Lane, Request, Result, Scheduler
 from speccascade_jax.inference.scoring import Scored, Scorer
@@ -87,6 +87,7 @@ class ServedLane:
         self.live = 0                    # jobs that have not ended, as the event loop counts them
         self.seconds_per_job = 1.0       # a running mean
         self.failures = 0
+        self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
 
     def _empty(self) -> Scheduler:
         return self.cascade.scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
@@ -110,13 +111,15 @@ class ServedLane:
         self.scheduler, self.jobs = self._empty(), {}
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
-        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, and again once
-        rows that became free are taken: fewer events for the host to send. One round where no job waits and
-        one has written nothing yet."""
+        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, for there is no
+        row for others: fewer events for the host to send. Where none waits, one round if some job has written
+        nothing yet, or until the engine is `called`."""
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
-        for _ in range(4 if wait else 1):
-            self.scheduler.run(1 if anew and not wait else rounds)
+        for _ in range(4 if wait else 1 if anew else rounds):
+            self.scheduler.run(rounds if wait else 1)
+            if self.called() and not wait:
+                break
         done = dict(self.scheduler.finished())
         found = []
         for number, job in [*self.jobs.items()]:
@@ -148,6 +151,8 @@ class Engine:
                  heard: Callable[[Job, Update], None]):
         self.lanes, self.max_queue, self.rounds, self.heard = lanes, max_queue, rounds, heard
         self.inbox: collections.deque[tuple[str, Job]] = collections.deque()
+        for lane in lanes:
+            lane.called = lambda: self.inbox
         self.wake = threading.Condition()
         self.thread: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None

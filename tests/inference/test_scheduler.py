@@ -135,9 +135,10 @@ def served(programs):
 @pytest.mark.parametrize("batch_size", [3, 6])
 def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, batch_size,
                                                           monkeypatch):
-    """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled."""
-    asked = [request._replace(settings=dataclasses.replace(
-        request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number % 3 else None))
+    """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled.
+    The batch is narrow as long as it can be."""
+    asked = [request._replace(tokens=request.tokens[:WIDTHS[number >= 8]], settings=dataclasses.replace(
+        request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number // 8 % 2 else None))
         for number, request in enumerate(requests)]
     plan = dataclasses.replace(programs.plan, top_p=True, history=0)
     in_ones = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, block_size=1))
@@ -148,20 +149,32 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     scheduler.precompile(WIDTHS)
     before, called = served.clock.compilations, calls(served, monkeypatch)
     waiting = list(asked)
-    ids = []
+    ids, widths = [], set()
     while waiting or scheduler.busy:
         arrived, waiting = waiting[:batch_size], waiting[batch_size:]
         ids += scheduler.admit(arrived)
         dropped = scheduler.admit(arrived[:1])
         scheduler.run(rounds=1)
+        widths.add(scheduler.width)
         for number in dropped:
             scheduler.cancel(number)
         finished = dict(scheduler.finished())
         found |= {number: result.tokens for number, result in finished.items()}
         order += finished
     assert [found[number] for number in ids] == expected
-    assert served.clock.compilations == before
+    assert served.clock.compilations == before and widths == {*WIDTHS}
     # Prompts are read one by one where three rows share, a few at once where six do.
     assert (called.count("begin") > len(ids)) == (batch_size == 3)
     places = [order.index(number) for number in ids]
     assert max(abs(place - n) for n, place in enumerate(places)) < 12  # nobody waits for longer texts
+
+
+def test_prompts_of_like_lengths_are_read_together(served):
+    """The first of those that wait is always among them, and whoever is passed over keeps its turn."""
+    scheduler = Continuous(served, 6, Letters(), bucket, WIDTHS[-1])
+    scheduler.admit([Request([1] * size, Settings()) for size in (3, 20, 4, 5, 21, 6, 7)])
+    found = []
+    while scheduler.waiting:
+        scheduler._call_up(3)
+        found.append([scheduler.waiting.pop()[0] for _ in range(min(3, len(scheduler.waiting)))])
+    assert found == [[0, 2, 3], [1, 4, 5], [6]]
