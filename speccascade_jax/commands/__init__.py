@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "plan", "serve",
@@ -32,29 +33,39 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {said}", file=sys.stderr)
         return 2
     try:
-        with ending_quietly():  # that is why commands are imported here and no earlier
+        with interrupted_by(end):  # that is why commands are imported here and no earlier
             command = importlib.import_module(f"speccascade_jax.commands.{name}")
-        return command.main(flags)
+        with interrupted_by(interrupt):
+            return command.main(flags)
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return 130
 
 
 @contextlib.contextmanager
-def ending_quietly() -> Iterator[None]:
-    """Within, an interrupt ends the process at once, with one word. As an exception, libraries that are just
-    being loaded would turn it into an ImportError of their own."""
+def interrupted_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Within, an interrupt calls `handler`, where it would call Python's own."""
     if (threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
         yield
         return
-
-    def end(*_: Any) -> None:
-        os.write(2, b"interrupted.\n")
-        os._exit(130)
-
-    before = signal.signal(signal.SIGINT, end)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def end(*_: Any) -> None:
+    """Ends the process at once, with one word. As an exception, libraries that are just being loaded would
+    turn an interrupt into an ImportError of their own."""
+    os.write(2, b"interrupted.\n")
+    os._exit(130)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Python's own, or, in what JAX does at a collection of garbage, where an exception is printed and lost,
+    a little later."""
+    if frame is None or frame.f_code.co_name != "_xla_gc_callback":
+        signal.default_int_handler(number, frame)
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()

@@ -300,6 +300,29 @@ sys.exit(commands.main(["decode", "--list"]))
 """
 
 
+def test_an_interrupt_at_a_collection_of_garbage_is_not_lost():
+    process = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60,
+                             env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)})
+    assert (process.returncode, process.stderr) == (130, "interrupted.\n")
+
+
+COLLECTING = """
+import gc, signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from speccascade_jax import commands
+def _xla_gc_callback(phase, _):
+    if phase == "start":
+        signal.raise_signal(signal.SIGINT)
+def main(_):
+    gc.callbacks.append(_xla_gc_callback)
+    gc.collect()
+    gc.callbacks.clear()
+    time.sleep(30)
+sys.modules["speccascade_jax.commands.plan"] = types.SimpleNamespace(main=main)
+sys.exit(commands.main(["plan"]))
+"""
+
+
 @pytest.fixture
 def few(flags, folder):
     lines = [{"question": f"who {n}", "answers": ["the cat"]} for n in range(6)]
