@@ -136,8 +136,7 @@ class Continuous(Scheduler):
     def precompile(self, widths: Sequence[int]) -> None:
         programs, rows, chunk = self.programs, self.batch_size, self.programs.plan.chunk
         for width in self.widths:
-            for plain in (True, False)[:1 + (width == self.widths[-1])]:
-                programs.run(rows, width, plain)
+            programs.run(rows, width, True)
             programs.stop(rows, width)
             for other in self.widths:
                 if other != width:
@@ -145,6 +144,7 @@ class Continuous(Scheduler):
             for fresh in [width] if chunk else [one for one in widths if one <= width]:
                 for count in {1} if chunk else {1, self.ahead}:
                     programs.refill(rows, width, count, fresh, False)
+        programs.run(rows, self.widths[-1], False)  # rows that truncate are never in a narrow batch
         if chunk:
             programs.read(1, self.widths[0])
 
