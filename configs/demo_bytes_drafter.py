@@ -14,4 +14,5 @@ config = dataclasses.replace(
     task=dataclasses.replace(DRAFTER.task, max_source_length=320, max_target_length=320),
     model=T5Config(vocab_size=260, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=3, num_decoder_layers=2, dropout_rate=0.0),
+    teacher_outputs="runs/demo_distilled.jsonl", teacher_examples=40_000, teacher_singles=False,
     distillation=0.0, batch_tokens=6144, steps=1500, eval_every=500)

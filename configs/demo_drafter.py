@@ -1,5 +1,6 @@
-"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer, trained on
-what the verifier writes and towards the distributions it writes it from."""
+"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer, trained on what
+the verifier writes for all training sentences, joined afresh every epoch, and towards the distributions it
+writes it from."""
 
 import dataclasses
 
@@ -10,6 +11,6 @@ config = dataclasses.replace(
     load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",
     export_dir=str(DEMO / "drafter"), tokenizer=str(DEMO / "verifier" / "spiece.model"),
     model=T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
-                   num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0),
-    teacher=str(DEMO / "verifier"), teacher_outputs="runs/demo_distilled.jsonl", teacher_examples=40_000,
-    distillation=0.7, steps=5000)
+                   num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),
+    teacher=str(DEMO / "verifier"), teacher_outputs="runs/demo_singles.jsonl", teacher_singles=True,
+    distillation=0.7, steps=10_000)

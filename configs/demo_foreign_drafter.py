@@ -13,5 +13,4 @@ config = dataclasses.replace(
     tokenizer_size=1024,
     model=T5Config(vocab_size=1024, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),
-    teacher_outputs="runs/demo_singles.jsonl", teacher_examples=None, teacher_singles=True,
     distillation=0.0, steps=8000)

@@ -85,6 +85,8 @@ class TrainConfig:
     teacher: str | None = None        # checkpoint to learn from, in addition to the data
     distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
     divergence: str = "kl"            # of the teacher's distribution: kl or tv
+    on_policy: float = 0.0            # share of the batches whose targets the model samples itself: of them
+                                      # it learns the teacher's distributions alone
     teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
                                         # outputs, decoded once where the file is missing
     teacher_examples: int | None = None  # at most so many of them

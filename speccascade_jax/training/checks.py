@@ -40,6 +40,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "exit_weight": (lambda x: x >= 0, "of at least 0"),
     "layer_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "distillation": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "on_policy": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1")}
 
 
@@ -66,6 +67,9 @@ def check(config: TrainConfig) -> None:
     if config.teacher_singles and config.teacher_outputs is None:
         raise ValueError("teacher_singles says what teacher_outputs hold: name their file with "
                          "--teacher-outputs.")
+    if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
+        raise ValueError("on_policy has a teacher score what one model writes: name its checkpoint with "
+                         "--teacher, and train no network of members; or set on_policy to 0.")
     if config.tokenizer is None and config.init is None:
         raise ValueError("training from scratch needs a tokenizer: name its file with --tokenizer; it is "
                          "trained on the task where it is missing.")

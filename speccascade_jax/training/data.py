@@ -11,6 +11,7 @@ import numpy as np
 
 from speccascade_jax.checkpoints.arrays import reason
 from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
 from speccascade_jax.inference.tokenizer import Tokenizer, pad
 
@@ -18,10 +19,10 @@ from speccascade_jax.inference.tokenizer import Tokenizer, pad
 class Batch(NamedTuple):
     """Padded token ids; `target` ends with the end-of-sequence token."""
 
-    source: np.ndarray         # [B, S]
-    source_length: np.ndarray  # [B]
-    target: np.ndarray         # [B, T]
-    target_length: np.ndarray  # [B]
+    source: AnyArray         # [B, S]
+    source_length: AnyArray  # [B]
+    target: AnyArray         # [B, T]
+    target_length: AnyArray  # [B]
 
 
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:

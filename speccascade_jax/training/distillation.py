@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from speccascade_jax.config import Task
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.inference.outputs import resume, write_whole
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.training.data import joined_examples
+from speccascade_jax.models import Model
+from speccascade_jax.training.data import Batch, joined_examples
 
 Array = jax.Array
 
@@ -43,6 +46,16 @@ def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyAr
     teacher, student = (jax.nn.log_softmax(x, axis=-1) for x in (teacher_logits, logits))
     mask = jnp.arange(logits.shape[1]) < target_length[:, None]
     return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
+
+
+def own_texts(model: Model, params: Params, batch: Batch, key: Array, eos_id: int) -> Batch:
+    """The batch with targets that `model` samples at temperature 1, as long as the batch is wide at most
+    (on-policy distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
+    rows, width = batch.target.shape
+    found = generate(Autoregressive(model), params, jax.random.split(key, rows), batch.source,
+                     batch.source_length, SamplingOptions(), jnp.zeros(0), max_new_tokens=width,
+                     eos_id=eos_id)
+    return batch._replace(target=jnp.maximum(found.tokens, 0), target_length=found.length)
 
 
 def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = None,

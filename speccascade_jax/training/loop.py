@@ -158,7 +158,7 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step, params, opt_state = start(config, model, optimizer, mesh, latest)
     batches = data.from_step(step * config.accumulate)
-    steps = make_steps(model, config, optimizer, mesh, teacher)
+    steps = make_steps(model, config, optimizer, mesh, teacher, tokenizer.eos_id)
     merged = lora.merging(config, mesh)
     with Reporter(run, step, config.steps, quiet=jax.process_index() > 0) as report:
         report.record("start", step, config=portable(dataclasses.asdict(config)), jax=jax.__version__,
@@ -168,7 +168,7 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
         began, pending, tokens = time.monotonic(), [], 0
         while step < config.steps:
             params, opt_state, loss, norm, count = one_step(
-                steps, params, opt_state, batches, step, config.accumulate, mesh, teacher_params)
+                steps, params, opt_state, batches, step, config, mesh, teacher_params)
             pending.append((loss, norm))
             tokens += count
             step += 1

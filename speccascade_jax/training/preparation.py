@@ -104,10 +104,12 @@ def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mes
     and its distributions are to be learnt, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
     own = Tokenizer(checkpoint.tokenizer_file())
-    if config.distillation and own.pieces() != tokenizer.pieces():
+    scores = config.distillation or config.on_policy
+    if scores and own.pieces() != tokenizer.pieces():
         raise ValueError(f"the teacher {path} has another vocabulary than {config.name}: train both with one "
-                         "tokenizer, or learn from its texts alone, with teacher_outputs and distillation 0.")
-    if config.distillation and checkpoint.model.vocab_size != config.model.vocab_size:
+                         "tokenizer, or learn from its texts alone: with teacher_outputs, and with "
+                         "distillation and on_policy 0.")
+    if scores and checkpoint.model.vocab_size != config.model.vocab_size:
         raise ValueError(f"the teacher {path} has {checkpoint.model.vocab_size} logits, the model of "
                          f"{config.name} {config.model.vocab_size}: set model.vocab_size to the teacher's.")
     return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params, own

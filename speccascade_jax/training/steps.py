@@ -5,15 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.core.samplers import NO_TOKEN
 from speccascade_jax.models import Model, NetworkConfig
 from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training.data import Batch
-from speccascade_jax.training.distillation import distillation_loss
+from speccascade_jax.training.distillation import distillation_loss, own_texts
 from speccascade_jax.training.exits import joined, member_loss, split
 from speccascade_jax.training.lora import adapted, shapes_of
 from speccascade_jax.training.losses import token_loss
@@ -24,34 +26,41 @@ Array = jax.Array
 class Steps(NamedTuple):
     """The jitted pieces of a training step."""
 
-    gradients: Callable[..., Any]  # (params, batch, number, teacher_params) -> summed gradients, loss, tokens
+    gradients: Callable[..., Any]  # (params, batch, number, teacher_params, whether its targets are the
+                                   # model's own) -> summed gradients, loss, tokens
+    own_texts: Callable[..., Any]  # (params, batch, number) -> the batch with targets that the model writes
     update: Callable[..., Any]     # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
     losses: Callable[..., Any]     # (params, batch) -> summed loss, tokens
     finite: Callable[..., Any]     # any pytree -> whether all its numbers are finite
 
 
 def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
-               teacher: Model | None = None) -> Steps:
+               teacher: Model | None = None, eos_id: int = NO_TOKEN) -> Steps:
     """Gradients are summed over tokens, so that batches of several sizes add up to one step; they, and the
-    optimizer's state, are of the parameters that are trained.
+    optimizer's state, are of the parameters that are trained. eos_id ends the texts that the model writes.
 
-    Dropout is a function of (seed, the batch's number).
+    Dropout, and what the model writes, are a function of (seed, the batch's number).
     """
 
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
-    def model_loss(params, batch: Batch, key, teacher_params):
+    def model_loss(params, batch: Batch, key, teacher_params, own: bool):
         logits = forward(model, adapted(config, params), batch, key)
         total, count = token_loss(logits, batch.target, batch.target_length,
                                   label_smoothing=config.label_smoothing, z_loss=config.z_loss)
-        if teacher is not None and config.distillation:
+        share = 1.0 if own else config.distillation  # a text of the model's own has nothing else to teach
+        if teacher is not None and share:
             distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
                                           batch.target_length, config.divergence)
-            total = (1.0 - config.distillation) * total + config.distillation * distilled
+            total = distilled if own else (1.0 - share) * total + share * distilled
         return total, count
 
-    def gradients(params, batch: Batch, number, teacher_params):
+    def written(params, batch: Batch, number):
+        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        return own_texts(model, adapted(config, params), batch, key, eos_id)
+
+    def gradients(params, batch: Batch, number, teacher_params, own=False):
         trained, frozen = split(config, params)
 
         def loss_sum(trained):
@@ -59,7 +68,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
             params = joined(trained, frozen)
             if isinstance(config.model, NetworkConfig):
                 return member_loss(model, config, params, batch, key, number)
-            return model_loss(params, batch, key, teacher_params)
+            return model_loss(params, batch, key, teacher_params, own)
 
         (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(trained)
         return grads, loss, count
@@ -83,21 +92,28 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
     at, grads_at, opt_at = (tree_sharding(mesh, tree, config.split_parameters)
                             for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained)))
     whole = parameter_sharding(mesh, (), split=False)
-    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole)),
+    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="own"),
+                 jax.jit(written),
                  jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
                  jax.jit(losses, out_shardings=whole), jax.jit(finite, out_shardings=whole))
 
 
 def one_step(steps: Steps, params: nnx.State, opt_state: Any, batches: Iterator[Batch], step: int,
-             accumulate: int, mesh: Mesh, teacher_params: Any) -> tuple[nnx.State, Any, Array, Array, int]:
-    """One update from the next `accumulate` batches: params, opt_state, loss, gradient norm, tokens."""
+             config: TrainConfig, mesh: Mesh, teacher_params: Any
+             ) -> tuple[nnx.State, Any, Array, Array, int]:
+    """One update from the next config.accumulate batches: params, opt_state, loss, gradient norm, tokens of
+    the data. A share config.on_policy of the batches, chosen by (seed, number), has the model's own texts."""
     sums: Any = None
     tokens = 0
-    for number in range(step * accumulate, (step + 1) * accumulate):
+    for number in range(step * config.accumulate, (step + 1) * config.accumulate):
         batch = next(batches)
         tokens += int(batch.target_length.sum())
-        found = steps.gradients(params, split_rows(mesh, batch), jnp.uint32(number), teacher_params)
+        own = np.random.default_rng([config.seed, 2, number]).random() < config.on_policy
+        placed, count = split_rows(mesh, batch), jnp.uint32(number)
+        if own:
+            placed = steps.own_texts(params, placed, count)
+        found = steps.gradients(params, placed, count, teacher_params, own=bool(own))
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
-    grads, loss, count = sums
-    params, opt_state, norm = steps.update(params, opt_state, grads, count)
-    return params, opt_state, loss / count, norm, tokens
+    grads, loss, real = sums
+    params, opt_state, norm = steps.update(params, opt_state, grads, real)
+    return params, opt_state, loss / real, norm, tokens

@@ -69,8 +69,8 @@ def refused(toy, tmp_path, capfd):
 
 @pytest.mark.parametrize("flag", [
     "learning-rate=nan", "learning-rate=inf", "learning-rate=-1", "label-smoothing=1", "label-smoothing=nan",
-    "distillation=1.5", "distillation=-0.1", "distillation=nan", "z-loss=nan", "z-loss=-1", "clip-norm=0",
-    "clip-norm=nan", "clip-norm=inf", "weight-decay=-1", "weight-decay=nan", "warmup-steps=-1",
+    "distillation=1.5", "distillation=-0.1", "distillation=nan", "on-policy=1.1", "z-loss=nan", "z-loss=-1",
+    "clip-norm=0", "clip-norm=nan", "clip-norm=inf", "weight-decay=-1", "weight-decay=nan", "warmup-steps=-1",
     "tokenizer-size=0", "teacher-examples=0", "validation-examples=-1", "steps=0", "seed=-1",
     "seed=9223372036854775808", "max-source-length=0", "max-target-length=-1", "join=0", "join=-3",
     "d-model=0", "num-heads=-1", "dropout-rate=1.5", "num-decoder-layers=1000000000"])
@@ -144,6 +144,7 @@ def test_examples_are_joined_by_ones_and_more(toy):
     (["--tokenizer=FOLDER"], "which is no file"),
     (["--tokenizer-size=2147483647"], "set model.vocab_size to at least that"),
     (["--teacher-outputs=x"], "give its checkpoint with --teacher"),
+    (["--on-policy=0.5"], "name its checkpoint with --teacher"),
     (["--output-dir=FILE"], "is a file"),
     (["--output-dir=FILE/run"], "is a file"),
     (["--output-dir=/proc/run"], "cannot be written to"),

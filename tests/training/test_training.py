@@ -16,16 +16,23 @@ from speccascade_jax.checkpoints import t5
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models import model_of
 from speccascade_jax.models.layers import project
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
-from speccascade_jax.training.distillation import distillation_loss, distilled, total_variation, write_outputs
+from speccascade_jax.training.distillation import (
+    distillation_loss,
+    distilled,
+    own_texts,
+    total_variation,
+    write_outputs,
+)
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import prepare_tokenizer
-from speccascade_jax.training.steps import make_steps
+from speccascade_jax.training.steps import make_steps, one_step
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +237,45 @@ def test_distillation_loss_is_a_masked_divergence():
     expected = (p * np.log(p / q)).sum(-1)
     np.testing.assert_allclose(distillation_loss(a, b, length, "kl"), expected[0].sum() + expected[1, 0],
                                rtol=1e-5)
+
+
+def test_texts_of_the_models_own_follow_its_law(number_words):
+    """The first two tokens' frequencies against the enumerated distribution, and where a text ends."""
+    shape = dataclasses.replace(number_words.model, vocab_size=5)
+    model, eos, rows = model_of(shape), 1, 8192
+    params = jax.tree.map(lambda x: 3 * x, model.init(0))
+    source, asked = np.array([3, 4, 1]), np.zeros((rows, 6), np.int32)
+    batch = Batch(np.tile(source, (rows, 1)), np.full(rows, 3), asked, np.full(rows, 6))
+    found = own_texts(model, params, batch, jax.random.key(5), eos)
+    target, length = np.asarray(found.target), np.asarray(found.target_length)
+    ends = np.where((target == eos).any(axis=1), (target == eos).argmax(axis=1) + 1, 6)
+    np.testing.assert_array_equal(length, ends)
+    assert (target[np.arange(6) >= length[:, None]] == 0).all()
+
+    starts = np.array([[a, b] for a in range(5) for b in range(5)], np.int32)
+    logits = model.forced(params, np.tile(source, (25, 1)), np.full(25, 3), starts)
+    first, second = np.moveaxis(np.asarray(jax.nn.softmax(logits)), 1, 0)
+    law = np.array([first[n, a] * (second[n, b] if a != eos else b == 0) for n, (a, b) in enumerate(starts)])
+    seen = np.bincount(target[:, 0] * 5 + target[:, 1], minlength=25)
+    chance = law > 0
+    assert seen[~chance].sum() == 0 and law.sum() == pytest.approx(1)
+    assert ((seen - rows * law)[chance]**2 / (rows * law[chance])).sum() < 60  # 20 degrees: 1e-5
+
+
+def test_on_policy_batches_are_learnt_from_the_teacher_alone(number_words):
+    """A student that is its teacher has nothing to learn from its own texts; from the data it has."""
+    config = dataclasses.replace(number_words, distillation=0.5,
+                                 model=dataclasses.replace(number_words.model, dropout_rate=0.0))
+    model, mesh = model_of(config.model), make_mesh()
+    params, optimizer = model.init(0), make_optimizer(config)
+    batches = TrainingBatches(config.task, prepare_tokenizer(config), config.batch_tokens, seed=3)
+    norms = {}
+    for share in (1.0, 0.0):
+        own = dataclasses.replace(config, on_policy=share)
+        steps = make_steps(model, own, optimizer, mesh, model, eos_id=1)
+        copied = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+        *_, norms[share], _ = one_step(steps, *copied, batches.from_step(0), 0, own, mesh, params)
+    assert norms[1.0] < 1e-4 < 1e-2 < norms[0.0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
