@@ -113,11 +113,10 @@ def test_the_small_pairs_write_about_the_facts(name):
 
 @pytest.mark.full
 def test_quality(demo, tokens, sentences):
-    """Both translate; the published figures are in the README (measured on the whole split)."""
+    """Both translate; the published figures are in docs/measurements.md (measured on the whole split)."""
     if not sentences[0][1]:
         pytest.skip("needs the Tatoeba test split")
     references = [r for _, r in sentences]
     verifier, drafter = (bleu([demo.tokenizer.decode(t) for t in tokens(model)], references)
                          for model in ("verifier", "drafter"))
-    assert verifier > 30
-    assert 15 < drafter < verifier - 3
+    assert verifier > 30 and drafter > 30
