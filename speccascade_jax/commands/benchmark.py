@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py                                      # parts of a round, the demo's weights
     python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large   # random weights of these sizes
-    python scripts/benchmark.py --input ../shared/data/tatoeba_en_de/test.jsonl.gz --join 4 --vs hf
+    python scripts/benchmark.py --input sentences.jsonl --join 4 --vs hf
     python scripts/benchmark.py --tpu=v5e:2x2 --config=wmt_small_large   # by TPU's compiler, without a TPU
 
 With --input every contestant decodes every input, in turn, one at a time; inputs whose verifier output is
