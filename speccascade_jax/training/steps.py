@@ -53,7 +53,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
         if teacher is not None and share:
             distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
                                           batch.target_length, config.divergence)
-            total = distilled if own else (1.0 - share) * total + share * distilled
+            total = (1.0 - share) * total + share * distilled
         return total, count
 
     def written(params, batch: Batch, number):
@@ -108,12 +108,12 @@ def one_step(steps: Steps, params: nnx.State, opt_state: Any, batches: Iterator[
     for number in range(step * config.accumulate, (step + 1) * config.accumulate):
         batch = next(batches)
         tokens += int(batch.target_length.sum())
-        own = np.random.default_rng([config.seed, 2, number]).random() < config.on_policy
-        placed, count = split_rows(mesh, batch), jnp.uint32(number)
+        own = bool(np.random.default_rng([config.seed, 2, number]).random() < config.on_policy)
+        placed = split_rows(mesh, batch)
         if own:
-            placed = steps.own_texts(params, placed, count)
-        found = steps.gradients(params, placed, count, teacher_params, own=bool(own))
+            placed = steps.own_texts(params, placed, jnp.uint32(number))
+        found = steps.gradients(params, placed, jnp.uint32(number), teacher_params, own=own)
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
-    grads, loss, real = sums
-    params, opt_state, norm = steps.update(params, opt_state, grads, real)
-    return params, opt_state, loss / real, norm, tokens
+    grads, loss, count = sums
+    params, opt_state, norm = steps.update(params, opt_state, grads, count)
+    return params, opt_state, loss / count, norm, tokens
