@@ -1,5 +1,4 @@
-"""Qwen3 0.6B drafts for Llama 3.1 8B across vocabularies: 17.3 GB in bfloat16, cut over two chips of 16
-GB."""
+"""Qwen3 0.6B drafts for Llama 3.1 8B across vocabularies: 17.3 GB of weights, on two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

@@ -1,5 +1,4 @@
-"""TinyLlama 1.1B drafts for Mistral 7B across vocabularies: 16.7 GB in bfloat16, cut over two chips of 16
-GB."""
+"""TinyLlama 1.1B drafts for Mistral 7B across vocabularies: 16.7 GB of weights, on two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

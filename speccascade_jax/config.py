@@ -91,6 +91,8 @@ class TrainConfig:
                                         # outputs, decoded once where the file is missing
     teacher_examples: int | None = None  # at most so many of them
     teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
+    teacher_tokens: bool = False      # targets are cut as the teacher cuts them, and each of its tokens is
+                                      # spelled in own ones, as tli has a drafter read what is committed
     export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
     steps: int = 10_000
     batch_tokens: int = 2048          # positions a batch, of the longer side, padding included

@@ -87,6 +87,15 @@ def spellings(target: Sequence[Surface], own: Sequence[Surface], tokenizer: Toke
     return found
 
 
+def cut_as(target: Tokenizer, own: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to own tokens, cut as `target` cuts them: each of its tokens is spelled by
+    itself, as `translated` has a drafter read what is committed."""
+    theirs, ours = target.surfaces(), own.surfaces()
+    table = spellings(theirs, ours, own, matched(theirs, ours))
+    return lambda texts: [[token for one in row for token in table[one]]
+                          for row in target.encode_batch(texts)]
+
+
 def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows: int, start_id: int | None, *,
                vocabulary: Vocabulary = "tli", number: int = 0) -> tuple[Translated, TranslatedParams]:
     """The drafter over the verifier's vocabulary of `rows` logits, or with union over both together; its

@@ -94,11 +94,18 @@ def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | Packed
     return dataclasses.replace(kernel, values=values, scale=scale)
 
 
+def taken(table: Array, index: AnyArray) -> Array:
+    """The rows `index` of [V, D]. Some CPUs take bfloat16's as float32: of a table that no loop changes XLA
+    would widen the whole, before the loop, for which the barrier makes it part of a step."""
+    table, index = lax.optimization_barrier((table, index))
+    return jnp.take(table, index, axis=0)
+
+
 def table_rows(table: Array | PackedKernel, index: AnyArray) -> Array:
     """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
     if not isinstance(table, PackedKernel):
-        return jnp.take(table, index, axis=0).astype(jnp.float32)
+        return taken(table, index).astype(jnp.float32)
     flat = jnp.pad(index.reshape(-1), (0, 1))  # to take one row of int8, TPUs would copy the whole table
-    rows = jnp.take(table.values, flat, axis=0).astype(jnp.float32)
+    rows = taken(table.values, flat).astype(jnp.float32)
     rows = rows if table.scale is None else rows * jnp.take(table.scale, flat)[:, None]
     return rows[:-1].reshape(*index.shape, -1)

@@ -67,6 +67,9 @@ def check(config: TrainConfig) -> None:
     if config.teacher_singles and config.teacher_outputs is None:
         raise ValueError("teacher_singles says what teacher_outputs hold: name their file with "
                          "--teacher-outputs.")
+    if config.teacher_tokens and config.teacher is None:
+        raise ValueError("teacher_tokens cuts targets as the teacher does: give its checkpoint with "
+                         "--teacher.")
     if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
         raise ValueError("on_policy has a teacher score what one model writes: name its checkpoint with "
                          "--teacher, and train no network of members; or set on_policy to 0.")

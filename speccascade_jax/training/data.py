@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
 from speccascade_jax.inference.tokenizer import Tokenizer, pad
+
+Encode = Callable[[list[str]], list[list[int]]]
+"""Texts -> the token ids of each."""
 
 
 class Batch(NamedTuple):
@@ -199,14 +202,15 @@ class TrainingBatches:
     seed: int
     rows: int = 8
     buckets: int = 8
+    cut: Encode | None = None  # of the targets, in place of the tokenizer's
 
     def __post_init__(self) -> None:
         examples = texts(self.task, self.task.train)
-        sources, targets = [], []
+        sources, targets, cut = [], [], self.cut or self.tokenizer.encode_batch
         while chunk := list(itertools.islice(examples, 10_000)):  # text is dropped as soon as it is encoded
             sources.append(TokenTable.of(self.tokenizer.encode_batch(
                 [self.task.prefix + source + self.task.suffix for source, _, _ in chunk])))
-            targets.append(TokenTable.of(self.tokenizer.encode_batch([target for _, target, _ in chunk])))
+            targets.append(TokenTable.of(cut([target for _, target, _ in chunk])))
         self.sources, self.targets = TokenTable.joined(sources), TokenTable.joined(targets)
         self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
 
@@ -253,12 +257,14 @@ class TrainingBatches:
                      *pad(targets, int(size[1]), self.tokenizer.pad_id))
 
 
-def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> list[Batch]:
-    """The validation split, joined as in training, padded to the task's limits, `rows` a batch."""
+def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int, cut: Encode | None = None
+                       ) -> list[Batch]:
+    """The validation split, joined as in training, padded to the task's limits, `rows` a batch; cut: as in
+    TrainingBatches."""
     task = config.task
     examples = joined_examples(task, task.validation)
     sources = tokenizer.encode_batch([task.prefix + source + task.suffix for source, _ in examples])
-    targets = tokenizer.encode_batch([references[0] for _, references in examples])
+    targets = (cut or tokenizer.encode_batch)([references[0] for _, references in examples])
     pairs = [(tokenizer.framed(s), [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
              if len(s) < task.max_source_length and len(t) < task.max_target_length]
     if not pairs:

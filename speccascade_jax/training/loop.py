@@ -25,6 +25,7 @@ from speccascade_jax.config import TrainConfig
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Tokenizer
+from speccascade_jax.inference.vocabularies import cut_as
 from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training import distillation, lora
@@ -140,11 +141,11 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     validation_rows = rows * -(-32 // rows)
     check_memory(config, validation_rows)
     tokenizer = in_turn(lambda: prepare_tokenizer(config))
-    validation = validation_batches(config, tokenizer, validation_rows)
     score = validation_quality(config, tokenizer, mesh, metric)
-    teacher, teacher_params = None, None
+    teacher, teacher_params, cut = None, None, None
     if config.teacher is not None:
         teacher, teacher_params, own = load_teacher(config.teacher, config, tokenizer, mesh)
+        cut = cut_as(own, tokenizer) if config.teacher_tokens else None
         if config.teacher_outputs is not None:
             path, writer = Path(config.teacher_outputs), Cascade(
                 (teacher, teacher), (teacher_params, teacher_params), own, task.prefix,
@@ -152,7 +153,8 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples,
                             singles=config.teacher_singles))
             task = distillation.distilled(task, path, config.teacher_singles)
-    data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows)
+    validation = validation_batches(config, tokenizer, validation_rows, cut)
+    data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows, cut=cut)
     model = model_of(config.model, dtype=config.dtype, remat=config.remat)
     optimizer = make_optimizer(config)
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")

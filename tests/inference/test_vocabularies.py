@@ -14,7 +14,7 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.strings import strings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
-from speccascade_jax.inference.vocabularies import matched, spelled, spellings
+from speccascade_jax.inference.vocabularies import cut_as, matched, spelled, spellings, translated
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.models.vocabulary import Resized, Translated
 
@@ -74,6 +74,17 @@ def test_spellings_stand_for_the_texts(spiece, other_spiece):
         assert b"".join(ours[n].text for n in tokens) == surface.text
     assert found[target.eos_id] == [own.eos_id]
     assert max(map(len, found)) > 1
+
+
+def test_texts_are_cut_for_training_as_a_drafter_reads_them(spiece, other_spiece):
+    """Token by token of the target's, as the translated model's tables spell them."""
+    target, own, model = Tokenizer(other_spiece), Tokenizer(spiece), T5Model(SHAPE)
+    _, (*_, tables, _) = translated(model, model.init(3), own, target, 320, 0)
+    found = cut_as(target, own)(SENTENCES)
+    for row, tokens in zip(found, target.encode_batch(SENTENCES), strict=True):
+        assert row == [int(n) for one in tokens for n in tables.spelled[one][:tables.sizes[one]]]
+    assert found != own.encode_batch(SENTENCES)
+    assert cut_as(target, target)(SENTENCES) == target.encode_batch(SENTENCES)
 
 
 @pytest.mark.full(quick=["auto"])

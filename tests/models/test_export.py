@@ -1,6 +1,7 @@
 """Configs at their real shapes, on abstract weights: what will run on TPU, GPU and CPU."""
 
-import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference.vocabularies import shapes_of
 from speccascade_jax.models import model_of, presets, t5
 from speccascade_jax.models.members import member
-from speccascade_jax.models.t5gemma import T5GemmaConfig
+from speccascade_jax.models.stacking import stackable
 from speccascade_jax.models.vocabulary import Resized, Tables, Translated, TranslatedParams
 
 
@@ -74,17 +75,11 @@ PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
     "tinyllama_1b_mistral_7b": ("tinyllama_1b", "mistral_7b")}
 
 
-def shallow(config):
-    """As many layers as its kinds need: the others are traced alike, only for longer."""
-    if isinstance(config, T5GemmaConfig):
-        return dataclasses.replace(config, encoder=shallow(config.encoder), decoder=shallow(config.decoder))
-    return dataclasses.replace(config, num_layers=max(len(config.local), 1))
-
-
 def pair(name):
-    """generate's arguments for a pair; a drafter of another vocabulary has tables of half of its tokens."""
-    run, shapes = configs.load(name), [shallow(PRESETS[preset]) for preset in PAIRS[name]]
-    models = [model_of(config, dtype="bfloat16", cache_dtype="bfloat16") for config in shapes]
+    """generate's arguments for a pair, its layers stacked as on accelerators; a drafter of another vocabulary
+    has tables of half of its tokens."""
+    run, shapes = configs.load(name), [PRESETS[preset] for preset in PAIRS[name]]
+    models = [stackable(model_of(config, dtype="bfloat16", cache_dtype="bfloat16")) for config in shapes]
     params = [jax.tree.map(lambda x: numbers(*x.shape, dtype=jnp.bfloat16), model.abstract_params())
               for model in models]
     drafter, size = models[0], models[-1].vocab_size
@@ -106,9 +101,12 @@ def pair(name):
 @pytest.mark.full(quick=["qwen3_0.6b_8b"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_of_today_exports(name):
-    """Their widths, vocabularies, windows and rotary positions, on TPU, CUDA and CPU."""
-    assert {f"{path}.py" for path in PAIRS} <= {path.name for path in configs.CONFIGS.iterdir()}
-    test_exports_for_tpu_cuda_and_cpu(pair(name))
+    """At their full widths and depths, on TPU, CUDA and CPU; the config says what its weights take."""
+    arguments, static = pair(name)
+    test_exports_for_tpu_cuda_and_cpu((arguments, static))
+    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arguments[1])) / 1e9
+    [stated] = re.findall(r"([\d.]+) GB of weights", configs.path_of(name).read_text().partition("\n")[0])
+    assert float(stated) == pytest.approx(weights, abs=0.15)  # a drafter's head is cut to half of it here
 
 
 @pytest.mark.full(quick=["wmt_small_large"])

@@ -111,6 +111,22 @@ def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path,
     assert not copied & (kernels | buffers)
 
 
+def test_a_loop_widens_no_table():
+    """XLA on some CPUs (of Intel's with AMX) takes a bfloat16 table's rows as float32: it must not do so with
+    the whole table before a loop, which then carries it."""
+    table, first = jnp.zeros((768, 96), jnp.bfloat16), jnp.zeros((2,), jnp.int32)
+
+    @jax.jit
+    def program(table, index):
+        def step(n, index):
+            return jnp.argmax(quantization.table_rows(table, index) + n, axis=-1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 5, step, index)
+
+    carried = re.findall(r"while\(.*|-> .*", program.lower(table, first).compile().as_text())
+    assert carried and not [line for line in carried if "f32[768,96]" in line]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 @pytest.mark.parametrize("name", ["t5_1_1", "t5_1_0"])

@@ -144,6 +144,7 @@ def test_examples_are_joined_by_ones_and_more(toy):
     (["--tokenizer=FOLDER"], "which is no file"),
     (["--tokenizer-size=2147483647"], "set model.vocab_size to at least that"),
     (["--teacher-outputs=x"], "give its checkpoint with --teacher"),
+    (["--teacher-tokens"], "give its checkpoint with --teacher"),
     (["--on-policy=0.5"], "name its checkpoint with --teacher"),
     (["--output-dir=FILE"], "is a file"),
     (["--output-dir=FILE/run"], "is a file"),

@@ -12,16 +12,25 @@ import numpy as np
 import pytest
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints import t5
+from speccascade_jax.checkpoints import huggingface, t5
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.inference.vocabularies import cut_as
 from speccascade_jax.models import model_of
 from speccascade_jax.models.layers import project
 from speccascade_jax.models.presets import GEMMA2
-from speccascade_jax.models.t5 import T5Config
+from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.parallel import make_mesh
-from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, texts
+from speccascade_jax.training import loop as training_loop
+from speccascade_jax.training.data import (
+    Batch,
+    TrainingBatches,
+    joined_examples,
+    texts,
+    validation_batches,
+)
 from speccascade_jax.training.distillation import (
     distillation_loss,
     distilled,
@@ -150,6 +159,42 @@ def test_single_outputs_are_written_once_and_joined_in_training(tmp_path):
     assert sorted((e["source"], e["target"]) for e in map(json.loads, path.read_text().splitlines())) == [
         ("a", "A"), ("b", "B"), ("c", "C")]
     assert distilled(task, path, singles=True).join == 3 and distilled(task, path).join == 1
+
+
+def test_targets_are_cut_as_the_teacher_cuts_them(number_words, tmp_path, monkeypatch):
+    """What a run learns from, and what it is judged by; the sources are in its own tokens as ever."""
+    seen = []
+
+    def caught(self, step):
+        seen.append(self)
+        raise KeyboardInterrupt
+
+    def validated(*arguments):
+        seen.append(validation_batches(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(TrainingBatches, "from_step", caught)
+    monkeypatch.setattr(training_loop, "validation_batches", validated)
+    student = dataclasses.replace(
+        number_words, output_dir=str(tmp_path / "run"), teacher=str(tmp_path), teacher_tokens=True,
+        distillation=0.0)
+    model, path = T5Model(student.model), tmp_path / "spiece.model"
+    huggingface.save(tmp_path, model, model.init(0))
+    train_tokenizer((text for two in texts(student.task, student.task.train) for text in two[:2]), path, 280,
+                    pieces="char")
+    with pytest.raises(KeyboardInterrupt):
+        train(student)
+    own = Tokenizer(student.tokenizer)
+    cut = cut_as(Tokenizer(path), own)
+    [validation, *_], data = seen
+    sources, targets, _ = map(list, zip(*texts(student.task, student.task.train), strict=True))
+    found = [data.targets.row(n).tolist() for n in range(len(targets))]
+    assert found == cut(targets) != own.encode_batch(targets)
+    assert [data.sources.row(n).tolist() for n in range(len(sources))] == own.encode_batch(sources)
+    [(source, [target]), *_] = joined_examples(student.task, student.task.validation)
+    assert validation.target[0, :validation.target_length[0]].tolist() == [*cut([target])[0], own.eos_id]
+    assert validation.source[0, :validation.source_length[0]].tolist() == own.framed(
+        own.encode_batch([source])[0])
 
 
 def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
