@@ -88,7 +88,8 @@ class TrainConfig:
     on_policy: float = 0.0            # share of the batches whose targets the model samples itself: of them
                                       # it learns the teacher's distributions alone
     teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
-                                        # outputs, decoded once where the file is missing
+                                        # outputs, decoded once where the file is missing; those of the
+                                        # validation split, which the loss is of, lie next to it
     teacher_examples: int | None = None  # at most so many of them
     teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
     teacher_tokens: bool = False      # targets are cut as the teacher cuts them, and each of its tokens is

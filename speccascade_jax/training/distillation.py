@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from rich.progress import track
 
-from speccascade_jax.config import Task
+from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
@@ -103,6 +103,15 @@ def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = 
                              f"{task.max_target_length} tokens: raise --max-target-length.")
         write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
         part.remove()
+
+
+def judged_by(teacher: Cascade, config: TrainConfig) -> TrainConfig:
+    """`config` with the teacher's outputs of the validation split, too, decoded once next to the others:
+    by the split's own targets a student would be the worse, the more it is like its teacher."""
+    task, path = config.task, Path(config.teacher_outputs or "").with_suffix(".validation.jsonl")
+    write_outputs(teacher, dataclasses.replace(task, train=task.validation), path)
+    return dataclasses.replace(config, task=dataclasses.replace(
+        task, validation=str(path), source_field="source", target_field="target", join=1))
 
 
 def distilled(task: Task, path: Path, singles: bool = False) -> Task:

@@ -136,7 +136,7 @@ def train(config: TrainConfig, metric: Metric | None = None) -> Path:
 
 def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None:
     """What the run adds to its directory: its log and its saves."""
-    run, task = Path(config.output_dir), config.task
+    run, task, judged = Path(config.output_dir), config.task, config
     rows = math.lcm(8, jax.device_count())
     validation_rows = rows * -(-32 // rows)
     check_memory(config, validation_rows)
@@ -153,7 +153,8 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples,
                             singles=config.teacher_singles))
             task = distillation.distilled(task, path, config.teacher_singles)
-    validation = validation_batches(config, tokenizer, validation_rows, cut)
+            judged = in_turn(partial(distillation.judged_by, writer, config))
+    validation = validation_batches(judged, tokenizer, validation_rows, cut)
     data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows, cut=cut)
     model = model_of(config.model, dtype=config.dtype, remat=config.remat)
     optimizer = make_optimizer(config)

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,9 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     part = path.with_name("outputs.jsonl.part")
     assert not path.exists() and len(part.read_text().splitlines()) == 130
     part.write_bytes(part.read_bytes()[:-5])  # and inside a line
+    judged = []
+    monkeypatch.setattr(training_loop, "validation_batches", lambda *arguments: judged.extend(
+        validation_batches(*arguments)) or judged)
     run = train(student)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     teacher = Cascade.load(trained, trained, max_source_length=24, max_new_tokens=24)
@@ -139,6 +143,13 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     agree = np.mean([expected[line["source"]] == line["target"] for line in lines])
     assert agree > 0.99  # the trainer's batches may round a tie the other way
     assert events(run, "evaluation")[-1]["loss"] < 3.0 and not part.exists()
+    sources = [source for source, _ in joined_examples(number_words.task, number_words.task.validation)]
+    written = [o.text for o in teacher.generate(sources, method="verifier", batch_size=64)
+               if o.tokens[-1] == teacher.tokenizer.eos_id]
+    targets = [teacher.tokenizer.decode(row[:size].tolist()) for batch in judged
+               for row, size in zip(batch.target, batch.target_length, strict=True) if size]
+    both = Counter(targets) & Counter(written)  # in another order
+    assert len(targets) == len(written) and both.total() > 0.95 * len(written)
 
 
 def test_single_outputs_are_written_once_and_joined_in_training(tmp_path):
