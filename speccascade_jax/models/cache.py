@@ -17,9 +17,9 @@ from speccascade_jax.models.stacking import Stacked, nth, repeated
 Array = jax.Array
 TILE = 16  # entries of bfloat16 that TPUs store side by side
 IN_TURN = 2
-"""So many tokens of one call reach stacked layers' caches one after the other. XLA for TPUs has one layout for
-caches that single tokens are written to and read from, another for several. A drafter that catches up reads
-two and then one at a time, and its caches were laid out anew, there and back, in every round."""
+"""So many tokens of one call reach stacked layers' caches one after the other. XLA for TPUs has one layout
+for caches that single tokens are written to and read from, another for several. A drafter that catches up
+reads two and then one at a time, and its caches were laid out anew, there and back, in every round."""
 
 
 Buffers = tuple[Array, ...] | Array
