@@ -16,6 +16,10 @@ from speccascade_jax.models.stacking import Stacked, nth, repeated
 
 Array = jax.Array
 TILE = 16  # entries of bfloat16 that TPUs store side by side
+IN_TURN = 2
+"""So many tokens of one call reach stacked layers' caches one after the other. XLA for TPUs has one layout
+for caches that single tokens are written to and read from, another for several. A drafter that catches up
+reads two and then one at a time, and its caches were laid out anew, there and back, in every round."""
 
 
 Buffers = tuple[Array, ...] | Array
@@ -110,6 +114,10 @@ def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buff
     new = new.astype(buffers.dtype)
     if buffers.ndim == new.ndim:  # of a single row
         return lax.dynamic_update_slice(buffers, new, (number, 0, start[0], 0))
+    if new.shape[2] == IN_TURN:
+        for n in range(IN_TURN):
+            buffers = write_layer(buffers, number, new[:, :, n:n + 1], start + n)
+        return buffers
     row = jnp.arange(len(new))
     at = jnp.stack([jnp.full_like(row, number), row, start], axis=1)
     windows = lax.ScatterDimensionNumbers(update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1),

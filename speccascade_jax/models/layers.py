@@ -152,6 +152,13 @@ def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     return with_kept("...tl,...lk->...tk", weights, values.astype(weights.dtype))
 
 
+def attend_in_turn(query: Array, keys: Array, values: Array, bias: Array) -> Array:
+    """attend() for each of the T tokens by itself."""
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[2], bias.shape[3]))
+    return jnp.concatenate([attend(query[:, :, n:n + 1], keys, values, bias[:, :, n:n + 1])
+                            for n in range(query.shape[2])], axis=2)
+
+
 def with_kept(subscripts: str, x: Array, kept: Array) -> Array:
     """The float32 einsum of x [B, H, T, ...] and a cache's [B, H, L, K], or [H, L, K] of a single row."""
     found = jnp.einsum(subscripts, x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype), kept,

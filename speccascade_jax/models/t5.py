@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.typing import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
-from speccascade_jax.models.cache import T5Cache, blank, entries, remembering
+from speccascade_jax.models.cache import IN_TURN, T5Cache, blank, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
     Branches,
@@ -23,6 +23,7 @@ from speccascade_jax.models.layers import (
     Linear,
     RMSNorm,
     attend,
+    attend_in_turn,
     last_written,
     make_dropout,
     project,
@@ -100,7 +101,8 @@ class Attention(nnx.Module):
         return self._heads(self.key(x)), self._heads(self.value(x))
 
     def __call__(self, x: Array, keys: Array, values: Array, bias: Array) -> Array:
-        mixed = attend(self._heads(self.query(x)), keys, values, bias)
+        look = attend_in_turn if self.stacked and x.shape[1] == IN_TURN else attend
+        mixed = look(self._heads(self.query(x)), keys, values, bias)
         return self.out(jnp.swapaxes(mixed, 1, 2).reshape(*x.shape[:-1], -1))
 
 

@@ -45,6 +45,17 @@ def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
     assert sorted(loop.times for loop in program.loops if loop.times) == [2, 2, 2, 3]
 
 
+@pytest.mark.full(quick=["1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_drafter_that_catches_up_keeps_the_layout_of_its_caches(rows, devices):
+    """With lossless methods its first pass of a round reads two tokens, the others one."""
+    pair = tpus.Pair(tpus.Asked(*PAIRS["t5"], 24, 8, 3, method="speculative", rows=rows), devices)
+    program = compiled.Program(pair.programs.run(rows, 24).as_text())
+    caches = {("bf16", x.size // share) for x in tpus.buffers_of(pair.state.caches)
+              for share in (1, x.shape[0])}
+    assert not any(program.faults(program.rounds.body, caches).values())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", PAIRS)
 def test_int8_weights_are_widened_only_within_products(family, devices):

@@ -34,12 +34,13 @@ def both(name, packed=None):
 
 @partial(jax.jit, static_argnums=(0, 2))
 def decoded(model, params, rows):
-    """Logits of three calls, the second after a roll back, and of every member of a network."""
+    """Logits of three calls, the second after a roll back, of every member of a network."""
     _, cache = model.prefill(params, SOURCE[:rows], LENGTH[:rows], 24)
     found = []
     for number in range(len(getattr(model, "names", " "))):
         read = getattr(model, "extend_member", lambda _, *given: model.extend(*given))
-        for tokens, covered in ((TARGET[:rows, :5], None), (TARGET[:rows, 5:6], np.arange(rows) + 1)):
+        for tokens, covered in ((TARGET[:rows, :5], None), (TARGET[:rows, 5:6], np.arange(rows) + 1),
+                                (TARGET[:rows, :2], None)):  # two reach the caches in turn
             cache = cache if covered is None else model.roll_back(cache, covered)
             logits, cache = read(number, params, tokens, cache)
             found.append(logits)
