@@ -1,6 +1,6 @@
 """A drafter of another vocabulary for the shipped verifier: 1024 pieces of its own, trained on what the
-verifier writes for all training sentences, joined afresh every epoch (the distributions of another
-vocabulary cannot be learnt)."""
+verifier writes for all training sentences, joined afresh every epoch and cut as the verifier cuts it (the
+distributions of another vocabulary cannot be learnt)."""
 
 import dataclasses
 
@@ -13,4 +13,4 @@ config = dataclasses.replace(
     tokenizer_size=1024,
     model=T5Config(vocab_size=1024, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),
-    distillation=0.0, steps=8000)
+    distillation=0.0, teacher_tokens=True, steps=8000)
