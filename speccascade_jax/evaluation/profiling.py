@@ -73,7 +73,7 @@ def bytes_read(model: LanguageModel, params: Any) -> int:
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
     jaxpr = jax.make_jaxpr(lambda p, c: model.extend(p, inputs[:, :1], c)[0])(params, cache).jaxpr
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars
-            if eqn.primitive.name != "gather" and eqn.params.get("name") != "_take"}
+            if eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken")}
     leaves = jax.tree.leaves(params)
     return sum(local_bytes(x) for x, v in zip(leaves, jaxpr.invars[:len(leaves)], strict=True)
                if id(v) in used)

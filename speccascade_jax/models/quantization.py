@@ -94,6 +94,7 @@ def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | Packed
     return dataclasses.replace(kernel, values=values, scale=scale)
 
 
+@jax.jit
 def taken(table: Array, index: AnyArray) -> Array:
     """The rows `index` of [V, D]. Some CPUs take bfloat16's as float32: of a table that no loop changes XLA
     would widen the whole, before the loop, for which the barrier makes it part of a step."""
