@@ -72,7 +72,7 @@ def test_logits_agree_with_transformers(config, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", DECODERS)
 def test_greedy_texts_are_those_of_transformers(family, tmp_path):
     """Of a hundred prompts, all in one batch here and by their lengths there."""
     theirs = transformers_decoder(DECODERS[family])
