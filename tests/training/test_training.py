@@ -142,12 +142,12 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     agree = np.mean([expected[line["source"]] == line["target"] for line in lines])
     assert agree > 0.99  # the trainer's batches may round a tie the other way
     assert events(run, "evaluation")[-1]["loss"] < 3.0 and not part.exists()
-    texts = [json.loads(line) for line in path.with_name("outputs.validation.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in path.with_name("outputs.validation.jsonl").read_text().splitlines()]
     targets = [teacher.tokenizer.decode(row[:size].tolist()) for batch in judged
                for row, size in zip(batch.target, batch.target_length, strict=True) if size]
-    assert sorted(targets) == sorted(line["target"] for line in texts)
-    outputs = teacher.generate([line["source"] for line in texts], method="verifier", batch_size=64)
-    assert np.mean([o.text == line["target"] for o, line in zip(outputs, texts, strict=True)]) > 0.8
+    assert sorted(targets) == sorted(line["target"] for line in kept)
+    outputs = teacher.generate([line["source"] for line in kept], method="verifier", batch_size=64)
+    assert np.mean([o.text == line["target"] for o, line in zip(outputs, kept, strict=True)]) > 0.8
 
 
 def test_single_outputs_are_written_once_and_joined_in_training(tmp_path):
