@@ -1,4 +1,4 @@
-"""The demo's drafter fine-tuned towards the Multi30k verifier's distributions."""
+"""The demo's drafter fine-tuned on what the Multi30k verifier writes, towards its distributions."""
 
 import dataclasses
 
@@ -7,4 +7,5 @@ from speccascade_jax.config import DEMO, load
 config = dataclasses.replace(
     load("multi30k_verifier"), name="multi30k_drafter", output_dir="runs/multi30k_drafter",
     model=load("demo_drafter").model, init=str(DEMO / "drafter"),
-    teacher="runs/multi30k_verifier", distillation=0.7, learning_rate=0.01, steps=1500)
+    teacher="runs/multi30k_verifier", teacher_outputs="runs/multi30k_outputs.jsonl", distillation=0.7,
+    label_smoothing=0.0, learning_rate=0.01, steps=1500)

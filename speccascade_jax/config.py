@@ -134,6 +134,8 @@ class RouterConfig:
     task: str | None = None   # the training config whose texts it learns from; None: the pair's
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
                                # their errors cannot be learnt
+    temperatures: tuple[float, ...] = (0.0, 0.5, 1.0)  # a router learns to defer at each of these,
+    top_ps: tuple[float, ...] = (1.0, 0.5)             # with each of these truncations
     examples: int = 2000      # at most so many texts, every fifth of which is held out
     width: int = 16           # hidden units
     steps: int = 3000
@@ -149,6 +151,11 @@ class RouterConfig:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0.")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it lies in [0, 2**63).")
+        for field, low, high in (("temperatures", 0.0, math.inf), ("top_ps", sys.float_info.min, 1.0)):
+            values = getattr(self, field)
+            if not values or not all(low <= value <= high and value < math.inf for value in values):
+                raise ValueError(f"{field} is {values}; give one value or more, "
+                                 + ("of at least 0." if high > 1 else "above 0 and at most 1."))
         if self.split not in ("train", "validation", "test"):
             raise ValueError(f"unknown split {self.split!r}: train, validation or test.")
         if not self.output.endswith(".json"):

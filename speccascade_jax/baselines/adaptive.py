@@ -22,10 +22,10 @@ from speccascade_jax.core.samplers import (
 from speccascade_jax.core.typing import Cache, Params, fitted
 
 Array = jax.Array
-STOP_BELOW = 0.3
+STOP_BELOW = 0.25
 ACCEPTANCE = 0.8  # of a row that has tested nothing
-PRIOR = 4.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
-PARTS = 4    # widths in which drafts are verified
+PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
+PARTS = 6    # widths in which drafts are verified
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
@@ -40,7 +40,7 @@ class Experience:
     passes: Any
     tested: Any
     kept: Any
-    hoped: Any  # the sum of max q at the tested positions: what would be kept were it right
+    hoped: Any  # the sum of confidence() at the tested positions: what would be kept were it right
 
     @property
     def bias(self) -> Float[Array, " B"]:
@@ -52,9 +52,19 @@ class Experience:
         return (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR)
 
 
+def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
+    """How likely the likeliest token is against the second likeliest: were it one of the two, this is how
+    sure it would be. Better than its probability where a drafter is sure of the token, but of many others
+    that say the same, too: what matters is whether the verifier prefers another."""
+    best = jnp.argmax(law, axis=-1, keepdims=True)
+    most = jnp.max(law, axis=-1)
+    second = jnp.max(jnp.where(jnp.arange(law.shape[-1]) == best, 0.0, law), axis=-1)
+    return most / (most + second)
+
+
 @dataclasses.dataclass(frozen=True)
 class Narrowed(Speculative):
-    """Speculative whose drafts may be short: they are verified in the narrowest of four widths that holds
+    """Speculative whose drafts may be short: they are verified in the narrowest of six widths that holds
     every row's."""
 
     def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
@@ -65,16 +75,29 @@ class Narrowed(Speculative):
         parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
         widths = sorted({-(-whole * part // PARTS) for part in parts})
 
-        def of(width: int) -> Callable[[], tuple[Block, Cache, Counts]]:
-            def narrow() -> tuple[Block, Cache, Counts]:
-                cut = Block._make((*(x[:, :width + 1] for x in drafted[:-1]), drafted.size))
-                block, *rest = verified(params, caches, rows, eos_id, cut, below, drafter_counts)
+        chosen = jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size))
+        held = below if self.shares else (below, caches[1])
+
+        def of(width: int) -> Callable[[Any], tuple[Array, Block, Cache, Counts]]:
+            def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
+                # With what changes in the loop, or XLA would compute beforehand what every width needs.
+                (own, asked, counts), (_, _, held, _) = lax.optimization_barrier(
+                    ((drafted, rows, drafter_counts), carry))
+                cut = Block._make((*(x[:, :width + 1] for x in own[:-1]), own.size))
+                block, *rest = verified(params, held, asked, eos_id, cut, held if self.shares else held[0],
+                                        counts)
                 columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
-                return Block._make((*columns, block.size)), *rest
+                return jnp.array(True), Block._make((*columns, block.size)), *rest
 
             return narrow
 
-        return lax.switch(jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size)), list(map(of, widths)))
+        shapes = jax.eval_shape(of(widths[-1]), (None, None, held, None))
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[1], shapes[3]))
+        carry = jnp.array(False), blank[0], held, blank[1]
+        # Loops of one round or none: XLA copies whole caches that a conditional writes to.
+        for number, width in enumerate(widths):
+            carry = lax.while_loop(lambda x, number=number: (chosen == number) & ~x[0], of(width), carry)
+        return carry[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +105,8 @@ class Adaptive(Narrowed):
     """Speculative with drafts of up to `block_size` tokens, fewer where more are not worth their time.
 
     A row stops before it draws a token when all of its draft, that token too, is accepted with an estimated
-    chance below `stop_below`: the product of max q + bias over the draft, max q the likeliest token's
-    probability in the drafter's own law at each position and bias what the row has learnt (Experience).
+    chance below `stop_below`: the product over the draft of confidence() in the drafter's own law at each
+    position plus the bias that the row has learnt (Experience).
     That is exact for every method: the decision knows the laws up to the next token and never that token, so
     each drafted token still follows its law. (Dropping a token once it is drawn, because its own probability
     is small, would not be.) The law it stops at serves the bonus position.
@@ -116,7 +139,7 @@ class Adaptive(Narrowed):
             at = rows._replace(recent=recent, start=rows.start + passes, want=None, so_far=None,
                                room=on.astype(jnp.int32))
             block, caches, _ = step(drafter, params, caches, at, eos_id)
-            own = jnp.max(block.own[:, 0], axis=-1)
+            own = confidence(block.own[:, 0])
             chance = chance * jnp.clip(own + bias, 0.0, 1.0)
             takes = self.goes_on(chance, block, spared) & on & (drafted.size < most)
             *columns, sure = (lax.dynamic_update_slice_in_dim(old, new, n, axis=1) for old, new in

@@ -1,11 +1,14 @@
-"""Methods that learn: `opt` and `mixture`, corrected by a small network on features of q and p.
+"""Methods that learn: `opt` and `mixture`, corrected by a small network on features of both models' laws.
 
-    router             delta = gain > alpha TV(p~, q~),  gain = max p - max q + network
+    router             delta = gain > alpha TV(p~, q~),  gain = sum_v p~(v) p(v) - sum_v q~(v) q(v) + network
     learned_mixture    pi = w q~ + (1 - w) p~,           w = alpha e^network / (alpha e^network + 1 - alpha)
 
+The gain is how much likelier a token drawn from p~ is to be right than one drawn from q~. Without the network
+each model is believed about its own tokens: at temperature 0 that is max p - max q, as in `opt`.
+
 The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. With a network of zeros they are `opt` and `mixture`.
-training.router trains it.
+per-position rule's, and the output follows it exactly. With a network of zeros they are `opt`, at temperature
+0, and `mixture`. training.router trains it.
 """
 
 import dataclasses
@@ -24,7 +27,9 @@ from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings
 
 Array = jax.Array
-FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p, q)", "q at max p", "p at max q")
+FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p, q)", "q at max p", "p at max q", "TV(p~, q~)",
+            "mean q of q~", "mean p of q~", "mean q of p~", "mean p of p~")
+OWN = FEATURES.index("mean q of q~"), FEATURES.index("mean p of p~")
 
 
 class Weights(NamedTuple):
@@ -35,17 +40,27 @@ class Weights(NamedTuple):
     out: Any     # [W]
 
 
-def features(q: Float[Array, "*B V"], p: Float[Array, "*B V"]) -> Float[Array, "*B F"]:
-    """FEATURES of the models' own distributions at each position."""
-    best_q, best_p = (jnp.max(x, axis=-1, keepdims=True) for x in (q, p))
+def features(s: Scores) -> Float[Array, "*B F"]:
+    """FEATURES of each position: of the models' own distributions q and p, and of q~ and p~, from which a
+    token would be drawn. "mean p of q~" is sum_v q~(v) p(v): how right p thinks q~'s tokens are."""
+    best_q, best_p = (jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p))
     crossed = [jnp.max(jnp.where(own == best, other, 0.0), axis=-1, keepdims=True)
-               for own, best, other in ((p, best_p, q), (q, best_q, p))]
-    return jnp.concatenate([best_q, best_p, entropy(q), entropy(p), total_variation(p, q), *crossed], axis=-1)
+               for own, best, other in ((s.p, best_p, s.q), (s.q, best_q, s.p))]
+    means = [jnp.sum(drawn * own, axis=-1, keepdims=True)
+             for drawn in (s.q_sampled, s.p_sampled) for own in (s.q, s.p)]
+    return jnp.concatenate([best_q, best_p, entropy(s.q), entropy(s.p), total_variation(s.p, s.q), *crossed,
+                            total_variation(s.p_sampled, s.q_sampled), *means], axis=-1)
 
 
 def gain(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
-    """By how much the drafter's expected loss exceeds the verifier's, as the network estimates it."""
-    return network(weights, features) + features[..., 1] - features[..., 0]
+    """By how much the expected loss of a token from q~ exceeds that of one from p~, as the network
+    estimates it."""
+    return network(weights, features) + plain_gain(features)
+
+
+def plain_gain(features: Float[AnyArray, "*B F"]) -> Float[AnyArray, "*B"]:
+    """gain() without the network."""
+    return features[..., OWN[1]] - features[..., OWN[0]]
 
 
 def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
@@ -62,11 +77,11 @@ def method_of(weights: Weights, name: str = "router") -> Method:
     """The method of a trained network, one of TRAINED."""
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
         threshold = alpha * total_variation(s.p_sampled, s.q_sampled)
-        delta = gain(weights, features(s.q, s.p))[..., None] > threshold
+        delta = gain(weights, features(s))[..., None] > threshold
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
     def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
-        own = features(s.q, s.p)
+        own = features(s)
         alpha = jnp.broadcast_to(alpha, (*own.shape[:-1], 1))[..., 0]
         return mixture(s, drafters_weight(weights, own, alpha)[..., None])
 

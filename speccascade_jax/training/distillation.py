@@ -48,12 +48,13 @@ def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyAr
     return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
 
 
-def own_texts(model: Model, params: Params, batch: Batch, key: Array, eos_id: int) -> Batch:
-    """The batch with targets that `model` samples at temperature 1, as long as the batch is wide at most
-    (on-policy distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
+def own_texts(model: Model, params: Params, batch: Batch, key: Array, eos_id: int, temperature: float = 1.0
+              ) -> Batch:
+    """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy
+    distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
     rows, width = batch.target.shape
     found = generate(Autoregressive(model), params, jax.random.split(key, rows), batch.source,
-                     batch.source_length, SamplingOptions(), jnp.zeros(0), max_new_tokens=width,
+                     batch.source_length, SamplingOptions(temperature), jnp.zeros(0), max_new_tokens=width,
                      eos_id=eos_id)
     return batch._replace(target=jnp.maximum(found.tokens, 0), target_length=found.length)
 

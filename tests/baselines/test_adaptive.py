@@ -105,9 +105,9 @@ def test_a_row_learns_what_its_drafter_is_worth():
         return generate(adaptive("speculative", stop_below=0.3), params, keys, ones, ones[:, 0],
                         SamplingOptions(), jnp.zeros(1), max_new_tokens=steps, eos_id=NO_TOKEN).counts
 
-    (seen, long), (_, short) = (drafted(steps, (TABLES[0], TABLES[0])) for steps in (60, 4))
+    (seen, long), (_, short) = (drafted(steps, (TABLES[0], TABLES[0])) for steps in (120, 4))
     np.testing.assert_array_equal(seen.kept, long.accepted)
     assert (np.asarray(seen.bias) > 0.2).all()
     assert long.drafted.sum() / long.rounds.sum() > 1.2 * short.drafted.sum() / short.rounds.sum()
-    worse, _ = drafted(60, (TABLES[0], -TABLES[0]))
+    worse, _ = drafted(120, (TABLES[0], -TABLES[0]))
     assert (np.asarray(worse.bias) < np.asarray(seen.bias)).all()

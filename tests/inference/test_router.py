@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
-from toys import TableLM, chi_square, entropy, pair, sequence_law, target
+from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
 
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
@@ -19,7 +19,17 @@ from speccascade_jax.core.typing import SamplingOptions
 from speccascade_jax.inference import router
 from speccascade_jax.inference.router import FEATURES, Weights
 from speccascade_jax.inference.settings import TRAINED, Settings
-from speccascade_jax.training.router import ALPHAS, Observed, errors, fit, mixture_loss, prices
+from speccascade_jax.training.data import Batch, pad
+from speccascade_jax.training.router import (
+    ALPHAS,
+    Observed,
+    errors,
+    fit,
+    mixture_loss,
+    observed,
+    prices,
+    translated,
+)
 
 RNG = np.random.default_rng(3)
 WEIGHTS = Weights(*(RNG.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
@@ -31,12 +41,13 @@ def by_hand(weights, gains_from=lambda q, p, qs, ps: (q, p), mixes=False):
     def law(q, p, qs, ps, alpha):
         q, p = gains_from(q, p, qs, ps)
         features = np.array([q.max(), p.max(), entropy(q), entropy(p), np.maximum(p - q, 0).sum(),
-                             q[p.argmax()], p[q.argmax()]])
+                             q[p.argmax()], p[q.argmax()], np.maximum(ps - qs, 0).sum(),
+                             qs @ q, qs @ p, ps @ q, ps @ p])
         network = np.tanh(features @ weights.hidden + weights.bias) @ weights.out
         if mixes:
             odds = alpha / (1 - alpha) * np.exp(network)
             return (odds * qs + ps) / (1 + odds)
-        return ps if p.max() - q.max() + network > alpha * np.maximum(ps - qs, 0).sum() else qs
+        return ps if ps @ p - qs @ q + network > alpha * np.maximum(ps - qs, 0).sum() else qs
 
     return law
 
@@ -75,18 +86,45 @@ def test_a_mixture_that_has_learnt_nothing_is_mixture():
     np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
 
 
-def test_a_router_that_has_learnt_nothing_is_opt():
+def test_a_router_that_has_learnt_nothing_is_opt_where_it_is_greedy():
     for _ in range(50):
-        q, p = RNG.dirichlet(np.ones(6), 2)
+        q, p = RNG.dirichlet(np.ones(6), 2).astype(np.float32)
+        greedy = [np.eye(6)[x.argmax()] for x in (q, p)]
         for alpha in (0.0, 0.3):
-            np.testing.assert_array_equal(by_hand(NOTHING)(q, p, q, p, alpha),
-                                          target("opt", q, p, q, p, alpha, False))
+            scores = Scores(*map(jnp.asarray, (q, p, *greedy, True)))
+            found, _ = router.method_of(NOTHING).target(scores, alpha)
+            np.testing.assert_array_equal(found, target("opt", q, p, *greedy, alpha, True))
+
+
+def test_what_a_router_learns_from():
+    """The gain at each token of some texts, by the two models' transformed laws there, a temperature after
+    the other; and what the verifier writes itself, where greedily deferring never loses."""
+    cascade, prompts = pair(), ["1", "12", "20"]
+    sources, length = pad(cascade.encode(prompts)[0], 4, 0)
+    batch = Batch(sources, length, np.array([[3, 1, 2], [2, 3, 0], [1, 0, 0]], np.int32), np.array([3, 2, 1]))
+    temperatures = (0.0, 0.7)
+    seen = observed(cascade, [batch], [SamplingOptions(temperature) for temperature in temperatures])
+    whole = [[*s[:n], *t[:m]] for s, n, t, m in zip(*map(np.asarray, batch), strict=True)]
+    for k, temperature in enumerate(temperatures):
+        gains = []
+        for text, n, m in zip(whole, length, batch.target_length, strict=True):
+            for at in range(n, n + m):
+                logits = [own[text[at - 2] if at > 1 else 0, text[at - 1]] for own in cascade.params]
+                q, p = (transform(np.exp(x) / np.exp(x).sum(), temperature, None, None) for x in logits)
+                gains.append(p[text[at]] - q[text[at]])
+        np.testing.assert_allclose(seen.gains[6 * k:6 * k + 6], gains, atol=1e-6)
+    written, = translated(cascade, [batch])
+    for n, output in enumerate(cascade.generate(prompts, method="verifier")):
+        np.testing.assert_array_equal(written.target[n, :written.target_length[n]], output.tokens)
+    assert (observed(cascade, [written], [SamplingOptions(0.0)]).gains >= 0).all()
+    assert (seen.gains < 0).any()
 
 
 def test_training_finds_what_the_plug_in_misses():
     """A drafter that is right half as often as it says, where it is sure: no gain there by max p - max q."""
     config = RouterConfig("toy", "toy.json", "toy", steps=300)
     whole = RNG.random((20_000, len(FEATURES))).astype(np.float32)
+    whole[:, FEATURES.index("mean q of q~")], whole[:, FEATURES.index("mean p of p~")] = whole[:, :2].T
     right_q = RNG.random(len(whole)) < np.where(whole[:, 0] > 0.5, 0.5, 1.0) * whole[:, 0]
     gains = (RNG.random(len(whole)) < whole[:, 1]).astype(np.float32) - right_q
     seen = Observed(whole, gains, np.zeros((len(gains), 2), np.float32), np.zeros(len(gains)))

@@ -1,0 +1,5 @@
+"""The learned rule of the Multi30k pair, once that is made: python scripts/finetune.py --config=multi30k_router."""
+
+from speccascade_jax.config import RouterConfig
+
+config = RouterConfig(name="multi30k_router", output="runs/multi30k_router/router.json", pair="multi30k")
