@@ -1,4 +1,4 @@
-"""The learned rule of the Multi30k pair, once that is made: python scripts/finetune.py --config=multi30k_router."""
+"""The learned rule of the Multi30k pair: python scripts/finetune.py --config=multi30k_router."""
 
 from speccascade_jax.config import RouterConfig
 
