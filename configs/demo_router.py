@@ -1,5 +1,5 @@
 """The learned rule of the shipped English-to-German pair: python scripts/finetune.py --config=demo_router."""
 
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import DEMO, RouterConfig
 
-config = RouterConfig(name="demo_router", output="runs/demo_router/router.json", pair="demo")
+config = RouterConfig(name="demo_router", output=str(DEMO / "router.json"), pair="demo")

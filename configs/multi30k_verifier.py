@@ -13,4 +13,4 @@ config = dataclasses.replace(
     model=dataclasses.replace(VERIFIER.model, dropout_rate=0.2),
     task=Task(train=f"{MULTI30K}/train.jsonl.gz", validation=f"{MULTI30K}/validation.jsonl.gz",
               test=f"{MULTI30K}/test.jsonl.gz", max_source_length=64, max_target_length=64),
-    label_smoothing=0.1, learning_rate=0.005, warmup_steps=100, steps=1000)
+    label_smoothing=0.1, learning_rate=0.005, warmup_steps=100, steps=4400)

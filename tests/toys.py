@@ -186,13 +186,14 @@ def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | N
             q, p = (law(*(0, *prompt, *text)[-2:]) for law in own)
             cuts = [options.get(name) for name in ("top_k", "top_p", "min_p")]
             qs, ps = (transform(x, options.get("temperature", 1.0), *cuts) for x in (q, p))
-            chance *= min(max(q.max() + (seen[1] - seen[2]) / (seen[0] + 4), 0), 1)
+            sure = q.max() / np.sort(q)[-2:].sum()
+            chance *= min(max(sure + (seen[1] - seen[2]) / (seen[0] + 32), 0), 1)
             drafts = place < len(at) - 1 and (stop_below is None or chance >= stop_below)
             pi = at[place](q, p, qs, ps)
-            ended = (seen[0] + place + drafts, seen[1] + place, seen[2] + hoped + drafts * q.max())
+            ended = (seen[0] + place + drafts, seen[1] + place, seen[2] + hoped + drafts * sure)
             for token, mine in enumerate(pi):
                 kept = min(qs[token], mine) if drafts else 0
-                for share, state in ((kept, (place + 1, chance, hoped + q.max(), seen)),
+                for share, state in ((kept, (place + 1, chance, hoped + sure, seen)),
                                      (mine - kept, (0, 1.0, 0.0, ended))):
                     if share > 0:
                         closed, own_text = token == eos or step == steps - 1, (*text, token)

@@ -78,6 +78,9 @@ class Narrowed(Speculative):
         chosen = jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size))
         held = below if self.shares else (below, caches[1])
 
+        def due(number: int, carry: Any) -> Array:
+            return (chosen == number) & ~carry[0]
+
         def of(width: int) -> Callable[[Any], tuple[Array, Block, Cache, Counts]]:
             def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
                 # With what changes in the loop, or XLA would compute beforehand what every width needs.
@@ -96,7 +99,7 @@ class Narrowed(Speculative):
         carry = jnp.array(False), blank[0], held, blank[1]
         # Loops of one round or none: XLA copies whole caches that a conditional writes to.
         for number, width in enumerate(widths):
-            carry = lax.while_loop(lambda x, number=number: (chosen == number) & ~x[0], of(width), carry)
+            carry = lax.while_loop(partial(due, number), of(width), carry)
         return carry[1:]
 
 
@@ -105,11 +108,10 @@ class Adaptive(Narrowed):
     """Speculative with drafts of up to `block_size` tokens, fewer where more are not worth their time.
 
     A row stops before it draws a token when all of its draft, that token too, is accepted with an estimated
-    chance below `stop_below`: the product over the draft of confidence() in the drafter's own law at each
-    position plus the bias that the row has learnt (Experience).
-    That is exact for every method: the decision knows the laws up to the next token and never that token, so
-    each drafted token still follows its law. (Dropping a token once it is drawn, because its own probability
-    is small, would not be.) The law it stops at serves the bonus position.
+    chance below `stop_below`: the product of the drafter's confidence() at each position, with the bias that
+    the row has learnt (Experience). That is exact for every method: the decision knows the laws up to the
+    next token and never that token, so each drafted token still follows its law. (Dropping a token once it is
+    drawn, because its own probability is small, would not be.) The law it stops at serves the bonus position.
 
     A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
     position's chance is then the row's acceptance so far. It drafts one token at least.

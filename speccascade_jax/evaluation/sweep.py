@@ -32,6 +32,8 @@ TRUNCATIONS: dict[str, tuple[float, ...]] = {
 cut than by the first of each little changes, with more than by the last one decoding is nearly greedy."""
 TRUNCATED = ("speculative", "verifier")
 THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
+WARM = 5  # examples decoded untimed: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
+          # those of each width
 UNTIMED = ("oracle",)  # its time means nothing
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
 References = Sequence[Sequence[str]]
@@ -212,7 +214,7 @@ def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Seque
     """The time that every point takes for each example by itself (batch 1), `trials` times.
 
     The points follow each other on every example, in a random order, so that a machine that slows down slows
-    all of them. Compilation comes before and is not counted. Methods in UNTIMED are left out.
+    all of them. Compilation and first runs come before and are not counted. Methods in UNTIMED are left out.
 
     Raises ValueError where `path` holds results of other settings or a damaged line.
     """
@@ -240,7 +242,8 @@ def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Seque
             programs = {(p.method, p.block_size, *(getattr(p, kind) is None for kind in TRUNCATIONS)): p
                         for p in points}
             shapes = {cascade.bucket(len(row)): n for n, row in enumerate(rows)}
-            for point, n in track(list(itertools.product(programs.values(), shapes.values())), "compiling"):
+            examples = sorted({*shapes.values(), *range(len(rows))[:WARM]})
+            for point, n in track(list(itertools.product(programs.values(), examples)), "compiling"):
                 decode(point, n)
         for trial, n in track(work, "latency"):
             seconds, tokens = [0.0] * len(points), [0] * len(points)

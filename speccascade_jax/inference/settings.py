@@ -32,7 +32,7 @@ class Settings:
     alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
                                              # call; adaptive: up to max_block_size
-    max_block_size: int = 8        # of adaptive blocks
+    max_block_size: int = 12       # of adaptive blocks
     stop_below: float = STOP_BELOW  # adaptive drafting stops where the chance that all of the draft stands
                                     # is estimated to fall below this
     acceptance: float = 0.8        # of lookahead: how likely a drafted token is accepted

@@ -12,11 +12,10 @@ from rich.progress import track
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
+from speccascade_jax.core.typing import AnyArray, LanguageModel, Params, SamplingOptions
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.inference.outputs import resume, write_whole
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.models import Model
 from speccascade_jax.training.data import Batch, joined_examples
 
 Array = jax.Array
@@ -48,8 +47,8 @@ def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyAr
     return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
 
 
-def own_texts(model: Model, params: Params, batch: Batch, key: Array, eos_id: int, temperature: float = 1.0
-              ) -> Batch:
+def own_texts(model: LanguageModel, params: Params, batch: Batch, key: Array, eos_id: int,
+              temperature: float = 1.0) -> Batch:
     """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy
     distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
     rows, width = batch.target.shape
