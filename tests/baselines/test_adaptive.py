@@ -1,17 +1,21 @@
 """Adaptive blocks: their law, what decides where a row stops, and decisions that must not be."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint_laws import EOS, FAIL_BELOW, FAMILIES, PROMPTS, STEPS, TABLES, TRANSFORMS, VOCAB, decoded, quick
+from shapes import TINY_T5
 from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.baselines.adaptive import Adaptive
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.typing import SamplingOptions, fitted
+from speccascade_jax.models import model_of
 
 MODEL, MOST = TableLM(VOCAB), 4
 
@@ -111,3 +115,40 @@ def test_a_row_learns_what_its_drafter_is_worth():
     assert long.drafted.sum() / long.rounds.sum() > 1.2 * short.drafted.sum() / short.rounds.sum()
     worse, _ = drafted(120, (TABLES[0], -TABLES[0]))
     assert (np.asarray(worse.bias) < np.asarray(seen.bias)).all()
+
+
+class Switches(Adaptive):
+    """Takes the width by a conditional."""
+
+    def verified(self, params, caches, rows, eos_id, drafted, below, drafter_counts):
+        def of(width):
+            def narrow(caches):
+                cut = drafted._replace(**{name: getattr(drafted, name)[:, :width + 1]
+                                          for name in drafted._fields[:-1]})
+                block, *rest = Speculative.verified(self, params, (below, caches), rows, eos_id, cut, below,
+                                                    drafter_counts)
+                columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
+                return block._make((*columns, block.size)), *rest
+            return narrow
+
+        return jax.lax.switch(jnp.max(drafted.size) // 3, [of(2), of(MOST)], caches[1])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
+def test_no_width_copies_a_cache():
+    """A conditional that writes to caches makes XLA copy all of them twice a round."""
+    model, length = model_of(TINY_T5), np.array([7])
+    params, row = model.init(0), np.ones((1, 7), np.int32)
+
+    def copied(kind):
+        sampler = kind(Autoregressive(model), model, METHODS["speculative"], MOST)
+        program = generate.lower(sampler, (params, params), jax.random.split(jax.random.key(0), 1), row,
+                                 length, SamplingOptions(0.0), jnp.zeros(1), max_new_tokens=21,
+                                 eos_id=1).compile().as_text().split("\nENTRY")[0]
+        _, cache = jax.eval_shape(lambda: model.prefill(params, row, length, 22 + sampler.overhang))
+        shape = ",".join(map(str, cache.keys[0].shape))
+        return program.count(f"f32[{shape}]"), len(re.findall(rf"= f32\[{shape}\]\S* copy\(", program))
+
+    (there, copies), (_, planted) = copied(Adaptive), copied(Switches)
+    assert there and copies == 0 < planted
