@@ -56,9 +56,8 @@ def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
     """How likely the likeliest token is against the second likeliest: were it one of the two, this is how
     sure it would be. Better than its probability where a drafter is sure of the token, but of many others
     that say the same, too: what matters is whether the verifier prefers another."""
-    best = jnp.argmax(law, axis=-1, keepdims=True)
     most = jnp.max(law, axis=-1)
-    second = jnp.max(jnp.where(jnp.arange(law.shape[-1]) == best, 0.0, law), axis=-1)
+    second = jnp.max(jnp.where(law < most[:, None], law, 0.0), axis=-1)  # of equals, that below them
     return most / (most + second)
 
 
