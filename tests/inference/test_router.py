@@ -227,7 +227,9 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", [{"examples": 0}, {"split": "dev"}, {"output": "router.txt"}, {"width": 0},
-                                    {"learning_rate": float("nan")}, {"seed": -1}])
+                                    {"learning_rate": float("nan")}, {"seed": -1}, {"temperatures": ()},
+                                    {"temperatures": (1.0, -0.5)}, {"temperatures": (float("nan"),)},
+                                    {"top_ps": (0.0,)}, {"top_ps": (1.0, 1.5)}])
 def test_configs_of_nonsense_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()
