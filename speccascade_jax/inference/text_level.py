@@ -17,13 +17,14 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int
 
-from speccascade_jax.baselines.adaptive import STOP_BELOW
 from speccascade_jax.baselines.proposals import Proposals
 from speccascade_jax.core.typing import AnyArray, Cache, Params, covered, insert, network_of, roll_back
 from speccascade_jax.inference.programs import Programs
 from speccascade_jax.inference.scheduler import Scheduler
 from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models.vocabulary import CHUNK, Translated, TranslatedParams
+
+STOP_BELOW = 0.3  # the chance of a whole draft below which no more is drafted
 
 WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
 LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
