@@ -25,7 +25,6 @@ from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.models.vocabulary import CHUNK, Translated, TranslatedParams
 
 STOP_BELOW = 0.3  # the chance of a whole draft below which no more is drafted
-
 WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
 LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
 
