@@ -83,11 +83,11 @@ class Narrowed(Speculative):
         def of(width: int) -> Callable[[Any], tuple[Array, Block, Cache, Counts]]:
             def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
                 # With what changes in the loop, or XLA would compute beforehand what every width needs.
-                (own, asked, counts), (_, _, held, _) = lax.optimization_barrier(
+                (draft, asked, counts), (_, _, now, _) = lax.optimization_barrier(
                     ((drafted, rows, drafter_counts), carry))
-                cut = Block._make((*(x[:, :width + 1] for x in own[:-1]), own.size))
-                block, *rest = verified(params, held, asked, eos_id, cut, held if self.shares else held[0],
-                                        counts)
+                cut = Block._make((*(x[:, :width + 1] for x in draft[:-1]), draft.size))
+                lower = now if self.shares else now[0]
+                block, *rest = verified(params, now, asked, eos_id, cut, lower, counts)
                 columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
                 return jnp.array(True), Block._make((*columns, block.size)), *rest
 
