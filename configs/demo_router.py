@@ -2,4 +2,5 @@
 
 from speccascade_jax.config import DEMO, RouterConfig
 
-config = RouterConfig(name="demo_router", output=str(DEMO / "router.json"), pair="demo")
+config = RouterConfig(name="demo_router", output=str(DEMO / "router.json"), pair="demo",
+                      examples=600, dtype="int8")

@@ -2,4 +2,5 @@
 
 from speccascade_jax.config import DEMO, RouterConfig
 
-config = RouterConfig(name="e2e_router", output=str(DEMO / "e2e_router.json"), pair="e2e")
+config = RouterConfig(name="e2e_router", output=str(DEMO / "e2e_router.json"), pair="e2e",
+                      places=3, dtype="int8")

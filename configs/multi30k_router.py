@@ -2,4 +2,5 @@
 
 from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="multi30k_router", output="runs/multi30k_router/router.json", pair="multi30k")
+config = RouterConfig(name="multi30k_router", output="runs/multi30k_router/router.json", pair="multi30k",
+                      dtype="int8")

@@ -134,17 +134,24 @@ class RouterConfig:
     task: str | None = None   # the training config whose texts it learns from; None: the pair's
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
                                # their errors cannot be learnt
-    temperatures: tuple[float, ...] = (0.0, 0.5, 1.0)  # a router learns to defer at each of these,
-    top_ps: tuple[float, ...] = (1.0, 0.5)             # with each of these truncations
-    examples: int = 2000      # at most so many texts, every fifth of which is held out
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
+    top_ps: tuple[float, ...] = (1.0, 0.5)        # with each of these truncations; a mixture at 1 and 1
+    places: int = 2           # of each text, where both models' tokens are tried (a router)
+    examples: int = 1000      # at most so many texts, every fifth of which is held out
+    dtype: str = "auto"       # of both models meanwhile: float32, bfloat16, int8, or auto
     width: int = 16           # hidden units
-    steps: int = 3000
+    steps: int = 1000
     learning_rate: float = 0.01
     seed: int = 0
 
     def check(self) -> None:
         """Raises ValueError for a value out of its range."""
-        for field in ("examples", "width", "steps"):
+        if self.method != "router":
+            for field in ("temperatures", "top_ps", "places"):
+                if getattr(self, field) != getattr(type(self), field):
+                    raise ValueError(f"{field} is {getattr(self, field)}, but only a router reads it: leave "
+                                     "it out.")
+        for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
                 raise ValueError(f"{field} is {getattr(self, field)}; it lies in [1, 1000000].")
         if not 0 < self.learning_rate < math.inf:

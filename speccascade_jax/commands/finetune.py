@@ -51,8 +51,8 @@ def finetune_router(name: str, run: RouterConfig, argv: list[str]) -> None:
     Path(own.output).parent.mkdir(parents=True, exist_ok=True)
     check_targets({"--output": Path(own.output)}, {"--config": path_of(name)})
     screen = console()
-    for what, error in train_router(own).items():
-        screen.print(f"loss on texts held out, {what}: {error:.4f}")
+    for what, figure in train_router(own).items():
+        screen.print(f"on texts held out: {what}: {figure:.4f}")
     screen.print(f"written: {own.output}. Decode with it: python scripts/decode.py --config={own.pair} "
                  f"--method {own.method} --alpha 0.1 --router {own.output}", soft_wrap=True)
 

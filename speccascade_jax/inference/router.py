@@ -1,14 +1,15 @@
-"""Methods that learn: `opt` and `mixture`, corrected by a small network on features of both models' laws.
+"""Methods that learn: small networks on features of both models' laws.
 
-    router             delta = gain > alpha TV(p~, q~),  gain = sum_v p~(v) p(v) - sum_v q~(v) q(v) + network
+    router             delta = advantage > alpha,        advantage = network
     learned_mixture    pi = w q~ + (1 - w) p~,           w = alpha e^network / (alpha e^network + 1 - alpha)
 
-The gain is how much likelier a token drawn from p~ is to be right than one drawn from q~. Without the network
-each model is believed about its own tokens: at temperature 0 that is max p - max q, as in `opt`.
+The advantage is how much better a text becomes if, where q~ and p~ disagree, it goes on with the verifier's
+token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
+rejection with the chance that they disagree, TV(p~, q~), and gains TV times the advantage. So the best rule
+at a price alpha of a rejection asks for an advantage above alpha.
 
 The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. With a network of zeros they are `opt`, at temperature
-0, and `mixture`. training.router trains it.
+per-position rule's, and the output follows it exactly. training.router trains both networks.
 """
 
 import dataclasses
@@ -27,9 +28,9 @@ from speccascade_jax.core.typing import AnyArray
 from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings
 
 Array = jax.Array
-FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p, q)", "q at max p", "p at max q", "TV(p~, q~)",
-            "mean q of q~", "mean p of q~", "mean q of p~", "mean p of p~")
-OWN = FEATURES.index("mean q of q~"), FEATURES.index("mean p of p~")
+MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"
+FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {name} / 4" for name in MEANS))
+LEAST = 1e-3  # added below a logarithm
 
 
 class Weights(NamedTuple):
@@ -41,26 +42,16 @@ class Weights(NamedTuple):
 
 
 def features(s: Scores) -> Float[Array, "*B F"]:
-    """FEATURES of each position: of the models' own distributions q and p, and of q~ and p~, from which a
-    token would be drawn. "mean p of q~" is sum_v q~(v) p(v): how right p thinks q~'s tokens are."""
-    best_q, best_p = (jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p))
-    crossed = [jnp.max(jnp.where(own == best, other, 0.0), axis=-1, keepdims=True)
-               for own, best, other in ((s.p, best_p, s.q), (s.q, best_q, s.p))]
-    means = [jnp.sum(drawn * own, axis=-1, keepdims=True)
-             for drawn in (s.q_sampled, s.p_sampled) for own in (s.q, s.p)]
-    return jnp.concatenate([best_q, best_p, entropy(s.q), entropy(s.p), total_variation(s.p, s.q), *crossed,
-                            total_variation(s.p_sampled, s.q_sampled), *means], axis=-1)
-
-
-def gain(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
-    """By how much the expected loss of a token from q~ exceeds that of one from p~, as the network
-    estimates it."""
-    return network(weights, features) + plain_gain(features)
-
-
-def plain_gain(features: Float[AnyArray, "*B F"]) -> Float[AnyArray, "*B"]:
-    """gain() without the network."""
-    return features[..., OWN[1]] - features[..., OWN[0]]
+    """FEATURES of each position. Where the laws disagree, the drafter's token is drawn from (q~ - p~)+ / TV,
+    the verifier's from (p~ - q~)+ / TV: "p of q~'s" is the mean of p over such tokens of the drafter's, how
+    right the verifier thinks them. (0 where the laws agree.)"""
+    differs = total_variation(s.p_sampled, s.q_sampled)
+    left = [jnp.maximum(x, 0.0) for x in (s.q_sampled - s.p_sampled, s.p_sampled - s.q_sampled)]
+    means = [jnp.sum(own * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
+             for own in left for law in (s.q, s.p)]
+    most = [jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p)]
+    return jnp.concatenate([*most, entropy(s.q), entropy(s.p), differs, *means,
+                            *(jnp.log(mean + LEAST) / 4 for mean in means)], axis=-1)
 
 
 def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
@@ -76,8 +67,7 @@ def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array,
 def method_of(weights: Weights, name: str = "router") -> Method:
     """The method of a trained network, one of TRAINED."""
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
-        threshold = alpha * total_variation(s.p_sampled, s.q_sampled)
-        delta = gain(weights, features(s))[..., None] > threshold
+        delta = network(weights, features(s))[..., None] > alpha
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
     def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:

@@ -1,10 +1,10 @@
-"""Training the methods that learn (inference.router) on teacher-forced texts."""
+"""Training the methods that learn (inference.router): a router on what both models' tokens are worth
+(rollouts), a mixture on teacher-forced texts."""
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,85 +15,46 @@ from jaxtyping import Float
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import LanguageModel, Params, SamplingOptions
+from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
-from speccascade_jax.inference.router import (
-    FEATURES,
-    Weights,
-    described,
-    drafters_weight,
-    features,
-    gain,
-    plain_gain,
-)
+from speccascade_jax.inference.router import FEATURES, Weights, described, drafters_weight, features, network
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.training.data import Batch, validation_batches
-from speccascade_jax.training.distillation import own_texts
+from speccascade_jax.training.data import Batch, joined_examples, validation_batches
+from speccascade_jax.training.rollouts import ROWS, Tried, logits_of, tried
 
 Array = jax.Array
-ROWS = 16     # texts that are scored at once
-POSITIONS = 4096  # of a training step
-PLAIN = SamplingOptions(1.0)
-HELD_OUT = 5  # every fifth text is for measuring only
+POSITIONS = 2048  # of a training step
+HELD_OUT = 5      # every fifth text is for measuring only
 ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
-TV = FEATURES.index("TV(p, q)")
+MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-9  # keeps logarithms and quotients finite
-
-
-def logits_of(model: LanguageModel, params: Params, batch: Batch) -> Array:
-    """The model's logits [B, T, V] at each of the texts' tokens, given those before it."""
-    length = batch.source.shape[1] + batch.target.shape[1] + 1
-    source, source_length = jnp.asarray(batch.source), jnp.asarray(batch.source_length)
-    prefix, cache = model.prefill(params, source, source_length, length)
-    last = jnp.take_along_axis(prefix.tokens, jnp.maximum(prefix.length - 1, 0)[:, None], axis=1)
-    tokens = jnp.concatenate([last, batch.target[:, :-1]], axis=1)
-    return model.extend(params, tokens, cache)[0]
+FAR = 5.0     # standard deviations; an advantage further out counts as one there
+Seen = TypeVar("Seen", "Observed", Tried)
 
 
 class Observed(NamedTuple):
     """Of every real token of some texts, [N, ...]."""
 
     features: Any  # of its position
-    gains: Any     # how much likelier the text's token is to be drawn from p~ than from q~: how far deferring
-                   # lowers the expected 0-1 loss
     chances: Any   # [N, 2]: how likely it is to the drafter, and to the verifier
     texts: Any     # the number of its text
 
 
-def both(*seen: Observed) -> Observed:
-    return Observed._make(np.concatenate(parts) for parts in zip(*seen, strict=True))
-
-
-def observed(cascade: Cascade, batches: Sequence[Batch], sampling: Sequence[SamplingOptions] = (PLAIN,)
-             ) -> Observed:
-    """What is known of the tokens of `batches`, sampled in each of these ways: one after the other."""
-    def one(params: tuple[Params, Params], batch: Batch) -> list[tuple[Array, Array, Array]]:
-        q, p = (logits_of(model, own, batch) for model, own in zip(cascade.models, params, strict=True))
-
-        def chance(x: Array) -> Array:
-            return jnp.take_along_axis(x, jnp.asarray(batch.target)[..., None], axis=-1)
-
-        found = []
-        for options in sampling:
-            s = Scores(jax.nn.softmax(q), jax.nn.softmax(p), token_probs(q, options), token_probs(p, options),
-                       jnp.asarray(options.temperature <= 0))
-            chances = jnp.concatenate([chance(s.q), chance(s.p)], axis=-1)
-            found.append((features(s), (chance(s.p_sampled) - chance(s.q_sampled))[..., 0], chances))
-        return found
+def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
+    """What is known of the tokens of `batches`, at temperature 1."""
+    def one(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
+        q, p = (jax.nn.softmax(logits_of(model, own, batch)) for model, own in
+                zip((cascade.drafter, cascade.verifier), params, strict=True))
+        chances = [jnp.take_along_axis(x, jnp.asarray(batch.target)[..., None], axis=-1) for x in (q, p)]
+        return features(Scores(q, p, q, p, jnp.asarray(False))), jnp.concatenate(chances, axis=-1)
 
     score, found = jax.jit(one), []
     for number, batch in enumerate(batches):
         real = np.arange(batch.target.shape[1]) < batch.target_length[:, None]
         texts = np.broadcast_to(number * len(real) + np.arange(len(real))[:, None], real.shape)
-        for own in jax.device_get(score((cascade.params[0], cascade.params[-1]), batch)):
-            found.append([x[real] for x in (*own, texts)])
-    return both(*map(Observed._make, found))
-
-
-def gain_loss(estimate: Array, seen: Observed) -> Array:
-    """The squared error of an estimated gain, least where that is its expectation given the features."""
-    return jnp.mean(jnp.square(estimate - seen.gains))
+        known = jax.device_get(score((cascade.params[0], cascade.params[-1]), batch))
+        found.append([x[real] for x in (*known, texts)])
+    return Observed._make(np.concatenate(parts) for parts in zip(*found, strict=True))
 
 
 def prices(seen: Observed) -> Float[np.ndarray, " N"]:
@@ -112,68 +73,91 @@ def mixture_loss(weight: Array, price: Array, seen: Observed) -> Array:
     return jnp.mean(-jnp.log(jnp.maximum(pi, LEAST)) + price * (1 - weight) * seen.features[:, TV])
 
 
-def fit(seen: Observed, config: RouterConfig) -> Weights:
-    """The network of least loss: gain_loss, or mixture_loss at alphas drawn from ALPHAS. It begins as a
-    network of zeros: as `opt` or `mixture`."""
+def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: RouterConfig) -> Weights:
+    """The network of least `loss` of some positions at levels of ALPHAS. It begins as one of zeros."""
     rng = np.random.default_rng(config.seed)
     weights = Weights(jnp.asarray(rng.normal(size=(len(FEATURES), config.width)), jnp.float32) / 3,
                       jnp.zeros(config.width), jnp.zeros(config.width))
     optimizer = optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
-    worth = prices(seen)
 
     @jax.jit
-    def step(weights: Weights, state: optax.OptState, seen: Observed, alpha: Array, price: Array
+    def step(weights: Weights, state: optax.OptState, seen: Seen, level: Array
              ) -> tuple[Weights, optax.OptState]:
-        def loss(weights: Weights) -> Array:
-            if config.method == "router":
-                return gain_loss(gain(weights, seen.features), seen)
-            return mixture_loss(drafters_weight(weights, seen.features, alpha), price, seen)
-
-        updates, state = optimizer.update(jax.grad(loss)(weights), state)
+        updates, state = optimizer.update(jax.grad(loss)(weights, seen, level), state)
         return optax.apply_updates(weights, updates), state  # type: ignore[return-value]
 
     state = optimizer.init(weights)
     for _ in range(config.steps):
-        chosen, level = (rng.integers(0, most, POSITIONS) for most in (len(seen.gains), len(ALPHAS)))
-        some = Observed._make(x[chosen] for x in seen)
-        weights, state = step(weights, state, some, ALPHAS[level], worth[level])
+        chosen, level = (rng.integers(0, most, POSITIONS) for most in (len(seen.texts), len(ALPHAS)))
+        weights, state = step(weights, state, type(seen)._make(x[chosen] for x in seen), level)
     return jax.device_get(weights)
 
 
-def errors(weights: Weights, seen: Observed, config: RouterConfig) -> dict[str, float]:
-    """The loss that fit() lowers: of the network, of what it begins as, and for a gain of its mean."""
-    if config.method == "router":
-        own = {"network": gain(weights, seen.features), "opt": seen.features[:, 1] - seen.features[:, 0],
-               "plain": plain_gain(seen.features), "mean": seen.gains.mean()}
-        return {name: float(gain_loss(estimate, seen)) for name, estimate in own.items()}
+def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
+    """The network of least mixture_loss at all of ALPHAS. It begins as `mixture`."""
+    worth = jnp.asarray(prices(seen))
+
+    def loss(weights: Weights, some: Observed, level: Array) -> Array:
+        own = drafters_weight(weights, some.features, jnp.asarray(ALPHAS)[level])
+        return mixture_loss(own, worth[level], some)
+
+    return _fitted(seen, loss, config)
+
+
+def fit_router(seen: Tried, config: RouterConfig) -> Weights:
+    """The network that estimates the advantage, in squared error, in units of its largest estimate on `seen`:
+    at alpha 1 nothing there is deferred."""
+    scale = max(np.std(seen.advantages), LEAST)
+    known = seen._replace(advantages=np.clip(seen.advantages / scale, -FAR, FAR).astype(np.float32))
+
+    def loss(weights: Weights, some: Tried, level: Array) -> Array:
+        return jnp.mean(jnp.square(network(weights, some.features) - some.advantages))
+
+    weights = _fitted(known, loss, config)
+    return weights._replace(out=weights.out / max(np.max(network(weights, seen.features)), LEAST))
+
+
+def errors(weights: Weights, seen: Observed) -> dict[str, float]:
+    """The loss that fit_mixture() lowers: of the network, and of what it begins as."""
     constant, worth = Weights(*(np.zeros_like(x) for x in weights)), prices(seen)
-    return {name: float(np.mean([mixture_loss(drafters_weight(own, seen.features, alpha), price, seen)
-                                 for alpha, price in zip(ALPHAS, worth, strict=True)]))
-            for name, own in (("network", weights), ("mixture", constant))}
+    return {f"loss, {name}": float(np.mean([
+        mixture_loss(drafters_weight(own, seen.features, alpha), price, seen)
+        for alpha, price in zip(ALPHAS, worth, strict=True)]))
+        for name, own in (("network", weights), ("mixture", constant))}
 
 
-def translated(cascade: Cascade, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches with what the verifier writes greedily in place of their targets.
+def opts_estimate(seen: Tried) -> Float[np.ndarray, " N"]:
+    """What `opt` compares with alpha: (max p - max q) / TV(p~, q~), at most 1 either way."""
+    gain = seen.features[:, MOST_P] - seen.features[:, MOST_Q]
+    return np.clip(gain / np.maximum(seen.features[:, TV], LEAST), -1, 1)
 
-    A text's own words alone teach too little: where both models would go on well in words of their own, its
-    token tells nothing of them, and in decoding no prefix is the text's own.
-    """
-    write = jax.jit(partial(own_texts, cascade.models[-1], key=jax.random.key(0),
-                            eos_id=cascade.tokenizer.eos_id, temperature=0.0))
-    return [jax.device_get(write(cascade.params[-1], batch=batch)) for batch in batches]
+
+def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
+    """How much the metric of the texts gains per text and tried place where those of the largest estimates,
+    this share of all, go on with the verifier's token and the others with the drafter's."""
+    chosen = np.asarray(estimate) >= np.quantile(estimate, 1 - share)
+    return float(np.mean(seen.advantages * chosen))
+
+
+def gains(weights: Weights, seen: Tried) -> dict[str, float]:
+    """How well the network tells where to defer, and `opt` at as many rejections: the correlation of the
+    estimate with the advantage, and what is kept() of it."""
+    found = dict[str, float]()
+    for name, estimate in (("network", network(weights, seen.features)), ("opt", opts_estimate(seen))):
+        found[f"correlation with the advantage, {name}"] = float(np.corrcoef(estimate, seen.advantages)[0, 1])
+        found[f"gain from deferring half, {name}"] = kept(estimate, seen)
+    return {**found, "gain from deferring all": float(np.mean(seen.advantages))}
 
 
 def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
-    """Each temperature with each top-p, once where it is greedy; a mixture is learnt at temperature 1."""
-    if config.method == "learned_mixture":
-        return [PLAIN]
+    """Each temperature with each top-p, once where it is greedy."""
     return [SamplingOptions(temperature, None if top_p == 1 else top_p) for temperature in config.temperatures
             for top_p in (config.top_ps if temperature > 0 else (1.0,))]
 
 
 def train_router(config: RouterConfig) -> dict[str, float]:
-    """Writes the network of config.pair to config.output, and returns errors() on the texts held out. It
-    takes minutes, and a killed run begins anew.
+    """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
+    gains() of a router, errors() of a mixture. It takes minutes, and a killed run begins anew.
 
     Raises ValueError where the config, its pair or its texts are unusable.
     """
@@ -183,21 +167,28 @@ def train_router(config: RouterConfig) -> dict[str, float]:
         raise ValueError(f"task is missing: name the training config whose texts the router of {config.pair} "
                          "learns from.")
     training: TrainConfig = configs.load(name, TrainConfig)
-    cascade = Cascade.from_config(pair)
+    cascade = Cascade.from_config(dataclasses.replace(pair, router=None, dtype=config.dtype))
     if cascade.levels != 1 or cascade.foreign:
         raise ValueError(f"pair is {config.pair}; a network is learnt for two models of one vocabulary.")
     task = dataclasses.replace(training.task, validation=getattr(training.task, config.split))
-    batches = validation_batches(dataclasses.replace(training, task=task), cascade.tokenizer, ROWS)
-    batches = batches[:-(-config.examples // ROWS)]
-    seen = observed(cascade, batches, sampling_of(config))
+
+    def parts(seen: Seen) -> tuple[Seen, Seen]:
+        held = seen.texts % HELD_OUT == 0
+        if held.all() or not held.any():
+            raise ValueError(f"the {config.split} split has too few texts to learn from: name another split.")
+        first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))
+        return first, second
+
     if config.method == "router":
-        seen = both(seen, observed(cascade, translated(cascade, batches), sampling_of(config)))
-    held = seen.texts % HELD_OUT == 0
-    if held.all():
-        raise ValueError(f"the {config.split} split has too few texts to learn from: name another split.")
-    learnt, rest = (Observed._make(x[mask] for x in seen) for mask in (~held, held))
-    weights = fit(learnt, config)
-    found = errors(weights, rest, config)
+        examples = joined_examples(task, task.validation)[:config.examples]
+        tries, others = parts(tried(cascade, task, examples, sampling_of(config), config))
+        weights = fit_router(tries, config)
+        found, count = gains(weights, others), len(tries.texts)
+    else:
+        batches = validation_batches(dataclasses.replace(training, task=task), cascade.tokenizer, ROWS)
+        learnt, rest = parts(observed(cascade, batches[:-(-config.examples // ROWS)]))
+        weights = fit_mixture(learnt, config)
+        found, count = errors(weights, rest), len(learnt.texts)
     write_whole(Path(config.output), described(weights, config.method, pair=config.pair, task=name,
-                                               split=config.split, positions=len(learnt.gains), losses=found))
+                                               split=config.split, positions=count, held_out=found))
     return found

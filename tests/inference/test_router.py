@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
-from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
+from toys import TableLM, chi_square, entropy, pair, sequence_law, transform
 
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
@@ -20,34 +20,43 @@ from speccascade_jax.inference import router
 from speccascade_jax.inference.router import FEATURES, Weights
 from speccascade_jax.inference.settings import TRAINED, Settings
 from speccascade_jax.training.data import Batch, pad
+from speccascade_jax.training.rollouts import Tried
 from speccascade_jax.training.router import (
     ALPHAS,
     Observed,
     errors,
-    fit,
+    fit_mixture,
+    fit_router,
+    gains,
+    kept,
     mixture_loss,
     observed,
+    opts_estimate,
     prices,
-    translated,
 )
 
-RNG = np.random.default_rng(3)
-WEIGHTS = Weights(*(RNG.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
+RNG, SEEN = np.random.default_rng(3), np.random.default_rng(2)  # whose network decides both ways
+WEIGHTS = Weights(*(SEEN.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
 NOTHING = Weights(*(np.zeros_like(x) for x in WEIGHTS))
 
 
-def by_hand(weights, gains_from=lambda q, p, qs, ps: (q, p), mixes=False):
+def features_by_hand(q, p, qs, ps):
+    """FEATURES of one position, in float64."""
+    differs = np.maximum(ps - qs, 0).sum()
+    means = [(np.maximum(own, 0) / (differs or 1)) @ law for own in (qs - ps, ps - qs) for law in (q, p)]
+    return np.array([q.max(), p.max(), entropy(q), entropy(p), differs, *means,
+                     *np.log(np.add(means, 1e-3)) / 4])
+
+
+def by_hand(weights, reads=lambda q, p, qs, ps: (q, p), mixes=False):
     """The target distribution, a position at a time, in float64."""
     def law(q, p, qs, ps, alpha):
-        q, p = gains_from(q, p, qs, ps)
-        features = np.array([q.max(), p.max(), entropy(q), entropy(p), np.maximum(p - q, 0).sum(),
-                             q[p.argmax()], p[q.argmax()], np.maximum(ps - qs, 0).sum(),
-                             qs @ q, qs @ p, ps @ q, ps @ p])
-        network = np.tanh(features @ weights.hidden + weights.bias) @ weights.out
+        read = features_by_hand(*reads(q, p, qs, ps), qs, ps)
+        network = np.tanh(read @ weights.hidden + weights.bias) @ weights.out
         if mixes:
             odds = alpha / (1 - alpha) * np.exp(network)
             return (odds * qs + ps) / (1 + odds)
-        return ps if ps @ p - qs @ q + network > alpha * np.maximum(ps - qs, 0).sum() else qs
+        return ps if network > alpha else qs
 
     return law
 
@@ -86,69 +95,75 @@ def test_a_mixture_that_has_learnt_nothing_is_mixture():
     np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
 
 
-def test_a_router_that_has_learnt_nothing_is_opt_where_it_is_greedy():
-    for _ in range(50):
-        q, p = RNG.dirichlet(np.ones(6), 2).astype(np.float32)
-        greedy = [np.eye(6)[x.argmax()] for x in (q, p)]
-        for alpha in (0.0, 0.3):
-            scores = Scores(*map(jnp.asarray, (q, p, *greedy, True)))
-            found, _ = router.method_of(NOTHING).target(scores, alpha)
-            np.testing.assert_array_equal(found, target("opt", q, p, *greedy, alpha, True))
+def test_features_are_as_by_hand():
+    """Of distributions that were cut, too, and 0 where the laws agree, where there is nothing to decide."""
+    for k in range(40):
+        q, p = RNG.dirichlet(np.ones(6), 2)
+        qs, ps = (transform(x, (0.0, 0.7, 1.0)[k % 3], None, (None, 0.6)[k % 2]) for x in (q, p))
+        ps = qs if k == 30 else ps
+        scores = Scores(*(jnp.asarray(x, jnp.float32) for x in (q, p, qs, ps)), jnp.asarray(k % 3 == 0))
+        np.testing.assert_allclose(router.features(scores), features_by_hand(q, p, qs, ps), atol=1e-4)
 
 
-def test_what_a_router_learns_from():
-    """The gain at each token of some texts, by the two models' transformed laws there, a temperature after
-    the other; and what the verifier writes itself, where greedily deferring never loses."""
+def known(count):
+    """Features drawn at random, of positions where the laws disagree for certain."""
+    found = RNG.random((count, len(FEATURES))).astype(np.float32)
+    found[:, FEATURES.index("TV(p~, q~)")] = 1.0
+    return found
+
+
+def test_training_finds_what_opt_misses():
+    """A verifier that is right half as often as it says, where it is sure: there its token is worth less."""
+    config = RouterConfig("toy", "toy.json", "toy", steps=600)
+    whole = known(20_000)
+    q, p = whole[:, :2].T
+    advantage = np.where(p > 0.5, 0.5, 1.0) * p - q
+    tries = Tried(whole, 30 * (advantage + 0.5 * RNG.normal(size=len(whole))), np.zeros(len(whole)))
+    weights = fit_router(tries, config)
+    estimate = router.network(weights, whole)
+    assert np.isclose(estimate.max(), 1, atol=1e-5)  # at alpha 1 nothing is deferred
+    assert np.corrcoef(estimate, advantage)[0, 1] > 0.97 > np.corrcoef(p - q, advantage)[0, 1] + 0.05
+    found = gains(weights, tries)
+    for what in ("correlation with the advantage", "gain from deferring half"):
+        assert found[f"{what}, network"] > found[f"{what}, opt"] > 0
+    np.testing.assert_allclose(opts_estimate(tries), p - q, atol=1e-6)
+    best = 30 * np.where(advantage >= np.median(advantage), advantage, 0).mean()
+    assert 0.9 * best < kept(estimate, tries) < 1.1 * best
+
+
+def test_what_a_mixture_learns_from():
+    """How likely each token of some texts is to both models, and what is known before it."""
     cascade, prompts = pair(), ["1", "12", "20"]
     sources, length = pad(cascade.encode(prompts)[0], 4, 0)
     batch = Batch(sources, length, np.array([[3, 1, 2], [2, 3, 0], [1, 0, 0]], np.int32), np.array([3, 2, 1]))
-    temperatures = (0.0, 0.7)
-    seen = observed(cascade, [batch], [SamplingOptions(temperature) for temperature in temperatures])
+    seen = observed(cascade, [batch])
     whole = [[*s[:n], *t[:m]] for s, n, t, m in zip(*map(np.asarray, batch), strict=True)]
-    for k, temperature in enumerate(temperatures):
-        gains = []
-        for text, n, m in zip(whole, length, batch.target_length, strict=True):
-            for at in range(n, n + m):
-                logits = [own[text[at - 2] if at > 1 else 0, text[at - 1]] for own in cascade.params]
-                q, p = (transform(np.exp(x) / np.exp(x).sum(), temperature, None, None) for x in logits)
-                gains.append(p[text[at]] - q[text[at]])
-        np.testing.assert_allclose(seen.gains[6 * k:6 * k + 6], gains, atol=1e-6)
-    written, = translated(cascade, [batch])
-    for n, output in enumerate(cascade.generate(prompts, method="verifier")):
-        np.testing.assert_array_equal(written.target[n, :written.target_length[n]], output.tokens)
-    assert (observed(cascade, [written], [SamplingOptions(0.0)]).gains >= 0).all()
-    assert (seen.gains < 0).any()
-
-
-def test_training_finds_what_the_plug_in_misses():
-    """A drafter that is right half as often as it says, where it is sure: no gain there by max p - max q."""
-    config = RouterConfig("toy", "toy.json", "toy", steps=300)
-    whole = RNG.random((20_000, len(FEATURES))).astype(np.float32)
-    whole[:, FEATURES.index("mean q of q~")], whole[:, FEATURES.index("mean p of p~")] = whole[:, :2].T
-    right_q = RNG.random(len(whole)) < np.where(whole[:, 0] > 0.5, 0.5, 1.0) * whole[:, 0]
-    gains = (RNG.random(len(whole)) < whole[:, 1]).astype(np.float32) - right_q
-    seen = Observed(whole, gains, np.zeros((len(gains), 2), np.float32), np.zeros(len(gains)))
-    weights = fit(seen, config)
-    found = errors(weights, seen, config)
-    assert found["network"] < found["opt"] - 0.02
-    sure = whole[whole[:, 0] > 0.8]
-    assert np.mean(router.gain(weights, sure) - (sure[:, 1] - sure[:, 0])) > 0.2
+    chances, features = [], []
+    for text, n, m in zip(whole, length, batch.target_length, strict=True):
+        for at in range(n, n + m):
+            logits = [own[text[at - 2] if at > 1 else 0, text[at - 1]] for own in cascade.params]
+            q, p = (np.exp(x) / np.exp(x).sum() for x in logits)
+            chances.append([q[text[at]], p[text[at]]])
+            features.append(features_by_hand(q, p, q, p))
+    np.testing.assert_allclose(seen.chances, chances, atol=1e-6)
+    np.testing.assert_allclose(seen.features, features, atol=1e-4)
+    np.testing.assert_array_equal(seen.texts, [0, 0, 0, 1, 1, 2])
 
 
 def test_training_finds_where_the_drafter_is_worth_more():
     """A drafter that is better than its verifier where it is sure, and worse elsewhere."""
     config = RouterConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
-    whole = RNG.random((8_000, len(FEATURES))).astype(np.float32)
+    whole = known(8_000)
     sure = whole[:, 0] > 0.5
     chances = np.stack([np.where(sure, 0.8, 0.1), np.where(sure, 0.4, 0.6)], axis=1).astype(np.float32)
-    seen = Observed(whole, np.zeros(len(whole)), chances, np.zeros(len(whole)))
+    seen = Observed(whole, chances, np.zeros(len(whole)))
     worth = prices(seen)
     for n, alpha in enumerate(ALPHAS):  # the best constant weight at its price
         near = [mixture_loss(np.full(len(whole), alpha + off), worth[n], seen) for off in (-0.02, 0, 0.02)]
         assert worth[n] == 0 or near[1] <= min(near) + 1e-6
-    weights = fit(seen, config)
-    found = errors(weights, seen, config)
-    assert found["network"] < found["mixture"] - 0.02
+    weights = fit_mixture(seen, config)
+    found = errors(weights, seen)
+    assert found["loss, network"] < found["loss, mixture"] - 0.02
     weight = router.drafters_weight(weights, whole, 0.5)
     assert weight[whole[:, 0] > 0.6].min() > weight[whole[:, 0] < 0.4].max()
 
@@ -160,8 +175,9 @@ def test_a_file_decodes_by_its_network(tmp_path):
     options = {"method": "router", "alpha": 0.3, "temperature": 1.0}
     texts = [[o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
              for cascade, more in ((pair(router=router.load(path)), {}), (pair(), {"method": "opt"}),
+                                   (pair(), {"method": "opt", "alpha": 9.0}),
                                    (pair(router=router.method_of(NOTHING)), {}))]
-    assert texts[0] != texts[1] == texts[2]
+    assert texts[0] != texts[1] != texts[2] == texts[3]  # without an advantage nothing is deferred
 
 
 def test_only_routers_files_are_read(tmp_path):
@@ -210,8 +226,11 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         Path(names[name]).write_text(text.format(
             drafter=str(t5_pair / "drafter"), verifier=str(t5_pair / "verifier"), data=str(data),
             output=output, pair=names["pair"], task=names["task"]))
-    assert finetune.main([f"--config={names['router']}", "--examples=32"]) == 0
-    assert "texts held out, network" in capsys.readouterr().out
+    mixture = f"--output={tmp_path / 'mixture.json'}"
+    for flags, said in (([], "gain from deferring half, opt"),
+                        (["--method=learned_mixture", mixture], "loss, mixture")):
+        assert finetune.main([f"--config={names['router']}", "--examples=32", *flags]) == 0
+        assert f"on texts held out: {said}" in capsys.readouterr().out
     assert decode.main([f"--config={names['pair']}", "--method=learned_mixture", "--text=the cat",
                         f"--output={tmp_path / 'none.jsonl'}"]) == 2
     assert "give its file with --router" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
@@ -229,7 +248,9 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
 @pytest.mark.parametrize("change", [{"examples": 0}, {"split": "dev"}, {"output": "router.txt"}, {"width": 0},
                                     {"learning_rate": float("nan")}, {"seed": -1}, {"temperatures": ()},
                                     {"temperatures": (1.0, -0.5)}, {"temperatures": (float("nan"),)},
-                                    {"top_ps": (0.0,)}, {"top_ps": (1.0, 1.5)}])
+                                    {"top_ps": (0.0,)}, {"top_ps": (1.0, 1.5)}, {"places": 0},
+                                    {"top_ps": (0.5,), "method": "learned_mixture"},
+                                    {"places": 3, "method": "learned_mixture"}])
 def test_configs_of_nonsense_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()

@@ -1,0 +1,10 @@
+"""The shipped data-to-text drafter, trained on towards e2e_large_verifier, with texts of its own."""
+
+import dataclasses
+
+from speccascade_jax.config import DEMO, load
+
+config = dataclasses.replace(
+    load("e2e_drafter"), name="e2e_large_drafter", output_dir="runs/e2e_large_drafter", export_dir=None,
+    init=str(DEMO / "e2e_drafter"), tokenizer=None, teacher="runs/e2e_large_verifier", steps=1500,
+    learning_rate=0.008, eval_every=500, save_every=500)

@@ -1,0 +1,175 @@
+"""What the verifier's token is worth where the models disagree: texts that go on from either, scored."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+from speccascade_jax.config import RouterConfig, Task
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.rules import Scores, total_variation
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.sampling import token_probs
+from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
+from speccascade_jax.evaluation.quality import score, statistics
+from speccascade_jax.inference.router import FEATURES, features
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.training.data import Batch, pad
+
+Array = jax.Array
+ROWS = 16           # texts that are scored at once
+GOING_ON = 64       # texts that are written at once
+BUCKET = 16         # tokens: sources and beginnings are padded to multiples
+FROM = {"method": "opt", "alpha": 0.3}  # how the texts are written along which tokens are tried
+LEAST = 1e-3        # a disagreement's chance
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """A model that goes on from beginnings of texts. Its inputs [B, width + 2 + T] are a source [width], its
+    length, the beginning's length, and the beginning [T]."""
+
+    model: LanguageModel
+    width: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def prefill(self, params: Params, inputs: Array, input_length: Array, max_length: int
+                ) -> tuple[Prefix, Cache]:
+        source, (length, begun), tokens = (inputs[:, :self.width], inputs[:, self.width:self.width + 2].T,
+                                           inputs[:, self.width + 2:])
+        prefix, cache = self.model.prefill(params, source, length, max_length + tokens.shape[1])
+        rows, size = jnp.arange(len(inputs))[:, None], tokens.shape[1]
+        whole = jnp.pad(prefix.tokens, ((0, 0), (0, size)))
+        whole = whole.at[rows, prefix.length[:, None] + jnp.arange(size)].set(tokens)
+        unread = prefix.length[:, None] - 1 + jnp.arange(size)
+        cache = self.model.extend(params, whole[rows, unread], cache)[1]
+        return Prefix(whole, prefix.length + begun), self.model.roll_back(cache, prefix.length - 1 + begun)
+
+    def extend(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        return self.model.extend(params, tokens, cache)
+
+    def roll_back(self, cache: Cache, length: Array) -> Cache:
+        return self.model.roll_back(cache, length)
+
+
+def logits_of(model: LanguageModel, params: Params, batch: Batch) -> Array:
+    """The model's logits [B, T, V] at each of the texts' tokens, given those before it."""
+    length = batch.source.shape[1] + batch.target.shape[1] + 1
+    source, source_length = jnp.asarray(batch.source), jnp.asarray(batch.source_length)
+    prefix, cache = model.prefill(params, source, source_length, length)
+    last = jnp.take_along_axis(prefix.tokens, jnp.maximum(prefix.length - 1, 0)[:, None], axis=1)
+    tokens = jnp.concatenate([last, batch.target[:, :-1]], axis=1)
+    return model.extend(params, tokens, cache)[0]
+
+
+class Place(NamedTuple):
+    """Where the two models disagree, in a text."""
+
+    text: int
+    features: Any       # [F]
+    begun: list[int]    # the text before it
+    tokens: list[int]   # the drafter's, and the verifier's
+
+
+def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[list[int]],
+                  options: SamplingOptions, most: int, seed: int) -> list[Place]:
+    """`most` places of each text, drawn in proportion to the chance TV(p~, q~) that they disagree there, and
+    the tokens that each of them then draws."""
+    def look(params: tuple[Params, Params], batch: Batch, key: Array) -> tuple[Array, ...]:
+        q, p = (logits_of(model, own, batch) for model, own in
+                zip((cascade.drafter, cascade.verifier), params, strict=True))
+        s = Scores(jax.nn.softmax(q), jax.nn.softmax(p), token_probs(q, options), token_probs(p, options),
+                   jnp.asarray(options.temperature <= 0))
+        chance = total_variation(s.p_sampled, s.q_sampled)[..., 0]
+        real = jnp.arange(chance.shape[1]) < batch.target_length[:, None]
+        keys = jax.random.split(key, 3)
+        more = s.p_sampled - s.q_sampled
+        drawn = [jax.random.categorical(own, jnp.log(jnp.maximum(left, 0.0)))
+                 for own, left in zip(keys, (-more, more), strict=False)]
+        weight = jnp.where(real & (chance > LEAST), jnp.log(chance), -jnp.inf)
+        noisy = weight + jax.random.gumbel(keys[2], weight.shape)
+        order = jax.lax.top_k(noisy, min(most, weight.shape[1]))[1]
+        return features(s), jnp.stack(drawn, axis=-1), weight > -jnp.inf, order
+
+    seen, look = list[Place](), jax.jit(look)
+    source_width, width = max(map(len, rows)), max(map(len, texts))
+    for begin in range(0, len(rows), ROWS):
+        end = min(begin + ROWS, len(rows))
+        blank = [[0]] * (begin + ROWS - end)
+        batch = Batch(*pad([*rows[begin:end], *blank], source_width, 0),
+                      *pad([*texts[begin:end], *blank], width, 0))
+        key = jax.random.fold_in(jax.random.key(seed), begin)
+        known, drawn, counts, order = jax.device_get(
+            look((cascade.params[0], cascade.params[-1]), batch, key))
+        seen += [Place(begin + n, known[n, at], texts[begin + n][:at], drawn[n, at].tolist())
+                 for n in range(end - begin) for at in order[n] if counts[n, at]]
+    return seen
+
+
+def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
+              ) -> list[str]:
+    """Each beginning (the number of its source, its tokens) as the verifier ends it greedily."""
+    keys = jax.random.split(jax.random.key(0), GOING_ON)
+    texts = [tokens for _, tokens in begun]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for n, (text, tokens) in enumerate(begun):
+        if tokens[-1] != cascade.tokenizer.eos_id:
+            source_width, width = (-(-len(x) // BUCKET) * BUCKET for x in (rows[text], tokens))
+            alike.setdefault((source_width, width), []).append(n)
+    parts = [(widths, own[at:at + GOING_ON]) for widths, own in alike.items()
+             for at in range(0, len(own), GOING_ON)]
+    for (source_width, width), chosen in track(parts, "continuing texts", transient=True):
+        filled = chosen + chosen[:1] * (GOING_ON - len(chosen))
+        source, length = pad([rows[begun[n][0]] for n in filled], source_width, 0)
+        beginning, size = pad([texts[n] for n in filled], width, 0)
+        inputs = np.concatenate([source, length[:, None], size[:, None], beginning], axis=1)
+        found = jax.device_get(generate(
+            Autoregressive(Continued(cascade.verifier, source_width)), cascade.params[-1], keys, inputs,
+            np.full(GOING_ON, inputs.shape[1]), SamplingOptions(0.0), jnp.zeros(0),
+            max_new_tokens=cascade.max_new_tokens, eos_id=cascade.tokenizer.eos_id))
+        for n, own, many in zip(chosen, found.tokens, found.length, strict=False):
+            texts[n] = [*texts[n], *own[:many].tolist()][:cascade.max_new_tokens]
+    return [cascade.tokenizer.decode(tokens) for tokens in texts]
+
+
+class Tried(NamedTuple):
+    """Of every place where both tokens were tried, [N, ...]."""
+
+    features: Any    # [N, F]
+    advantages: Any  # of the verifier's token: what it adds to the metric of all texts, times their number
+    texts: Any       # the number of its text
+
+
+def tried(cascade: Cascade, task: Task, examples: Sequence[tuple[str, list[str]]],
+          sampling: Iterable[SamplingOptions], config: RouterConfig) -> Tried:
+    """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.
+
+    The metric of a text by itself says little (BLEU of a sentence without a match of four tokens is 0). So a
+    token's worth is what the metric of all texts gains if this one text ends as it does.
+    """
+    sources, references = zip(*examples, strict=True)
+    rows, _ = cascade.encode(sources, truncate=True)
+    found = list[Tried]()
+    for number, options in enumerate(sampling):
+        asked = {**FROM, "temperature": options.temperature, "top_p": options.top_p, "seed": config.seed}
+        written = list(cascade.generate(sources, batch_size=GOING_ON, truncate=True, **asked))
+        places = disagreements(cascade, rows, [o.tokens for o in written], options, config.places,
+                               config.seed + number)
+        ended = continued(cascade, rows, [(place.text, [*place.begun, token])
+                                          for place in places for token in place.tokens])
+        own = statistics(task.metric, [o.text for o in written], references)
+        new = statistics(task.metric, ended, [references[place.text] for place in places for _ in range(2)])
+        total = own.sum(axis=0)
+        worth = np.array([score(task.metric, total - own[place.text] + new[2 * n + which])
+                          for n, place in enumerate(places) for which in range(2)]).reshape(-1, 2)
+        found.append(Tried(np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
+                           len(sources) * (worth[:, 1] - worth[:, 0]),
+                           np.array([place.text for place in places], int)))
+    return Tried._make(np.concatenate(parts) for parts in zip(*found, strict=True))

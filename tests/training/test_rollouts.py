@@ -1,0 +1,105 @@
+"""What tokens are worth: where both models' are tried, how texts go on, and what the metric says of them."""
+
+import numpy as np
+import pytest
+from toys import pair, transform
+
+from speccascade_jax.config import RouterConfig, Task
+from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.inference.router import FEATURES
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.training import rollouts
+from speccascade_jax.training.rollouts import continued, disagreements, tried
+
+PROMPTS = ["1", "12", "20", "2", "0011"]
+
+
+def laws(cascade, prompt, begun):
+    """The toys' distributions after a prompt and the beginning of a text."""
+    whole = [0, *prompt, *begun]
+    logits = (own[whole[-2], whole[-1]] for own in cascade.params)
+    return [np.exp(x) / np.exp(x).sum() for x in logits]
+
+
+@pytest.mark.parametrize("source", ["t5_pair", "gemma_pair"])
+def test_a_beginning_goes_on_as_the_verifier_would_have(source, request):
+    """Every beginning of a text that the verifier writes itself, in one batch, ends as that text."""
+    folder = request.getfixturevalue(source)
+    cascade = Cascade.load(folder / "drafter", folder / "verifier", max_source_length=24, max_new_tokens=12)
+    texts = ["the cat sings", "a dog", "the bird and the dog sing"]
+    rows, _ = cascade.encode(texts)
+    outputs = list(cascade.generate(texts, method="verifier"))
+    begun = [(n, list(o.tokens[:at])) for n, o in enumerate(outputs) for at in range(1, len(o.tokens) + 1)]
+    assert len({o.text for o in outputs}) > 1 and len(begun) > 12
+    assert continued(cascade, rows, begun) == [outputs[n].text for n, _ in begun]
+
+
+def test_a_text_that_has_ended_or_is_full_does_not_go_on():
+    cascade = pair()
+    assert continued(cascade, [[1]], [(0, [2, 3]), (0, [1, 1, 2])]) == ["23", "112"]
+
+
+def test_tokens_are_tried_where_the_models_disagree():
+    """Greedily where their likeliest tokens differ, and those are tried; otherwise in proportion to TV, and
+    each token in proportion to what one law has more than the other."""
+    cascade, rng = pair(), np.random.default_rng(0)
+    rows, _ = cascade.encode(PROMPTS)
+    texts = [rng.integers(0, 3, rng.integers(1, 4)).tolist() for _ in rows]
+    found = disagreements(cascade, rows, texts, SamplingOptions(0.0), 9, 0)
+    expected = {}
+    for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        for at in range(len(text)):
+            q, p = laws(cascade, row, text[:at])
+            if q.argmax() != p.argmax():
+                expected[n, at] = [q.argmax(), p.argmax()]
+    assert len(expected) > 2
+    assert {(place.text, len(place.begun)): place.tokens for place in found} == expected
+    assert all(place.begun == texts[place.text][:len(place.begun)] for place in found)
+
+    many, places = 4000, np.zeros(3)
+    drawn = np.zeros((3, 2, 4))
+    for place in disagreements(cascade, rows[:1] * many, [[1, 2, 0]] * many, SamplingOptions(0.8), 1, 5):
+        at = len(place.begun)
+        places[at] += 1
+        drawn[at, [0, 1], place.tokens] += 1
+    chances = []
+    for at in range(3):
+        qs, ps = (transform(x, 0.8, None, None) for x in laws(cascade, rows[0], [1, 2, 0][:at]))
+        chances.append(np.maximum(ps - qs, 0).sum())
+        for own, more in zip(drawn[at], (qs - ps, ps - qs), strict=True):
+            wanted = np.maximum(more, 0) / chances[at]
+            assert np.abs(own / own.sum() - wanted).max() < 5 * np.sqrt(0.25 / own.sum())
+    assert places.sum() == many
+    assert np.abs(places / many - np.array(chances) / np.sum(chances)).max() < 5 * np.sqrt(0.25 / many)
+
+
+def test_an_advantage_is_what_the_metric_gains(monkeypatch):
+    """Of all texts, where one of them goes on with the verifier's token and not with the drafter's."""
+    cascade, seen = pair(), []
+    task = Task(train="", validation="", test="", metric="rouge1")
+    examples = [(prompt, ["2 1 0 3", "1 3"]) for prompt in PROMPTS]
+    monkeypatch.setattr(cascade.tokenizer, "decode", lambda tokens: " ".join(str(int(t)) for t in tokens))
+    original = rollouts.disagreements
+    monkeypatch.setattr(rollouts, "disagreements", lambda *a: seen.append(original(*a)) or seen[-1])
+    config = RouterConfig("toy", "toy.json", "toy", places=2)
+    options = SamplingOptions(0.0), SamplingOptions(1.0, 0.5)
+    found = tried(cascade, task, examples, options, config)
+    places = [(option, place) for option, some in zip(options, seen, strict=True) for place in some]
+    assert found.features.shape == (len(places), len(FEATURES)) and len(places) > 3
+    rows, _ = cascade.encode(PROMPTS)
+    references = [own for _, own in examples]
+    for n, (option, place) in enumerate(places):
+        texts = [o.text for o in cascade.generate(PROMPTS, method="opt", alpha=0.3, top_p=option.top_p,
+                                                  temperature=option.temperature)]
+        scores = []
+        for token in place.tokens:
+            ended = [*place.begun, token]
+            while ended[-1] != 3 and len(ended) < cascade.max_new_tokens:
+                ended.append(int(laws(cascade, rows[place.text], ended)[1].argmax()))
+            changed = [*texts]
+            changed[place.text] = cascade.tokenizer.decode(ended)
+            scores.append(METRICS["rouge1"](changed, references))
+        assert found.advantages[n] == pytest.approx(len(PROMPTS) * (scores[1] - scores[0]), abs=1e-6)
+        assert found.texts[n] == place.text
+    assert np.ptp(found.advantages) > 0
