@@ -140,7 +140,7 @@ class RouterConfig:
     examples: int = 1000      # at most so many texts, every fifth of which is held out
     dtype: str = "auto"       # of both models meanwhile: float32, bfloat16, int8, or auto
     width: int = 16           # hidden units
-    steps: int = 1000
+    steps: int = 300
     learning_rate: float = 0.01
     seed: int = 0
 

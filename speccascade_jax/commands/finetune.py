@@ -14,7 +14,7 @@ import tyro
 
 from speccascade_jax.commands.commandline import config_of, console, exit_code
 from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
-from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.outputs import check_targets
 from speccascade_jax.parallel import connect
 from speccascade_jax.training.checks import check
@@ -51,7 +51,7 @@ def finetune_router(name: str, run: RouterConfig, argv: list[str]) -> None:
     Path(own.output).parent.mkdir(parents=True, exist_ok=True)
     check_targets({"--output": Path(own.output)}, {"--config": path_of(name)})
     screen = console()
-    for what, figure in train_router(own).items():
+    for what, figure in train_router(own, replaced).items():
         screen.print(f"on texts held out: {what}: {figure:.4f}")
     screen.print(f"written: {own.output}. Decode with it: python scripts/decode.py --config={own.pair} "
                  f"--method {own.method} --alpha 0.1 --router {own.output}", soft_wrap=True)

@@ -70,6 +70,18 @@ def statistics(metric: str, hypotheses: Sequence[str], references: References) -
     return np.stack([np.array(own, np.float64), np.ones(len(own))], axis=1)
 
 
+def replaced(metric: str, texts: Sequence[str], references: References, numbers: Sequence[int],
+             others: Sequence[str]) -> Float[np.ndarray, " N"]:
+    """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises ValueError as
+    `statistics` does."""
+    own = statistics(metric, texts, references)
+    if not len(numbers):
+        return np.zeros(0)
+    new = statistics(metric, others, [references[number] for number in numbers])
+    return np.array([score(metric, own.sum(axis=0) - own[number] + one)
+                     for number, one in zip(numbers, new, strict=True)])
+
+
 def sums(metric: str) -> int:
     """K: how many numbers `statistics` gives for each text."""
     return 10 if metric in TOKENIZERS else 2

@@ -1,15 +1,16 @@
 """Methods that learn: small networks on features of both models' laws.
 
-    router             delta = advantage > alpha,        advantage = network
-    learned_mixture    pi = w q~ + (1 - w) p~,           w = alpha e^network / (alpha e^network + 1 - alpha)
+    router             delta = advantage > alpha,    advantage = (max p - max q) / TV(p~, q~) + network
+    learned_mixture    pi = w q~ + (1 - w) p~,       w = alpha e^network / (alpha e^network + 1 - alpha)
 
 The advantage is how much better a text becomes if, where q~ and p~ disagree, it goes on with the verifier's
 token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
 rejection with the chance that they disagree, TV(p~, q~), and gains TV times the advantage. So the best rule
-at a price alpha of a rejection asks for an advantage above alpha.
+at a price alpha of a rejection asks for an advantage above alpha. `opt` estimates it by (max p - max q) / TV.
 
 The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. training.router trains both networks.
+per-position rule's, and the output follows it exactly. With a network of zeros these are `opt` and `mixture`.
+training.router trains it.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings
 Array = jax.Array
 MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"
 FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {name} / 4" for name in MEANS))
-LEAST = 1e-3  # added below a logarithm
+MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
+LEAST = 1e-3  # keeps logarithms and quotients finite
 
 
 class Weights(NamedTuple):
@@ -54,6 +56,12 @@ def features(s: Scores) -> Float[Array, "*B F"]:
                             *(jnp.log(mean + LEAST) / 4 for mean in means)], axis=-1)
 
 
+def plain_advantage(features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
+    """What `opt` compares with alpha: (max p - max q) / TV, at most 1 either way."""
+    gain = features[..., MOST_P] - features[..., MOST_Q]
+    return jnp.clip(gain / jnp.maximum(features[..., TV], LEAST), -1.0, 1.0)
+
+
 def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
     """q~'s weight in the mixture: alpha, its odds times e^network. 0 at alpha 0, 1 at alpha 1."""
     odds = alpha * jnp.exp(jnp.clip(network(weights, features), -20, 20))
@@ -67,7 +75,8 @@ def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array,
 def method_of(weights: Weights, name: str = "router") -> Method:
     """The method of a trained network, one of TRAINED."""
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
-        delta = network(weights, features(s))[..., None] > alpha
+        own = features(s)
+        delta = (plain_advantage(own) + network(weights, own))[..., None] > alpha
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
     def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:

@@ -1,7 +1,7 @@
 """What the verifier's token is worth where the models disagree: texts that go on from either, scored."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-from speccascade_jax.config import RouterConfig, Task
+from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import Scores, total_variation
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.sampling import token_probs
 from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
-from speccascade_jax.evaluation.quality import score, statistics
 from speccascade_jax.inference.router import FEATURES, features
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import Batch, pad
 
 Array = jax.Array
+Replaced = Callable[[str, Sequence[str], Sequence[Sequence[str]], Sequence[int], Sequence[str]], np.ndarray]
+"""evaluation.quality.replaced: of a metric, texts and their references, what one other text changes."""
 ROWS = 16           # texts that are scored at once
 GOING_ON = 64       # texts that are written at once
 BUCKET = 16         # tokens: sources and beginnings are padded to multiples
@@ -147,8 +148,8 @@ class Tried(NamedTuple):
     texts: Any       # the number of its text
 
 
-def tried(cascade: Cascade, task: Task, examples: Sequence[tuple[str, list[str]]],
-          sampling: Iterable[SamplingOptions], config: RouterConfig) -> Tried:
+def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]]],
+          sampling: Iterable[SamplingOptions], config: RouterConfig, replaced: Replaced) -> Tried:
     """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.
 
     The metric of a text by itself says little (BLEU of a sentence without a match of four tokens is 0). So a
@@ -156,6 +157,7 @@ def tried(cascade: Cascade, task: Task, examples: Sequence[tuple[str, list[str]]
     """
     sources, references = zip(*examples, strict=True)
     rows, _ = cascade.encode(sources, truncate=True)
+    replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
     found = list[Tried]()
     for number, options in enumerate(sampling):
         asked = {**FROM, "temperature": options.temperature, "top_p": options.top_p, "seed": config.seed}
@@ -164,11 +166,8 @@ def tried(cascade: Cascade, task: Task, examples: Sequence[tuple[str, list[str]]
                                config.seed + number)
         ended = continued(cascade, rows, [(place.text, [*place.begun, token])
                                           for place in places for token in place.tokens])
-        own = statistics(task.metric, [o.text for o in written], references)
-        new = statistics(task.metric, ended, [references[place.text] for place in places for _ in range(2)])
-        total = own.sum(axis=0)
-        worth = np.array([score(task.metric, total - own[place.text] + new[2 * n + which])
-                          for n, place in enumerate(places) for which in range(2)]).reshape(-1, 2)
+        numbers = [place.text for place in places for _ in place.tokens]
+        worth = replaced(metric, [o.text for o in written], references, numbers, ended).reshape(-1, 2)
         found.append(Tried(np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
                            len(sources) * (worth[:, 1] - worth[:, 0]),
                            np.array([place.text for place in places], int)))

@@ -17,18 +17,27 @@ from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
-from speccascade_jax.inference.router import FEATURES, Weights, described, drafters_weight, features, network
+from speccascade_jax.inference.router import (
+    FEATURES,
+    TV,
+    Weights,
+    described,
+    drafters_weight,
+    features,
+    network,
+    plain_advantage,
+)
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import Batch, joined_examples, validation_batches
-from speccascade_jax.training.rollouts import ROWS, Tried, logits_of, tried
+from speccascade_jax.training.rollouts import ROWS, Replaced, Tried, logits_of, tried
 
 Array = jax.Array
 POSITIONS = 2048  # of a training step
 HELD_OUT = 5      # every fifth text is for measuring only
 ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
-MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-9  # keeps logarithms and quotients finite
 FAR = 5.0     # standard deviations; an advantage further out counts as one there
+FLATTEST = 0.05  # least slope of the advantage, in standard deviations, against opt's estimate
 Seen = TypeVar("Seen", "Observed", Tried)
 
 
@@ -105,16 +114,18 @@ def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
 
 
 def fit_router(seen: Tried, config: RouterConfig) -> Weights:
-    """The network that estimates the advantage, in squared error, in units of its largest estimate on `seen`:
-    at alpha 1 nothing there is deferred."""
-    scale = max(np.std(seen.advantages), LEAST)
-    known = seen._replace(advantages=np.clip(seen.advantages / scale, -FAR, FAR).astype(np.float32))
+    """The network that estimates the advantage in squared error, once it is brought to the scale on which
+    `opt` estimates it best. It begins as `opt`."""
+    plain = np.asarray(plain_advantage(seen.features))
+    found = seen.advantages / max(np.std(seen.advantages), LEAST)
+    slope = max(np.cov(plain, found)[0, 1] / max(np.var(plain), LEAST), FLATTEST)
+    known = seen._replace(advantages=np.clip(found, -FAR, FAR).astype(np.float32))
 
     def loss(weights: Weights, some: Tried, level: Array) -> Array:
-        return jnp.mean(jnp.square(network(weights, some.features) - some.advantages))
+        own = plain_advantage(some.features) + network(weights, some.features)
+        return jnp.mean(jnp.square(slope * own - some.advantages))
 
-    weights = _fitted(known, loss, config)
-    return weights._replace(out=weights.out / max(np.max(network(weights, seen.features)), LEAST))
+    return _fitted(known, loss, config)
 
 
 def errors(weights: Weights, seen: Observed) -> dict[str, float]:
@@ -124,12 +135,6 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
         mixture_loss(drafters_weight(own, seen.features, alpha), price, seen)
         for alpha, price in zip(ALPHAS, worth, strict=True)]))
         for name, own in (("network", weights), ("mixture", constant))}
-
-
-def opts_estimate(seen: Tried) -> Float[np.ndarray, " N"]:
-    """What `opt` compares with alpha: (max p - max q) / TV(p~, q~), at most 1 either way."""
-    gain = seen.features[:, MOST_P] - seen.features[:, MOST_Q]
-    return np.clip(gain / np.maximum(seen.features[:, TV], LEAST), -1, 1)
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
@@ -143,7 +148,8 @@ def gains(weights: Weights, seen: Tried) -> dict[str, float]:
     """How well the network tells where to defer, and `opt` at as many rejections: the correlation of the
     estimate with the advantage, and what is kept() of it."""
     found = dict[str, float]()
-    for name, estimate in (("network", network(weights, seen.features)), ("opt", opts_estimate(seen))):
+    plain = plain_advantage(seen.features)
+    for name, estimate in (("network", plain + network(weights, seen.features)), ("opt", plain)):
         found[f"correlation with the advantage, {name}"] = float(np.corrcoef(estimate, seen.advantages)[0, 1])
         found[f"gain from deferring half, {name}"] = kept(estimate, seen)
     return {**found, "gain from deferring all": float(np.mean(seen.advantages))}
@@ -155,9 +161,10 @@ def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
             for top_p in (config.top_ps if temperature > 0 else (1.0,))]
 
 
-def train_router(config: RouterConfig) -> dict[str, float]:
+def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
-    gains() of a router, errors() of a mixture. It takes minutes, and a killed run begins anew.
+    gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
+    run begins anew.
 
     Raises ValueError where the config, its pair or its texts are unusable.
     """
@@ -181,7 +188,7 @@ def train_router(config: RouterConfig) -> dict[str, float]:
 
     if config.method == "router":
         examples = joined_examples(task, task.validation)[:config.examples]
-        tries, others = parts(tried(cascade, task, examples, sampling_of(config), config))
+        tries, others = parts(tried(cascade, task.metric, examples, sampling_of(config), config, replaced))
         weights = fit_router(tries, config)
         found, count = gains(weights, others), len(tries.texts)
     else:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from toys import pair, transform
 
-from speccascade_jax.config import RouterConfig, Task
+from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.router import FEATURES
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training import rollouts
@@ -77,14 +77,15 @@ def test_tokens_are_tried_where_the_models_disagree():
 def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     """Of all texts, where one of them goes on with the verifier's token and not with the drafter's."""
     cascade, seen = pair(), []
-    task = Task(train="", validation="", test="", metric="rouge1")
     examples = [(prompt, ["2 1 0 3", "1 3"]) for prompt in PROMPTS]
     monkeypatch.setattr(cascade.tokenizer, "decode", lambda tokens: " ".join(str(int(t)) for t in tokens))
     original = rollouts.disagreements
     monkeypatch.setattr(rollouts, "disagreements", lambda *a: seen.append(original(*a)) or seen[-1])
     config = RouterConfig("toy", "toy.json", "toy", places=2)
+    with pytest.raises(ValueError, match="unknown metric"):
+        tried(cascade, "blue", examples, [SamplingOptions(0.0)], config, replaced)
     options = SamplingOptions(0.0), SamplingOptions(1.0, 0.5)
-    found = tried(cascade, task, examples, options, config)
+    found = tried(cascade, "rouge1", examples, options, config, replaced)
     places = [(option, place) for option, some in zip(options, seen, strict=True) for place in some]
     assert found.features.shape == (len(places), len(FEATURES)) and len(places) > 3
     rows, _ = cascade.encode(PROMPTS)
