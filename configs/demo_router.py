@@ -3,4 +3,4 @@
 from speccascade_jax.config import DEMO, RouterConfig
 
 config = RouterConfig(name="demo_router", output=str(DEMO / "router.json"), pair="demo",
-                      examples=600, dtype="int8")
+                      examples=400, dtype="int8")

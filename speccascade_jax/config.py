@@ -135,7 +135,7 @@ class RouterConfig:
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
                                # their errors cannot be learnt
     temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
-    top_ps: tuple[float, ...] = (1.0, 0.5)        # with each of these truncations; a mixture at 1 and 1
+    top_ps: tuple[float, ...] = (1.0, 0.3)        # with each of these truncations; a mixture at 1 and 1
     places: int = 2           # of each text, where both models' tokens are tried (a router)
     examples: int = 1000      # at most so many texts, every fifth of which is held out
     dtype: str = "auto"       # of both models meanwhile: float32, bfloat16, int8, or auto

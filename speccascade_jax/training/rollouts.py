@@ -11,8 +11,9 @@ from rich.progress import track
 
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.loop import generate
+from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.rules import Scores, total_variation
-from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.sampling import token_probs
 from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
 from speccascade_jax.inference.router import FEATURES, features
@@ -25,7 +26,8 @@ Replaced = Callable[[str, Sequence[str], Sequence[Sequence[str]], Sequence[int],
 ROWS = 16           # texts that are scored at once
 GOING_ON = 64       # texts that are written at once
 BUCKET = 16         # tokens: sources and beginnings are padded to multiples
-FROM = {"method": "opt", "alpha": 0.3}  # how the texts are written along which tokens are tried
+ALPHA = 0.1         # of `opt`, which writes the texts along which tokens are tried, and ends them
+BLOCK = 5
 LEAST = 1e-3        # a disagreement's chance
 
 
@@ -116,7 +118,7 @@ def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[l
 
 def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
               ) -> list[str]:
-    """Each beginning (the number of its source, its tokens) as the verifier ends it greedily."""
+    """Each beginning (the number of its source, its tokens) as `opt` ends it greedily."""
     keys = jax.random.split(jax.random.key(0), GOING_ON)
     texts = [tokens for _, tokens in begun]
     alike: dict[tuple[int, int], list[int]] = {}
@@ -131,10 +133,12 @@ def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple
         source, length = pad([rows[begun[n][0]] for n in filled], source_width, 0)
         beginning, size = pad([texts[n] for n in filled], width, 0)
         inputs = np.concatenate([source, length[:, None], size[:, None], beginning], axis=1)
+        drafter, verifier = (Continued(model, source_width) for model in (cascade.drafter, cascade.verifier))
         found = jax.device_get(generate(
-            Autoregressive(Continued(cascade.verifier, source_width)), cascade.params[-1], keys, inputs,
-            np.full(GOING_ON, inputs.shape[1]), SamplingOptions(0.0), jnp.zeros(0),
-            max_new_tokens=cascade.max_new_tokens, eos_id=cascade.tokenizer.eos_id))
+            Speculative(Autoregressive(drafter), verifier, METHODS["opt"], BLOCK),
+            (cascade.params[0], cascade.params[-1]), keys, inputs, np.full(GOING_ON, inputs.shape[1]),
+            SamplingOptions(0.0), jnp.full(1, ALPHA), max_new_tokens=cascade.max_new_tokens,
+            eos_id=cascade.tokenizer.eos_id))
         for n, own, many in zip(chosen, found.tokens, found.length, strict=False):
             texts[n] = [*texts[n], *own[:many].tolist()][:cascade.max_new_tokens]
     return [cascade.tokenizer.decode(tokens) for tokens in texts]
@@ -152,16 +156,19 @@ def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]
           sampling: Iterable[SamplingOptions], config: RouterConfig, replaced: Replaced) -> Tried:
     """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.
 
-    The metric of a text by itself says little (BLEU of a sentence without a match of four tokens is 0). So a
-    token's worth is what the metric of all texts gains if this one text ends as it does.
+    Both texts end as `opt` would have ended them, so that to prefer the better token is a step of policy
+    iteration from `opt`. The metric of a text by itself says little (BLEU of a sentence without a match of
+    four tokens is 0). So a token's worth is what the metric of all texts gains if this one text ends as it
+    does.
     """
     sources, references = zip(*examples, strict=True)
     rows, _ = cascade.encode(sources, truncate=True)
     replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
     found = list[Tried]()
     for number, options in enumerate(sampling):
-        asked = {**FROM, "temperature": options.temperature, "top_p": options.top_p, "seed": config.seed}
-        written = list(cascade.generate(sources, batch_size=GOING_ON, truncate=True, **asked))
+        written = list(cascade.generate(
+            sources, method="opt", alpha=ALPHA, temperature=options.temperature, top_p=options.top_p,
+            seed=config.seed, batch_size=GOING_ON, truncate=True))
         places = disagreements(cascade, rows, [o.tokens for o in written], options, config.places,
                                config.seed + number)
         ended = continued(cascade, rows, [(place.text, [*place.begun, token])

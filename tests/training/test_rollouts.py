@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from toys import pair, transform
+from toys import pair, target, transform
 
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.typing import SamplingOptions
@@ -10,7 +10,7 @@ from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.router import FEATURES
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training import rollouts
-from speccascade_jax.training.rollouts import continued, disagreements, tried
+from speccascade_jax.training.rollouts import ALPHA, continued, disagreements, tried
 
 PROMPTS = ["1", "12", "20", "2", "0011"]
 
@@ -23,13 +23,13 @@ def laws(cascade, prompt, begun):
 
 
 @pytest.mark.parametrize("source", ["t5_pair", "gemma_pair"])
-def test_a_beginning_goes_on_as_the_verifier_would_have(source, request):
-    """Every beginning of a text that the verifier writes itself, in one batch, ends as that text."""
+def test_a_beginning_goes_on_as_the_cascade_would_have(source, request):
+    """Every beginning of a text that `opt` writes greedily, in one batch, ends as that text."""
     folder = request.getfixturevalue(source)
     cascade = Cascade.load(folder / "drafter", folder / "verifier", max_source_length=24, max_new_tokens=12)
     texts = ["the cat sings", "a dog", "the bird and the dog sing"]
     rows, _ = cascade.encode(texts)
-    outputs = list(cascade.generate(texts, method="verifier"))
+    outputs = list(cascade.generate(texts, method="opt", alpha=ALPHA))
     begun = [(n, list(o.tokens[:at])) for n, o in enumerate(outputs) for at in range(1, len(o.tokens) + 1)]
     assert len({o.text for o in outputs}) > 1 and len(begun) > 12
     assert continued(cascade, rows, begun) == [outputs[n].text for n, _ in begun]
@@ -91,13 +91,15 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     rows, _ = cascade.encode(PROMPTS)
     references = [own for _, own in examples]
     for n, (option, place) in enumerate(places):
-        texts = [o.text for o in cascade.generate(PROMPTS, method="opt", alpha=0.3, top_p=option.top_p,
+        texts = [o.text for o in cascade.generate(PROMPTS, method="opt", alpha=ALPHA, top_p=option.top_p,
                                                   temperature=option.temperature)]
         scores = []
         for token in place.tokens:
             ended = [*place.begun, token]
             while ended[-1] != 3 and len(ended) < cascade.max_new_tokens:
-                ended.append(int(laws(cascade, rows[place.text], ended)[1].argmax()))
+                q, p = laws(cascade, rows[place.text], ended)
+                law = target("opt", q, p, np.eye(4)[q.argmax()], np.eye(4)[p.argmax()], ALPHA, True)
+                ended.append(int(law.argmax()))
             changed = [*texts]
             changed[place.text] = cascade.tokenizer.decode(ended)
             scores.append(METRICS["rouge1"](changed, references))
