@@ -37,6 +37,7 @@ HELD_OUT = 5      # every fifth text is for measuring only
 ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
 LEAST = 1e-9  # keeps logarithms and quotients finite
 FAR = 5.0     # standard deviations; an advantage further out counts as one there
+BELIEVED = 0.5  # of a router's network: samples of the advantage are noisy, and `opt` is good
 FLATTEST = 0.05  # least slope of the advantage, in standard deviations, against opt's estimate
 Seen = TypeVar("Seen", "Observed", Tried)
 
@@ -114,8 +115,8 @@ def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
 
 
 def fit_router(seen: Tried, config: RouterConfig) -> Weights:
-    """The network that estimates the advantage in squared error, once it is brought to the scale on which
-    `opt` estimates it best. It begins as `opt`."""
+    """BELIEVED times the network that estimates the advantage in squared error, once it is brought to the
+    scale on which `opt` estimates it best. It begins as `opt`."""
     plain = np.asarray(plain_advantage(seen.features))
     found = seen.advantages / max(np.std(seen.advantages), LEAST)
     slope = max(np.cov(plain, found)[0, 1] / max(np.var(plain), LEAST), FLATTEST)
@@ -125,7 +126,8 @@ def fit_router(seen: Tried, config: RouterConfig) -> Weights:
         own = plain_advantage(some.features) + network(weights, some.features)
         return jnp.mean(jnp.square(slope * own - some.advantages))
 
-    return _fitted(known, loss, config)
+    weights = _fitted(known, loss, config)
+    return weights._replace(out=BELIEVED * weights.out)
 
 
 def errors(weights: Weights, seen: Observed) -> dict[str, float]:
