@@ -77,8 +77,8 @@ def replaced(metric: str, texts: Sequence[str], references: References, numbers:
     own = statistics(metric, texts, references)
     if not len(numbers):
         return np.zeros(0)
-    new = statistics(metric, others, [references[number] for number in numbers])
-    return np.array([score(metric, own.sum(axis=0) - own[number] + one)
+    new, total = statistics(metric, others, [references[number] for number in numbers]), own.sum(axis=0)
+    return np.array([score(metric, total - own[number] + one)
                      for number, one in zip(numbers, new, strict=True)])
 
 

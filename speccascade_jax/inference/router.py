@@ -9,8 +9,8 @@ rejection with the chance that they disagree, TV(p~, q~), and gains TV times the
 at a price alpha of a rejection asks for an advantage above alpha. `opt` estimates it by (max p - max q) / TV.
 
 The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. With a network of zeros these are `opt` and `mixture`.
-training.router trains it.
+per-position rule's, and the output follows it exactly. With a network of zeros these are `opt`, at an
+alpha below 1, and `mixture`. training.router trains it.
 """
 
 import dataclasses

@@ -183,7 +183,7 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
 
     def parts(seen: Seen) -> tuple[Seen, Seen]:
         held = seen.texts % HELD_OUT == 0
-        if held.all() or not held.any():
+        if min(held.sum(), (~held).sum()) < 2:  # of one, there is no correlation
             raise ValueError(f"the {config.split} split has too few texts to learn from: name another split.")
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))
         return first, second
