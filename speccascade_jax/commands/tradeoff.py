@@ -229,7 +229,10 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
          ) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
     chosen, wish = choose(arguments, metric, found)
-    point, promise = chosen.point, f"{metric} {chosen.quality:.2f} in {_time(chosen)} on {arguments.split}"
+    point = chosen.point
+    quality = f"{metric} {chosen.quality:.2f}" if chosen.verifiers is None else (
+        f"the verifier's own distribution ({metric} {chosen.verifiers:.2f})")
+    promise = f"{quality} in {_time(chosen)} on {arguments.split}"
     run = dataclasses.replace(
         arguments.run, batch_size=configs.load(arguments.config).batch_size,
         **{name: getattr(point, name) for name in POINT})

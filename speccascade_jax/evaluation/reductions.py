@@ -33,11 +33,19 @@ class Result:
     calls_per_token: float
     time: Time | None = None                     # None: not timed
     contest: Contest | None = None               # None: among its method's points
+    verifiers: float | None = None               # of a lossless point: the quality of the verifier whose law
+                                                 # it has
 
     @property
     def name(self) -> str:
         """Of its curve."""
         return self.contest.name if self.contest else self.point.name
+
+    @property
+    def expected(self) -> float:
+        """The quality to count on. Lossless outputs have the verifier's distribution, so what was measured of
+        it is theirs: between two samples of one law there is only noise."""
+        return self.quality if self.verifiers is None else self.verifiers
 
     @property
     def lenience(self) -> Any:
@@ -55,7 +63,7 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
     found = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
     for point, q, contest in stands:
-        verifier = qualities[contest.panel]
+        verifier, alike = qualities[contest.panel], alone(point, "verifier")
         calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
         time = None
         if point in latencies:
@@ -68,11 +76,16 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
                         cost_a_token(point, q, step_ratio) * float(own.tokens.sum() / large.tokens.sum()))
         accepted = q.rate("accepted", "drafted")
         found.append(Result(
-            point, score(metric, q.statistics.sum(axis=0)),
+            point, _quality(metric, q),
             bootstrap(metric, q.statistics, verifier.statistics),
             q.rate("deferred", "drafted") if point.defers else None,
-            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest))
+            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest,
+            _quality(metric, qualities[alike]) if point.lossless and alike in qualities else None))
     return found
+
+
+def _quality(metric: str, quality: Quality) -> float:
+    return score(metric, quality.statistics.sum(axis=0))
 
 
 def _seconds_a_token(latency: Latency) -> float:
@@ -96,9 +109,9 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
 
 
 def fastest(found: Sequence[Result], at_least: float) -> Result | None:
-    """The fastest timed point whose quality is at least `at_least`."""
-    return min((r for r in found if r.time is not None and r.quality >= at_least),
-               key=lambda r: (_share(r), -r.quality), default=None)
+    """The fastest timed point whose expected quality is at least `at_least`."""
+    return min((r for r in found if r.time is not None and r.expected >= at_least),
+               key=lambda r: (_share(r), -r.expected), default=None)
 
 
 def best(found: Sequence[Result], at_most: float) -> Result | None:

@@ -58,6 +58,11 @@ class Settings:
         rules = [METHODS.get(one) if isinstance(one, str) else one for one in _each(self.method)]
         return any(rule is None or rule.defers for rule in rules)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether the outputs follow the largest model's distribution, by law."""
+        return set(_each(self.method)) == {"speculative"}
+
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
         """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none
         for a model by itself.

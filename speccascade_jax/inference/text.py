@@ -28,7 +28,7 @@ from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, l
 from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
 from speccascade_jax.inference.settings import Settings, Vocabulary
 from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
-from speccascade_jax.inference.tokenizer import Tokenizer, as_user, up_to_stop
+from speccascade_jax.inference.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.inference.vocabularies import check_method, joined, readings
 from speccascade_jax.models import full_of
 from speccascade_jax.models.members import check_order
@@ -277,8 +277,7 @@ class Cascade:
             found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].name in CONFIDENCES else
                      decode(lanes[key], asked))
             for n, own in zip(chosen, found, strict=True):
-                stopped = up_to_stop(self.tokenizer, own.tokens, each[n].stop)
-                text = stopped[1] if stopped else self.tokenizer.decode(own.tokens)
+                text = text_of(self.tokenizer, own.tokens, each[n].stop)
                 outputs[n] = dataclasses.replace(outputs[n], text=text, **own._asdict())
         return outputs
 
@@ -333,8 +332,7 @@ class Cascade:
         while scheduler.busy:
             scheduler.run(rounds=1)
             result = scheduler.partial(number) or dict(scheduler.finished())[number]
-            stopped = up_to_stop(self.tokenizer, result.tokens, settings.stop)
-            yield stopped[1] if stopped else self.tokenizer.decode(result.tokens)
+            yield text_of(self.tokenizer, result.tokens, settings.stop)
 
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
         """Compiles what generate() with these arguments will run, for every source length. alpha, seed

@@ -279,6 +279,12 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: b
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
 
 
+def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> str:
+    """The tokens' text, before the first of the `stop` sequences."""
+    stopped = up_to_stop(tokenizer, tokens, stop)
+    return stopped[1] if stopped else tokenizer.decode(tokens)
+
+
 def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
                ) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes the first of the `stop` sequences, and the text before that

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from speccascade_jax.inference.scheduler import Result
-from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.inference.tokenizer import Tokenizer, text_of
 from speccascade_jax.serving.protocol import UNFINISHED
 
 
@@ -39,8 +39,7 @@ class Pieces:
                 self.text, self.solid = text, n + 1
             self.ends.append(len(self.text))
         if finished:
-            stopped = up_to_stop(self.tokenizer, tokens, self.stop)
-            text = stopped[1] if stopped else self.tokenizer.decode(tokens)
+            text = text_of(self.tokenizer, tokens, self.stop)
             ends = [min(end, len(text)) for end in self.ends]
             ends[-1:] = [len(text)] * bool(ends)  # what was held back is the last one's
             certain = len(tokens)

@@ -18,6 +18,7 @@ from speccascade_jax.core.sampling import token_probs
 from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
 from speccascade_jax.inference.router import FEATURES, features
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.tokenizer import text_of
 from speccascade_jax.training.data import Batch, pad
 
 Array = jax.Array
@@ -118,7 +119,8 @@ def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[l
 
 def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
               ) -> list[str]:
-    """Each beginning (the number of its source, its tokens) as `opt` ends it greedily."""
+    """Each beginning (the number of its source, its tokens) as `opt` ends it greedily, up to the cascade's
+    stop sequences."""
     keys = jax.random.split(jax.random.key(0), GOING_ON)
     texts = [tokens for _, tokens in begun]
     alike: dict[tuple[int, int], list[int]] = {}
@@ -141,7 +143,7 @@ def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple
             eos_id=cascade.tokenizer.eos_id))
         for n, own, many in zip(chosen, found.tokens, found.length, strict=False):
             texts[n] = [*texts[n], *own[:many].tolist()][:cascade.max_new_tokens]
-    return [cascade.tokenizer.decode(tokens) for tokens in texts]
+    return [text_of(cascade.tokenizer, tokens, cascade.stop) for tokens in texts]
 
 
 class Tried(NamedTuple):

@@ -49,6 +49,23 @@ def test_table_two():
     assert best(FOUND, 0.35).quality == 24.0
 
 
+def test_noise_takes_no_lossless_point_out():
+    """Lossless outputs follow the verifier's law: a sample of them that scores lower is no worse. Under a
+    truncation they follow the truncated verifier's, not the plain one's."""
+    points = grid(Settings(), ["speculative", "opt"], [0.0], [5], [1.0], truncations=["top_p"])
+    hits = {"verifier": 3, "drafter": 0, "speculative": 2, "opt": 2}
+    qualities = {p: Quality(np.stack([np.arange(4) < hits[p.method] - (p.top_p is not None), np.ones(4)],
+                                     axis=1), {"model_passes": 9}, 0.5, 9) for p in points}
+    found = results("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    assert {(r.name, r.point.top_p is None, r.quality, r.expected) for r in found} == {
+        ("verifier", True, 75.0, 75.0), ("verifier, top_p", False, 50.0, 50.0),
+        ("speculative", True, 50.0, 75.0), ("speculative, top_p", False, 25.0, 50.0),
+        ("drafter", True, 0.0, 0.0), ("opt", True, 50.0, 50.0)}
+    (_, methods), = table_two(found).items()
+    kept = {name for name, (fast, _) in methods.items() if fast is not None}
+    assert kept == {"speculative"}
+
+
 def test_what_is_truncated_stands_against_the_plain_verifier():
     """The verifier and the lossless cascade under a truncation are curves whose lenience it is."""
     points = grid(Settings(), ["opt", "speculative"], [0.1], [5], [0.0, 1.0], truncations=["top_p", "min_p"])

@@ -1,5 +1,7 @@
 """What tokens are worth: where both models' are tried, how texts go on, and what the metric says of them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from toys import pair, target, transform
@@ -33,6 +35,18 @@ def test_a_beginning_goes_on_as_the_cascade_would_have(source, request):
     begun = [(n, list(o.tokens[:at])) for n, o in enumerate(outputs) for at in range(1, len(o.tokens) + 1)]
     assert len({o.text for o in outputs}) > 1 and len(begun) > 12
     assert continued(cascade, rows, begun) == [outputs[n].text for n, _ in begun]
+
+
+def test_it_stops_where_the_cascade_would_have(t5_pair):
+    cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=24, max_new_tokens=12)
+    source = "the cat sings"
+    [whole] = cascade.generate([source], method="opt", alpha=ALPHA)
+    stop = whole.text[len(whole.text) // 2:][:2]
+    cascade = dataclasses.replace(cascade, stop=(stop,))
+    [own] = cascade.generate([source], method="opt", alpha=ALPHA)
+    assert own.text == whole.text[:whole.text.index(stop)]
+    begun = [(0, list(whole.tokens[:at])) for at in (1, len(own.tokens), len(whole.tokens))]
+    assert continued(cascade, cascade.encode([source])[0], begun) == [own.text] * 3
 
 
 def test_a_text_that_has_ended_or_is_full_does_not_go_on():
