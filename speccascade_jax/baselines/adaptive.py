@@ -25,7 +25,7 @@ Array = jax.Array
 STOP_BELOW = 0.25
 ACCEPTANCE = 0.8  # of a row that has tested nothing
 PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
-PARTS = 6    # widths in which drafts are verified
+PARTS = 3    # widths in which drafts are verified: each is a program of its own, cold where another ran
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
@@ -63,7 +63,7 @@ def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed(Speculative):
-    """Speculative whose drafts may be short: they are verified in the narrowest of six widths that holds
+    """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
     every row's."""
 
     def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
