@@ -238,7 +238,6 @@ def test_hierarchies_follow_their_law(methods, sizes, hand_over, rows, full):
     """Settings of one program: temperatures and top_p are traced."""
     alphas = [LENIENCE[name] for name in methods]
     for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[:3 if full else 2]:
-        rows = rows if temperature else 1000
         assert p_value(methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature,
                        top_p=top_p) > FAIL_BELOW
 
