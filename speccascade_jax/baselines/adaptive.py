@@ -25,7 +25,7 @@ Array = jax.Array
 STOP_BELOW = 0.25
 ACCEPTANCE = 0.8  # of a row that has tested nothing
 PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
-PARTS = 3    # widths in which drafts are verified: each is a program of its own, cold where another ran
+PARTS = 3    # widths in which drafts are verified; more are slower where other programs run in between
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])

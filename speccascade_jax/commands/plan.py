@@ -23,7 +23,6 @@ from rich.table import Column, Table
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
@@ -81,7 +80,7 @@ def check(arguments: Arguments) -> None:
     run.check()
     at_least(1, limit=a.limit, max_block=a.max_block, most_models=a.most_models, repetitions=a.repetitions)
     at_most(max(WIDTHS) - 1, max_block=a.max_block)
-    if not all(METHODS[name].lossless if name in METHODS else False for name in run.name.split("+")):
+    if not run.lossless:
         raise ValueError(f"method is {run.name}; a plan is of lossless decoding: give --method speculative.")
     if run.vocabulary == "slem":
         raise ValueError("a plan needs every drafter's distribution, which slem has not: give --vocabulary "

@@ -230,8 +230,8 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
     chosen, wish = choose(arguments, metric, found)
     point = chosen.point
-    quality = f"{metric} {chosen.quality:.2f}" if chosen.verifiers is None else (
-        f"the verifier's own distribution ({metric} {chosen.verifiers:.2f})")
+    quality = f"{metric} {chosen.quality:.2f}" if chosen.verifier_quality is None else (
+        f"the verifier's own distribution ({metric} {chosen.verifier_quality:.2f})")
     promise = f"{quality} in {_time(chosen)} on {arguments.split}"
     run = dataclasses.replace(
         arguments.run, batch_size=configs.load(arguments.config).batch_size,

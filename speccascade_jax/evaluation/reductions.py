@@ -33,8 +33,7 @@ class Result:
     calls_per_token: float
     time: Time | None = None                     # None: not timed
     contest: Contest | None = None               # None: among its method's points
-    verifiers: float | None = None               # of a lossless point: the quality of the verifier whose law
-                                                 # it has
+    verifier_quality: float | None = None        # of a lossless point: of the verifier whose law it has
 
     @property
     def name(self) -> str:
@@ -45,7 +44,7 @@ class Result:
     def expected(self) -> float:
         """The quality to count on. Lossless outputs have the verifier's distribution, so what was measured of
         it is theirs: between two samples of one law there is only noise."""
-        return self.quality if self.verifiers is None else self.verifiers
+        return self.quality if self.verifier_quality is None else self.verifier_quality
 
     @property
     def lenience(self) -> Any:

@@ -55,13 +55,17 @@ class Settings:
     @property
     def defers(self) -> bool:
         """Whether there are deferrals to count: some method is a deferral rule, or no Method at all."""
-        rules = [METHODS.get(one) if isinstance(one, str) else one for one in _each(self.method)]
-        return any(rule is None or rule.defers for rule in rules)
+        return any(rule is None or rule.defers for rule in self._known)
 
     @property
     def lossless(self) -> bool:
         """Whether the outputs follow the largest model's distribution, by law."""
-        return set(_each(self.method)) == {"speculative"}
+        return all(rule is not None and rule.lossless for rule in self._known)
+
+    @property
+    def _known(self) -> list[Method | None]:
+        """The Method of each level, None for what is none."""
+        return [METHODS.get(one) if isinstance(one, str) else one for one in _each(self.method)]
 
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
         """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none
