@@ -7,7 +7,7 @@ from speccascade_jax.inference.settings import Settings
 def result(method, alpha, quality, latency, gamma=5, temperature=1.0, **point):
     """token_v3 at gamma 5 and so on; the models alone have gamma 1."""
     return Result(Settings(method=method, alpha=alpha, block_size=gamma, temperature=temperature, **point),
-                  quality, (quality - 32, quality - 28), *(
+                  quality, (quality - 32, quality - 28), (quality - 22, quality - 18), *(
                       (None, None) if method in ("verifier", "drafter") else (latency / 2, latency / 3)),
                   latency / 4, Time(latency, (latency - 0.05, latency + 0.05), latency))
 

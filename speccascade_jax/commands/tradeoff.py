@@ -116,7 +116,7 @@ def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
             if good is not None and good.time is not None:
                 gain = good.quality - verifier.quality
                 row[1:] = [*_setting(good), f"{good.quality:.2f}",
-                           f"{gain:+.2f} ({good.gain[0]:+.2f} to {good.gain[1]:+.2f})",
+                           f"{gain:+.2f} ({_difference(good.gain)})",
                            f"{good.time.share:.2f}", f"{good.time.predicted:.2f}"]
             highest.add_row(*row)
         screen.print(quickest, highest)
@@ -135,15 +135,20 @@ def _fields(r: Result) -> tuple[Any, ...]:
     return r.name, r.lenience, gamma(r.point), r.point.temperature, r.point.top_p
 
 
+def _difference(interval: tuple[float, float]) -> str:
+    return "{:+.2f} to {:+.2f}".format(*interval)
+
+
 def show_points(found: list[Result], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
     table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
-                  "time (95%)", "predicted", "deferred", "rejected", "calls a token")
+                  "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
+                  "calls a token")
     for r in found:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
         rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
         table.add_row(*("-" if x is None else str(x) for x in _fields(r)),
-                      f"{r.quality:.2f}", "{:+.2f} to {:+.2f}".format(*r.gain), time,
+                      f"{r.quality:.2f}", _difference(r.gain), _difference(r.gain_over_drafter), time,
                       *("-" if x is None else f"{x:.2f}" for x in rates))
     screen.print(table)
 
@@ -240,13 +245,22 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
     screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, gamma {gamma(point) or '-'}, "
                  f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
                  f"--config={arguments.pick}")
+    _say_drafter(chosen, found, screen)
     if test is not None:
         name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
         points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
-        measured = {r.point: r for r in test.measure(points, Path(arguments.output) / name)}
-        own, verifier = measured[point], measured[chosen.panel]
+        measured = test.measure(points, Path(arguments.output) / name)
+        own, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
         screen.print(f"on test: {metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
-                     "(difference {:+.2f} to {:+.2f}), in ".format(*own.gain) + f"{_time(own)}.")
+                     f"(difference {_difference(own.gain)}), in {_time(own)}.")
+        _say_drafter(own, measured, screen)
+
+
+def _say_drafter(r: Result, found: list[Result], screen: Console) -> None:
+    """The simplest rival of what was picked: no verifier."""
+    drafter = next(other for other in found if other.point == alone(r.panel, "drafter"))
+    screen.print(f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
+                 f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}.")
 
 
 def _time(r: Result) -> str:
@@ -329,7 +343,7 @@ def sweep(arguments: Arguments) -> None:
     found = own.measure(points, folder)
     show_table_two(found, task.metric, screen)
     table = io.StringIO()
-    wide = console(file=table, width=150)
+    wide = console(file=table, width=175)
     show_table_two(found, task.metric, wide)
     show_points(found, task.metric, wide)
     write_whole(folder / "table.txt", table.getvalue())

@@ -28,6 +28,7 @@ class Result:
     point: Settings
     quality: float
     gain: tuple[float, float]                    # of quality over the verifier
+    gain_over_drafter: tuple[float, float]       # the drafter alone is the fastest alternative of all
     deferral_rate: float | None
     rejection_rate: float | None
     calls_per_token: float
@@ -52,7 +53,7 @@ class Result:
 
     @property
     def panel(self) -> Settings:
-        """The verifier alone that it is compared with."""
+        """The verifier alone that it is compared with; the drafter is under the same truncation."""
         return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
@@ -62,7 +63,8 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
     found = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
     for point, q, contest in stands:
-        verifier, alike = qualities[contest.panel], alone(point, "verifier")
+        verifier, drafter = (qualities[alone(contest.panel, model)] for model in SINGLE_MODEL)
+        alike = alone(point, "verifier")
         calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
         time = None
         if point in latencies:
@@ -77,6 +79,7 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
         found.append(Result(
             point, _quality(metric, q),
             bootstrap(metric, q.statistics, verifier.statistics),
+            bootstrap(metric, q.statistics, drafter.statistics),
             q.rate("deferred", "drafted") if point.defers else None,
             None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest,
             _quality(metric, qualities[alike]) if point.lossless and alike in qualities else None))

@@ -77,7 +77,8 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     assert tradeoff.main([*flags, "--at-quality=-1", "--no-check"]) == 0
     shown = capsys.readouterr().out
     for said in ("quality: 6 points of 4 methods and gammas; 0 programs compiled", "every point:",
-                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for"):
+                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for",
+                 "The drafter alone:"):
         assert said in shown
     assert tradeoff.main([*flags, "--at-quality=101"]) == 2
     assert "no measured point has bleu of at least 101" in capsys.readouterr().err

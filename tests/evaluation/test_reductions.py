@@ -34,6 +34,8 @@ def test_results_say_what_was_measured(tmp_path):
     assert r.calls_per_token == 20 / 95 and r.time.interval == (0.5, 0.5)
     assert r.time.predicted == pytest.approx(relative_cost(0.8, 5, 0.1) * 50 / 100)
     assert found[cascade].time.predicted == pytest.approx((100 * 0.1 + 40) / 100)
+    assert found[drafter].gain_over_drafter == (0.0, 0.0) and r.gain_over_drafter == (0.0, 100.0)
+    assert r.gain == (0.0, 75.0)
     assert found[verifier].gain == (0.0, 0.0) and found[verifier].time.share == 1.0
     assert found[verifier].time.predicted == 1.0 and found[drafter].time.predicted == pytest.approx(0.1)
 
