@@ -36,6 +36,8 @@ from speccascade_jax.training.data import joined_examples
 PLANNED = "Planned by scripts/plan.py"
 STEP = "a token of the target's"
 TRIALS = 3  # times that a text is decoded where plans are compared
+BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # what a planned config says of them
+STOPS = (0.25, 0.12, 0.06)  # stop_below of the adaptive blocks that are compared with them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +57,10 @@ class Arguments:
     repetitions: int = 9
     """Times each call is timed."""
     check: bool = False
-    """Decode with the best hierarchy, the best pair and the target alone, and print their times."""
+    """Decode with the best hierarchy, the best pair, also in adaptive blocks, and the target alone, and print
+    their times."""
     output: str | None = None
-    """The config file to write for the fastest."""
+    """The config file to write for the hierarchy; for adaptive blocks where --check finds them faster."""
 
 
 def read_inputs(arguments: Arguments) -> list[str]:
@@ -211,16 +214,27 @@ def in_turn_here(contestants: dict[str, Contestant], cascade: Cascade, texts: li
                    [output for _, output in runs[:len(texts)]]) for name, runs in found.items()}
 
 
-def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, ...], settings: Settings,
+def runs_of(plans: dict[str, Plan], settings: Settings) -> dict[str, tuple[Plan, Settings]]:
+    """How each plan decodes."""
+    return {name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings),
+                                             hand_over=plan.hand_over)) for name, plan in plans.items()}
+
+
+def adaptive_runs(pair: Plan, settings: Settings, most: int) -> dict[str, tuple[Plan, Settings]]:
+    """The pair in adaptive blocks of at most `most` tokens."""
+    lossless = dataclasses.replace(settings, method="speculative", alpha=0.0, block_size="adaptive",
+                                   max_block_size=most)
+    return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
+
+
+def measured_times(runs: dict[str, tuple[Plan, Settings]], cascade: Cascade, names: tuple[str, ...],
                    texts: list[str], step: Contestant, screen: Console
                    ) -> tuple[float, dict[str, tuple[float, tuple[float, float]]]]:
-    """The seconds of a `step` meanwhile, and of each plan: seconds a token, and how many times as fast as the
+    """The seconds of a `step` meanwhile, and of each run: seconds a token, and how many times as fast as the
     target it is with a text (quartiles)."""
     contestants = {STEP: step}
-    for name, plan in plans.items():
-        own = dataclasses.replace(settings, hand_over=plan.hand_over)
-        contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings_of(
-            plan.block_sizes, own))
+    for name, (plan, settings) in runs.items():
+        contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings)
     found = in_turn_here(contestants, cascade, texts, screen)
     now, times = float(np.median(found.pop(STEP)[0])), {}
     for name, (seconds, outputs) in found.items():
@@ -230,16 +244,20 @@ def measured_times(plans: dict[str, Plan], cascade: Cascade, names: tuple[str, .
     return now, times
 
 
-def show_plans(plans: dict[str, Plan], pace: float, times: dict[str, Any], screen: Console) -> None:
+def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[str, Any], screen: Console
+              ) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
-    at that pace: what is left between the two is not the machine's."""
+    at that pace: what is left between the two is not the machine's. Of adaptive blocks there are none."""
     table = Table(Column("plan", no_wrap=True), "models", "block sizes", "predicted ms", "times as fast",
                   *(("measured ms", "speedup (quartiles)") if times else ()), title="time a token",
                   title_justify="left")
-    whole = plans["target"].seconds_per_token
-    for name, plan in plans.items():
-        row = [name, ", ".join(plan.models), ", ".join(map(str, plan.block_sizes)) or "-",
-               f"{1e3 * pace * plan.seconds_per_token:.3f}", f"{whole / plan.seconds_per_token:.2f}"]
+    whole = runs["target"][0].seconds_per_token
+    for name, (plan, settings) in runs.items():
+        row = [name, ", ".join(plan.models), f"up to {settings.max_block_size}", "-", "-"]
+        if not settings.adaptive:
+            row[2:] = (", ".join(map(str, plan.block_sizes)) or "-",
+                       f"{1e3 * pace * plan.seconds_per_token:.3f}",
+                       f"{whole / plan.seconds_per_token:.2f}")
         if times:
             own, (low, high) = times[name]
             row += [f"{1e3 * own:.3f}", f"{times['target'][0] / own:.2f} ({low:.2f} to {high:.2f})"]
@@ -261,21 +279,26 @@ def of_lookahead(candidates: Candidates, plan: Plan) -> dict[str, float]:
             "round_cost": round(float(cost / seconds[verifier, 1]), 3)}
 
 
-def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str],
-                 measured: dict[str, Any]) -> None:
-    """A config file that loads `config` with the plan's models and block sizes, and what was measured."""
-    loaded, run = configs.load(arguments.config), arguments.run
+def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str], told: str,
+                 changes: dict[str, Any]) -> None:
+    """A config file that loads `config` with the plan's models and with `changes`; told: its time."""
+    loaded = configs.load(arguments.config)
     models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
-        run, models=models, planned_for=models, method="speculative", alpha=0.0,
-        block_size=plan.block_sizes if plan.block_sizes else 1, hand_over=plan.hand_over, **measured)
+        arguments.run, models=models, planned_for=models, method="speculative", alpha=0.0, **changes)
     changed = [f"{field.name}={getattr(chosen, field.name)!r}" for field in dataclasses.fields(chosen)
                if getattr(chosen, field.name) != getattr(loaded, field.name)]
     write_whole(
-        path, f"# {PLANNED} from {arguments.config!r}: {1e3 * plan.seconds_per_token:.3f} ms a token "
-        "predicted.\n\nimport dataclasses\n\nfrom speccascade_jax.config import load\n\n"
+        path, f"# {PLANNED} from {arguments.config!r}: {told}.\n\n"
+        "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
         f"config = dataclasses.replace(\n    load({arguments.config!r}),\n    " + ",\n    ".join(changed)
         + ")\n")
+
+
+def fastest(runs: dict[str, tuple[Plan, Settings]], times: dict[str, Any]) -> str:
+    """The planned hierarchy; adaptive blocks where they were measured to be faster."""
+    rivals = [name for name, (_, settings) in runs.items() if settings.adaptive]
+    return min("hierarchy", *rivals, key=lambda name: times[name][0]) if rivals else "hierarchy"
 
 
 def plan(arguments: Arguments) -> None:
@@ -294,16 +317,23 @@ def plan(arguments: Arguments) -> None:
         pair = best(candidates, arguments.max_block, run.hand_over, 2)
         plans["pair"] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
     plans["target"] = predict(candidates, names[-1:], (), run.hand_over)
+    runs = runs_of(plans, run.settings)
     now, times = candidates.call_seconds[-1, 1], dict[str, Any]()
     if arguments.check:
-        now, times = measured_times(plans, cascade, names, run.settings, texts, step, screen)
-    show_plans(plans, now / candidates.call_seconds[-1, 1], times, screen)
-    chosen = plans["hierarchy"]
-    if len(chosen.models) == 1:
+        if "pair" in plans:
+            runs |= adaptive_runs(plans["pair"], run.settings, arguments.max_block)
+        now, times = measured_times(runs, cascade, names, texts, step, screen)
+    show_runs(runs, now / candidates.call_seconds[-1, 1], times, screen)
+    if len(plans["hierarchy"].models) == 1:
         screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")
     if arguments.output is not None:
-        write_config(arguments.output, arguments, chosen, paths, of_lookahead(candidates, chosen))
-        screen.print(f"written: {arguments.output}; decode with --config={arguments.output}")
+        name = fastest(runs, times)
+        chosen, settings = runs[name]
+        told = (f"{1e3 * times[name][0]:.3f} ms a token measured" if times else
+                f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted")
+        write_config(arguments.output, arguments, chosen, paths, f"{name}, {told}",
+                     {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen))
+        screen.print(f"written: {arguments.output} ({name}); decode with --config={arguments.output}")
 
 
 def _any_pair(candidates: Candidates, max_block: int) -> Plan:

@@ -34,7 +34,7 @@ class Settings:
                                              # call; adaptive: up to max_block_size
     max_block_size: int = 12       # of adaptive blocks
     stop_below: float = STOP_BELOW  # adaptive drafting stops where the chance that all of the draft stands
-                                    # is estimated to fall below this
+                                    # is estimated to fall below this; 0: never, as if blocks were fixed
     acceptance: float = 0.8        # of lookahead: how likely a drafted token is accepted
     round_cost: float = 2.0        # of lookahead: a round's time, in steps of the verifier
     hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
@@ -85,8 +85,8 @@ class Settings:
 
     @property
     def stops(self) -> float | None:
-        """stop_below, of adaptive blocks."""
-        return self.stop_below if self.adaptive else None
+        """stop_below, of adaptive blocks; those that never stop are fixed ones of max_block_size."""
+        return self.stop_below if self.adaptive and self.stop_below > 0 else None
 
     def block_sizes(self, levels: int) -> tuple[int, ...]:
         """The most tokens that are drafted for each of `levels` verifiers."""

@@ -169,7 +169,7 @@ class Cascade:
             several = found[0] if len(found[0]) > 1 else found[0][0]
             return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
         sampler, params = Autoregressive(self.drafter), self.params[0]
-        kind = partial(Adaptive, stop_below=settings.stop_below) if settings.adaptive else Speculative
+        kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
         for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
             sampler = above = kind(sampler, model, several if len(several) > 1 else several[0], size,
                                    settings.hand_over)

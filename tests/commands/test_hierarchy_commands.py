@@ -14,6 +14,7 @@ from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.planning import costs
+from speccascade_jax.planning.prediction import Plan
 from speccascade_jax.planning.timing import Given, Timing
 
 
@@ -131,13 +132,32 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
         [0, 9, 7, 1], [0, 0, 7, 0], [0, 0, 0, 5], [0, 0, 0, 0]], atol=1e-9)
 
 
+def test_adaptive_blocks_are_planned_only_where_they_were_faster(run, t5_pair, tmp_path):
+    pair = Plan(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
+    runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": pair}, Settings())
+    assert plan.fastest(runs, {}) == "hierarchy"
+    runs |= plan.adaptive_runs(pair, Settings(), 9)
+    slower = dict.fromkeys(runs, (0.002, (1, 1))) | {"hierarchy": (0.001, (1, 1))}
+    assert plan.fastest(runs, slower) == "hierarchy"
+    name = plan.fastest(runs, slower | {"adaptive, 0.06": (0.0009, (1, 1))})
+    assert name == "adaptive, 0.06"
+    out, chosen = tmp_path / "planned.py", runs[name][1]
+    plan.write_config(str(out), plan.Arguments(configs.load(run), str(run)), pair,
+                      {model: str(t5_pair / model) for model in pair.models}, name,
+                      {field: getattr(chosen, field) for field in plan.BLOCKS})
+    written = configs.load(out)
+    assert (written.block_size, written.max_block_size, written.stop_below) == ("adaptive", 9, 0.06)
+    assert written.models == tuple(str(t5_pair / model) for model in pair.models)
+
+
 @pytest.mark.full
 def test_plan(run, tmp_path, capsys):
     out = tmp_path / "planned.py"
     flags = [f"--config={run}", "--limit", "3", "--max-block", "2", "--repetitions", "1"]
     assert plan.main([*flags, f"--output={out}", "--check"]) == 0
     printed = capsys.readouterr().out
-    assert all(f" {name} " in printed for name in ("hierarchy", "pair", "target", "middle"))
+    assert all(f" {name} " in printed for name in (
+        "hierarchy", "pair", "target", "middle", "adaptive, 0.25", "up to 2"))
     assert "a text besides" in " ".join(printed.split())
     planned = configs.load(out)
     assert planned.models[-1].endswith("verifier")

@@ -1,5 +1,6 @@
 """The text API, on a tiny random pair."""
 
+import dataclasses
 import json
 import mmap
 import os
@@ -44,6 +45,22 @@ def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
     together = tokens(SENTENCES, 6)
     assert together == tokens(SENTENCES, 1)
     assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
+
+
+def test_adaptive_blocks_that_never_stop_are_fixed_ones(cascade):
+    """The same program, then: a pair whose models are so small that deciding costs more than drafts do."""
+    fixed = Settings(block_size=4, temperature=0.8)
+    never, once = (dataclasses.replace(fixed, block_size="adaptive", max_block_size=4, stop_below=stop)
+                   for stop in (0.0, 1.0))
+    assert cascade.lane_of(never) == cascade.lane_of(fixed) != cascade.lane_of(once)
+
+    def decoded(settings):
+        outputs = [o for o in cascade.generate(SENTENCES, settings, batch_size=6) if o.counts]
+        drafted, rounds = (sum(o.counts[name] for o in outputs) for name in ("drafted", "rounds"))
+        return [o.tokens for o in outputs], drafted / rounds
+
+    assert decoded(never) == decoded(fixed)
+    assert decoded(once)[1] < decoded(fixed)[1]
 
 
 EIGHT = """
