@@ -1,5 +1,6 @@
 """Adaptive blocks: their law, what decides where a row stops, and decisions that must not be."""
 
+import dataclasses
 import re
 
 import jax
@@ -15,6 +16,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
 from speccascade_jax.core.typing import SamplingOptions, fitted
+from speccascade_jax.inference.settings import lookahead
 from speccascade_jax.models import model_of
 
 MODEL, MOST = TableLM(VOCAB), 4
@@ -115,6 +117,28 @@ def test_a_row_learns_what_its_drafter_is_worth():
     assert long.drafted.sum() / long.rounds.sum() > 1.2 * short.drafted.sum() / short.rounds.sum()
     worse, _ = drafted(120, (TABLES[0], -TABLES[0]))
     assert (np.asarray(worse.bias) < np.asarray(seen.bias)).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(TableLM):
+    """Notes how many tokens its calls read; of two, every one has its own list."""
+
+    widths: tuple = dataclasses.field(default=(), compare=False)
+
+    def extend(self, params, tokens, cache):
+        self.widths[0].append(tokens.shape[1])
+        return super().extend(params, tokens, cache)
+
+
+@pytest.mark.parametrize("rule,widths", [(METHODS["opt"], {5, 9, 13}), (lookahead(0.8, 2.0), {13})],
+                         ids=["opt", "lookahead"])
+def test_drafts_are_scored_in_three_widths(rule, widths):
+    """By a rule that reads its place in the round in one: another would tell how long the draft is."""
+    verifier, ones = Watched(VOCAB, ([],)), np.ones((2, 1), np.int32)
+    generate.lower(Adaptive(Autoregressive(MODEL), verifier, rule, 12), tuple(TABLES[:2]),
+                   jax.random.split(jax.random.key(0), 2), ones, ones[:, 0], SamplingOptions(), jnp.zeros(1),
+                   max_new_tokens=24, eos_id=NO_TOKEN)
+    assert {width for width in verifier.widths[0] if width > 1} == widths
 
 
 class Switches(Adaptive):

@@ -1,13 +1,16 @@
 """scripts/tradeoff.py on a tiny pair: a sweep and its pick, and what is refused before a model is loaded."""
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
+from made_by_hand import FOUND, result
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import decode, tradeoff
+from speccascade_jax.commands.commandline import console
 from speccascade_jax.inference.text import Cascade
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
@@ -91,6 +94,18 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     line.close()
     assert tradeoff.main(flags) == 2
     assert "latency.jsonl, line 3: no measurement of this sweep" in capsys.readouterr().err
+
+
+def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
+    """Not what one sample of it scored."""
+    asked = tradeoff.parse(["--config=demo", f"--output={tmp_path}", "--at-quality=verifier",
+                            f"--pick={tmp_path / 'picked.py'}"])
+    lossless = dataclasses.replace(result("speculative", 0.0, 28.0, 0.5), verifier_quality=30.0)
+    tradeoff.pick(asked, "bleu", [*FOUND, lossless], None, console())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gamma 5, temperature 1: the verifier's own distribution (bleu 30.00)" in said
+    assert "The drafter alone: 20.00 (the pick's difference from it +6.00 to +10.00), in 0.10" in said
+    assert configs.load(str(tmp_path / "picked.py")).method == "speculative"
 
 
 def before_work(monkeypatch):
