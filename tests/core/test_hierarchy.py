@@ -50,7 +50,7 @@ def wrong_by(kind, methods, sizes, vocab_size, hand_over, eos, steps=4, seed=39,
 def test_the_recursion_is_exact(hand_over, full):
     for number, (methods, sizes, vocab_size) in enumerate(EXACT):
         for options in SHAPINGS if full else SHAPINGS[number % len(SHAPINGS):][:1]:
-            for eos in (NO_TOKEN, 0, vocab_size - 1) if full else (vocab_size - 1,):
+            for eos in (NO_TOKEN, vocab_size - 1) if full else (vocab_size - 1,):
                 assert wrong_by(Hierarchy, methods, sizes, vocab_size, hand_over, eos, **options) < 1e-12
 
 
@@ -235,9 +235,10 @@ LAWS = [((SURE,), (2,)), (("opt",), (1,)), ((SURE, SURE), (1, 1)), ((SURE, "opt"
     *with_rules(LAWS), *(((SURE, "opt"), (2, 2), h) for h in ("need", "truncate")),
     among=[((SURE, "token_v3", SURE), (1, 2, 2), "need")]))
 def test_hierarchies_follow_their_law(methods, sizes, hand_over, rows, full):
-    """Settings of one program: temperatures and top_p are traced."""
+    """Settings of one program: temperatures and top_p are traced. Lossless greedy texts: below."""
     alphas = [LENIENCE[name] for name in methods]
-    for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[:3 if full else 2]:
+    greedy = full and set(methods) != {SURE}
+    for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[:3 if greedy else 2]:
         assert p_value(methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature,
                        top_p=top_p) > FAIL_BELOW
 
