@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -24,6 +24,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
+from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.settings import Settings
@@ -60,7 +61,7 @@ class Arguments:
     """Decode with the best hierarchy, the best pair, also in adaptive blocks, and the target alone, and print
     their times."""
     output: str | None = None
-    """The config file to write for the hierarchy; for adaptive blocks where --check finds them faster."""
+    """The config file to write for the hierarchy; for adaptive blocks if --check finds them surely faster."""
 
 
 def read_inputs(arguments: Arguments) -> list[str]:
@@ -227,11 +228,17 @@ def adaptive_runs(pair: Plan, settings: Settings, most: int) -> dict[str, tuple[
     return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
 
 
+class Measured(NamedTuple):
+    """How long a run takes."""
+
+    seconds: Float[np.ndarray, " texts"]  # of each text
+    per_token: float
+    speedup: tuple[float, float]          # quartiles over texts: how many times as fast as the target
+
+
 def measured_times(runs: dict[str, tuple[Plan, Settings]], cascade: Cascade, names: tuple[str, ...],
-                   texts: list[str], step: Contestant, screen: Console
-                   ) -> tuple[float, dict[str, tuple[float, tuple[float, float]]]]:
-    """The seconds of a `step` meanwhile, and of each run: seconds a token, and how many times as fast as the
-    target it is with a text (quartiles)."""
+                   texts: list[str], step: Contestant, screen: Console) -> tuple[float, dict[str, Measured]]:
+    """The seconds of a `step` meanwhile, and each run's."""
     contestants = {STEP: step}
     for name, (plan, settings) in runs.items():
         contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings)
@@ -239,13 +246,13 @@ def measured_times(runs: dict[str, tuple[Plan, Settings]], cascade: Cascade, nam
     now, times = float(np.median(found.pop(STEP)[0])), {}
     for name, (seconds, outputs) in found.items():
         tokens = np.array([len(output.tokens) for output in outputs])
-        shares = (found["target"][0] / seconds)[tokens > 0]
-        times[name] = float(seconds.sum() / tokens.sum()), tuple(np.percentile(shares, [25, 75]))
+        low, high = np.percentile((found["target"][0] / seconds)[tokens > 0], [25, 75])
+        times[name] = Measured(seconds, float(seconds.sum() / tokens.sum()), (float(low), float(high)))
     return now, times
 
 
-def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[str, Any], screen: Console
-              ) -> None:
+def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[str, Measured],
+              screen: Console) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
     at that pace: what is left between the two is not the machine's. Of adaptive blocks there are none."""
     table = Table(Column("plan", no_wrap=True), "models", "block sizes", "predicted ms", "times as fast",
@@ -259,8 +266,8 @@ def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[s
                        f"{1e3 * pace * plan.seconds_per_token:.3f}",
                        f"{whole / plan.seconds_per_token:.2f}")
         if times:
-            own, (low, high) = times[name]
-            row += [f"{1e3 * own:.3f}", f"{times['target'][0] / own:.2f} ({low:.2f} to {high:.2f})"]
+            own, (low, high) = times[name].per_token, times[name].speedup
+            row += [f"{1e3 * own:.3f}", f"{times['target'].per_token / own:.2f} ({low:.2f} to {high:.2f})"]
         table.add_row(*row)
     screen.print(table)
     if times:
@@ -295,10 +302,16 @@ def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, s
         + ")\n")
 
 
-def fastest(runs: dict[str, tuple[Plan, Settings]], times: dict[str, Any]) -> str:
-    """The planned hierarchy; adaptive blocks where they were measured to be faster."""
-    rivals = [name for name, (_, settings) in runs.items() if settings.adaptive]
-    return min("hierarchy", *rivals, key=lambda name: times[name][0]) if rivals else "hierarchy"
+def fastest(runs: dict[str, tuple[Plan, Settings]], times: dict[str, Measured]) -> str:
+    """The planned hierarchy; adaptive blocks where they are surely faster than it and the best pair were
+    (95%, paired over texts), the fastest of those."""
+    def surely(name: str) -> bool:
+        drawn = resamples(len(times[name].seconds))
+        own, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, "hierarchy", "pair"))
+        return all(interval(other / own)[0] > 1 for other in planned)
+
+    rivals = [name for name, (_, settings) in runs.items() if settings.adaptive and surely(name)]
+    return min(rivals, key=lambda name: times[name].per_token, default="hierarchy")
 
 
 def plan(arguments: Arguments) -> None:
@@ -318,7 +331,7 @@ def plan(arguments: Arguments) -> None:
         plans["pair"] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
     plans["target"] = predict(candidates, names[-1:], (), run.hand_over)
     runs = runs_of(plans, run.settings)
-    now, times = candidates.call_seconds[-1, 1], dict[str, Any]()
+    now, times = candidates.call_seconds[-1, 1], dict[str, Measured]()
     if arguments.check:
         if "pair" in plans:
             runs |= adaptive_runs(plans["pair"], run.settings, arguments.max_block)
@@ -329,7 +342,7 @@ def plan(arguments: Arguments) -> None:
     if arguments.output is not None:
         name = fastest(runs, times)
         chosen, settings = runs[name]
-        told = (f"{1e3 * times[name][0]:.3f} ms a token measured" if times else
+        told = (f"{1e3 * times[name].per_token:.3f} ms a token measured" if times else
                 f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted")
         write_config(arguments.output, arguments, chosen, paths, f"{name}, {told}",
                      {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen))

@@ -132,15 +132,25 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
         [0, 9, 7, 1], [0, 0, 7, 0], [0, 0, 0, 5], [0, 0, 0, 0]], atol=1e-9)
 
 
-def test_adaptive_blocks_are_planned_only_where_they_were_faster(run, t5_pair, tmp_path):
+def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_pair, tmp_path):
     pair = Plan(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
     runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": pair}, Settings())
     assert plan.fastest(runs, {}) == "hierarchy"
     runs |= plan.adaptive_runs(pair, Settings(), 9)
-    slower = dict.fromkeys(runs, (0.002, (1, 1))) | {"hierarchy": (0.001, (1, 1))}
+    texts = np.random.default_rng(0).random(40) + 1
+
+    def measured(seconds):
+        return plan.Measured(seconds, seconds.sum(), (1.0, 1.0))
+
+    slower = dict.fromkeys(runs, measured(2 * texts)) | dict.fromkeys(("hierarchy", "pair"), measured(texts))
     assert plan.fastest(runs, slower) == "hierarchy"
-    name = plan.fastest(runs, slower | {"adaptive, 0.06": (0.0009, (1, 1))})
+    noisy = texts * np.where(np.arange(40) % 2, 1.2, 0.75)  # on the whole faster, but not surely
+    assert noisy.sum() < texts.sum() and plan.fastest(
+        runs, slower | {"adaptive, 0.06": measured(noisy)}) == "hierarchy"
+    faster = slower | {"adaptive, 0.12": measured(0.95 * texts), "adaptive, 0.06": measured(0.9 * texts)}
+    name = plan.fastest(runs, faster)
     assert name == "adaptive, 0.06"
+    assert plan.fastest(runs, faster | {"pair": measured(0.9 * texts)}) == "hierarchy"
     out, chosen = tmp_path / "planned.py", runs[name][1]
     plan.write_config(str(out), plan.Arguments(configs.load(run), str(run)), pair,
                       {model: str(t5_pair / model) for model in pair.models}, name,
