@@ -53,7 +53,7 @@ def tokens(demo, sentences):
 
 
 @pytest.mark.full(quick=["3-1"])
-@pytest.mark.parametrize("block_size,batch_size", [(1, 16), (3, 1), (7, 1)])
+@pytest.mark.parametrize("block_size,batch_size", [(1, 16), (3, 1), (5, 16), (7, 1)])
 def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
         "verifier", batch_size=batch_size)

@@ -32,8 +32,8 @@ EXACT = [  # methods, block sizes, the vocabulary's size
     (("opt", SURE), (2, 2), 3), ((SURE, "token_v3"), (2, 2), 3), (("chow", "opt"), (1, 1), 3),
     ((SURE, "lossy"), (3, 2), 2), ((SURE, SURE, SURE), (2, 2, 3), 2), ((SURE, SURE, SURE), (1, 1, 1), 3),
     (("opt", SURE, SURE), (1, 2, 2), 3), ((SURE, "token_v3", SURE), (1, 2, 2), 3),
-    (("mixture", "typical"), (2, 2), 2), ((SURE, SURE, "diff"), (2, 1, 2), 2),
-    (("token_v3", "bild_star", "opt"), (1, 2, 2), 2)]
+    (("mixture", "typical"), (2, 2), 2), (("mixture", "typical"), (1, 2), 3),
+    ((SURE, SURE, "diff"), (2, 1, 2), 2), (("token_v3", "bild_star", "opt"), (1, 2, 2), 2)]
 SHAPINGS = [{}, {"top_p": 0.7}, {"top_k": 2, "temperature": 0.7}, {"temperature": 0.0}]
 
 

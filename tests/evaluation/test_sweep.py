@@ -60,7 +60,7 @@ def test_a_sweep_compiles_once_a_method_and_gamma(tmp_path):
     few = grid(BASE, methods, [0.5], [2, 3], [1.0], [0.9])
     measure(cascade, few, tmp_path / "few.jsonl")
     programs = cascade.clock.compilations
-    points = grid(BASE, methods, [0.0, 0.3, 0.8, 1.0], [2, 3], [0.0, 0.3, 1.0], [0.9, 0.5])
+    points = grid(BASE, methods, [n / 10 for n in range(11)], [2, 3], [0.0, 0.3, 1.0], [0.9, 0.5])
     found = measure(cascade, points, tmp_path / "quality.jsonl")
     assert set(found) == set(points) and len(points) > 20 * len(few) / 2
     assert cascade.clock.compilations == programs
