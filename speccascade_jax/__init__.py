@@ -7,10 +7,11 @@ if TYPE_CHECKING:
     from speccascade_jax.baselines import BASELINES
     from speccascade_jax.core.loop import generate
     from speccascade_jax.core.methods import METHODS, Method
+    from speccascade_jax.core.protocols import LanguageModel
     from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
-    from speccascade_jax.core.typing import LanguageModel, SamplingOptions
-    from speccascade_jax.inference.settings import Settings
+    from speccascade_jax.core.transforms import SamplingOptions
     from speccascade_jax.inference.text import Cascade, Output
+    from speccascade_jax.settings import Settings
 
 __version__ = "0.2.0"
 __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",

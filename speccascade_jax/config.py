@@ -17,8 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.inference.settings import NO_FILE, TRAINED, Settings, Vocabulary
+from speccascade_jax.core.methods import TRAINED
 from speccascade_jax.models import Config
+from speccascade_jax.settings import NO_FILE, Settings, Vocabulary
 
 DTYPES = "float32", "bfloat16", "int8"
 LARGEST = 2**20

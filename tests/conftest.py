@@ -91,7 +91,7 @@ def forget_programs():
 @pytest.fixture(scope="session")
 def spiece(tmp_path_factory):
     """A spiece.model as T5's, of SENTENCES."""
-    from speccascade_jax.inference.tokenizer import train_tokenizer
+    from speccascade_jax.tokenizers.tokenizer import train_tokenizer
 
     path = tmp_path_factory.mktemp("vocabulary") / "spiece.model"
     train_tokenizer(shuffled(SENTENCES), path, 320)

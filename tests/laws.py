@@ -31,8 +31,10 @@ from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative, hierarchy
-from speccascade_jax.core.typing import SamplingOptions, insert
+from speccascade_jax.core.nests import insert
+from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
 
 BY_PREFIX = [name for name, method in METHODS.items() if method.by_prefix]  # others: test_lookahead.py

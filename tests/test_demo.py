@@ -8,7 +8,7 @@ import pytest
 
 import speccascade_jax as sc
 from speccascade_jax import config as configs
-from speccascade_jax.core.metrics import Counters
+from speccascade_jax.core.counters import Counters
 from speccascade_jax.evaluation.quality import bleu
 from speccascade_jax.evaluation.rates import check_identities
 from speccascade_jax.training.data import joined_examples

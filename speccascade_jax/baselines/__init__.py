@@ -14,8 +14,8 @@ from speccascade_jax.baselines.drafting import CAP
 from speccascade_jax.baselines.oracle import Oracle
 from speccascade_jax.baselines.sequence import QUANTILE, Scored
 from speccascade_jax.baselines.token_cascade import TokenCascade
-from speccascade_jax.core.samplers import Autoregressive, Sampler
-from speccascade_jax.core.typing import LanguageModel
+from speccascade_jax.core.protocols import LanguageModel, Sampler
+from speccascade_jax.core.samplers import Autoregressive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Block, Origin, Rows, after, append
-from speccascade_jax.core.typing import Cache, LanguageModel, Params
+from speccascade_jax.core.protocols import NO_TOKEN, Block, Cache, LanguageModel, Origin, Params, Rows
+from speccascade_jax.core.rounds import after, append
+from speccascade_jax.core.samplers import Autoregressive
 
 Array = jax.Array
 CAP = 10       # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window

@@ -6,17 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from speccascade_jax.baselines.tally import Tally
+from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows
+from speccascade_jax.core.randomness import Role, draw
+from speccascade_jax.core.rounds import is_greedy, uniforms
 from speccascade_jax.core.rules import Scores, diff, target_probs
-from speccascade_jax.core.samplers import (
-    Block,
-    Counts,
-    Origin,
-    Rows,
-    is_greedy,
-    uniforms,
-)
-from speccascade_jax.core.sampling import Role, draw, token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
+from speccascade_jax.core.transforms import token_probs
 
 Array = jax.Array
 

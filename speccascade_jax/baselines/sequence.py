@@ -12,13 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.samplers import (
-    Autoregressive,
-    Block,
-    Counts,
-    Rows,
-)
-from speccascade_jax.core.typing import Cache, Params
+from speccascade_jax.core.protocols import Block, Cache, Counts, Params, Rows
+from speccascade_jax.core.samplers import Autoregressive
 
 Array = jax.Array
 QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile

@@ -8,18 +8,12 @@ import jax.numpy as jnp
 
 from speccascade_jax.baselines.drafting import CAP, at, draft_while_confident, last_token, read
 from speccascade_jax.baselines.tally import Tally
-from speccascade_jax.core.samplers import (
-    NO_TOKEN,
-    Autoregressive,
-    Block,
-    Counts,
-    Origin,
-    Rows,
-    append,
-    uniforms,
-)
-from speccascade_jax.core.sampling import Role, draw, token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, roll_back
+from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.protocols import NO_TOKEN, Block, Cache, Counts, LanguageModel, Origin, Params, Rows
+from speccascade_jax.core.randomness import Role, draw
+from speccascade_jax.core.rounds import append, uniforms
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.transforms import token_probs
 
 Array = jax.Array
 

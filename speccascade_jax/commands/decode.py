@@ -39,9 +39,9 @@ from speccascade_jax.inference.outputs import check_targets, open_output, settin
 from speccascade_jax.inference.ray_jobs import cut, finished, read_shards
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.inference.tokenizer import Tokenizer
-from speccascade_jax.inference.vocabularies import check_methods
+from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
 

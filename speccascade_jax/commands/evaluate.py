@@ -42,7 +42,7 @@ from speccascade_jax.inference.outputs import (
 from speccascade_jax.inference.ray_jobs import cut, finished
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.inference.vocabularies import check_methods
+from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
 from speccascade_jax.training.data import joined_examples
 

@@ -37,8 +37,8 @@ from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, ope
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
-from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.scheduler import Request
 
 ROUNDS = 50  # that a round's time is the median of
 PASSES = 3  # over the texts, of each server in turn

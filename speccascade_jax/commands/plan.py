@@ -27,11 +27,11 @@ from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import Candidates, Plan, predict, triangle_violations
+from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import joined_examples
 
 PLANNED = "Planned by scripts/plan.py"

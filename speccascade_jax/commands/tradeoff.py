@@ -39,10 +39,10 @@ from speccascade_jax.evaluation.sweep import (
     measure_quality,
 )
 from speccascade_jax.inference.outputs import check_targets, write_whole
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.vocabularies import check_methods
+from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import joined_examples
 
 # Fields of a config that stand with each point, or that change no result.

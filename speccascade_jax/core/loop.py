@@ -12,9 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Key
 
-from speccascade_jax.core.samplers import NO_TOKEN, Counts, Origin, Rows, Sampler, add, after, placed_at, step
-from speccascade_jax.core.sampling import noise
-from speccascade_jax.core.typing import AnyArray, Cache, Params, Prefix, SamplingOptions, each, fitted
+from speccascade_jax.core.nests import each, fitted
+from speccascade_jax.core.protocols import (
+    NO_TOKEN,
+    AnyArray,
+    Cache,
+    Counts,
+    Origin,
+    Params,
+    Prefix,
+    Rows,
+    Sampler,
+)
+from speccascade_jax.core.randomness import noise
+from speccascade_jax.core.rounds import add, after, placed_at, step
+from speccascade_jax.core.transforms import SamplingOptions
 
 Array = jax.Array
 

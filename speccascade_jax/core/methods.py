@@ -30,6 +30,7 @@ class Method:
     defers: bool = True
     lossless: bool = False  # pi = p~, whatever q is
     by_prefix: bool = True  # pi depends on the prefix alone, not on where in a round a position is
+    trained: bool = False  # a network, read from a file
     name: str = ""  # for people, of one that METHODS does not hold
 
 
@@ -55,11 +56,14 @@ METHODS: dict[str, Method] = {
     "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
     "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
     "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
-    "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)"),
+    "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)",
+                     trained=True),
     "typical": Method(_cascade(rules.typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
     "mixture": Method(rules.mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
-    "learned_mixture": Method(rules.mixture, 0, 1, "mixture, learnt weights (--router)", defers=False),
+    "learned_mixture": Method(rules.mixture, 0, 1, "mixture, learnt weights (--router)",
+                              defers=False, trained=True),
     "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
     "lossy_tuned": Method(partial(rules.lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False),
     "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
 }
+TRAINED = tuple(name for name, method in METHODS.items() if method.trained)

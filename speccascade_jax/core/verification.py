@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from speccascade_jax.core.sampling import draw
+from speccascade_jax.core.randomness import draw
 
 Array = jax.Array
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speccascade_jax.core.typing import Array
+from speccascade_jax.core.protocols import Array
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.inference.tokenizer import pad
-from speccascade_jax.models.vocabulary import NONE, Translated
+from speccascade_jax.tokenizers.tokenizer import pad
+from speccascade_jax.vocabularies.translated import NONE, Translated
 
 
 def coverage(cascade: Cascade, outputs: Sequence[Output], most: int = 32) -> dict[str, tuple[float, float]]:

@@ -19,8 +19,9 @@ from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import Method
+from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.stacking import stacked, wants_stacking

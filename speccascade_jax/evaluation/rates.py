@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from speccascade_jax.baselines.tally import Tally
-from speccascade_jax.core.metrics import Counters
+from speccascade_jax.core.counters import Counters
 from speccascade_jax.planning.prediction import expected_tokens
 
 

@@ -10,7 +10,7 @@ from speccascade_jax.core.methods import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, contests, gamma
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.settings import Settings
 
 
 class Time(NamedTuple):

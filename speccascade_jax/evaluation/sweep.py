@@ -18,8 +18,8 @@ from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
 from speccascade_jax.evaluation.quality import statistics, sums
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.settings import Settings
 
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
             "sequence", "mixture", "typical")  # what a sweep compares unless told otherwise

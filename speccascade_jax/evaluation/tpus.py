@@ -32,11 +32,11 @@ from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
-from speccascade_jax.inference.programs import Clock, Plan, Programs, shardings
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
+from speccascade_jax.scheduling.programs import Clock, Plan, Programs, shardings
 
 KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # dtypes, and what the compiler calls them
 

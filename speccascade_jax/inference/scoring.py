@@ -9,13 +9,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from speccascade_jax.core import loop
+from speccascade_jax.core.nests import top
+from speccascade_jax.core.protocols import Cache, Params, Rows, Sampler
+from speccascade_jax.core.rounds import is_greedy
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.samplers import Autoregressive, Rows, Sampler, Speculative, is_greedy
-from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import Cache, Params, top
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import Draft
-from speccascade_jax.inference.programs import Plan
-from speccascade_jax.inference.scheduler import Request, arguments
+from speccascade_jax.scheduling.programs import Plan
+from speccascade_jax.scheduling.scheduler import Request, arguments
 
 Array = jax.Array
 LIKELIEST = 20  # tokens whose probabilities are given at each position

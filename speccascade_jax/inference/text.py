@@ -15,25 +15,26 @@ from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
 from speccascade_jax.baselines import BASELINES
-from speccascade_jax.baselines.adaptive import Adaptive
-from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.methods import SINGLE_MODEL, Method
-from speccascade_jax.core.samplers import Autoregressive, Sampler, Speculative
-from speccascade_jax.core.typing import LanguageModel
-from speccascade_jax.inference import router
-from speccascade_jax.inference.continuous import Continuous
-from speccascade_jax.inference.programs import Clock, Plan, Programs, crowded, largest_top_k
-from speccascade_jax.inference.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
-from speccascade_jax.inference.settings import Settings, Vocabulary
-from speccascade_jax.inference.text_level import TextDrafter, TextScheduler
-from speccascade_jax.inference.tokenizer import Tokenizer, as_user, text_of
-from speccascade_jax.inference.vocabularies import check_method, joined, readings
+from speccascade_jax.core.protocols import LanguageModel, Sampler
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.samplers.proposals import Matched, Proposed
+from speccascade_jax.inference.vocabulary_checks import check_method
+from speccascade_jax.learned import router
 from speccascade_jax.models import full_of
 from speccascade_jax.models.members import check_order
-from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
+from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded, largest_top_k
+from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
+from speccascade_jax.scheduling.text_level import TextDrafter, TextScheduler
+from speccascade_jax.settings import Settings, Vocabulary, with_router
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
+from speccascade_jax.vocabularies.joining import joined, readings
+from speccascade_jax.vocabularies.translated import Translated
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
@@ -236,7 +237,7 @@ class Cascade:
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
-        settings = router.with_router(dataclasses.replace(settings, **changes), self.router)
+        settings = with_router(dataclasses.replace(settings, **changes), self.router)
         settings.check(self.verifier.vocab_size, self.levels)
         if self.foreign:
             check_method(settings, self.levels, self.vocabulary)

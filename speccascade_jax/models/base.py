@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.models import cache as caches
 from speccascade_jax.models.layers import Branches, read_branches
 

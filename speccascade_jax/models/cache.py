@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from speccascade_jax.core.typing import AnyArray, insert_rows
+from speccascade_jax.core.nests import insert_rows
+from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.models.stacking import Stacked, nth, repeated
 
 Array = jax.Array

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
 from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
 from speccascade_jax.models.layers import (

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix, insert_rows
+from speccascade_jax.core.nests import insert_rows
+from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel

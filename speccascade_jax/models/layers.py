@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.models.adapters import AdaptedKernel
 from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul

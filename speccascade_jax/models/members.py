@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Array, Cache, Params, Prefix
+from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.protocols import AnyArray
 
 Array = jax.Array
 TRANSPOSED_FROM = 1024

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Float, Int
 from tyro.conf import Suppress
 
-from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout

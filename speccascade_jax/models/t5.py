@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
 from speccascade_jax.models.cache import IN_TURN, T5Cache, blank, entries, remembering
 from speccascade_jax.models.layers import (

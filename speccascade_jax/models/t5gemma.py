@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.typing import AnyArray, Prefix
+from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import SingleModel
 from speccascade_jax.models.cache import T5Cache, blank, entries
 from speccascade_jax.models.decoder import Attention, Decoder, DecoderConfig, Layer, Norm, kind_of, mixed

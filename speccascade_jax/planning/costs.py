@@ -12,15 +12,16 @@ from jaxtyping import Float
 
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.samplers import Autoregressive, Block, Origin, Rows, Sampler, Speculative
-from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, SamplingOptions, network_of
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.core.nests import network_of
+from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.inference.tokenizer import pad
-from speccascade_jax.inference.vocabularies import inputs_of
-from speccascade_jax.models.vocabulary import Translated
 from speccascade_jax.planning.timing import Given, Part, round_part, stopwatch, time_parts
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import pad
+from speccascade_jax.vocabularies.joining import inputs_of
+from speccascade_jax.vocabularies.translated import Translated
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; what lies between is interpolated
 Track = Callable[[Iterable[Any], str], Iterable[Any]]

@@ -16,8 +16,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core import loop
-from speccascade_jax.core.samplers import NO_TOKEN, Sampler
-from speccascade_jax.core.typing import LanguageModel, Params, Prefix, roll_back
+from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Params, Prefix, Sampler
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more

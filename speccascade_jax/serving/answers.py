@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccascade_jax.inference.scheduler import Result
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.engine import Engine, Job, Update, Updates
 from speccascade_jax.serving.models import ServedModel
 from speccascade_jax.serving.pieces import Piece, Pieces
 from speccascade_jax.serving.protocol import Asked, Refused
+from speccascade_jax.settings import Settings
 
 SEEDS = 2**31
 COUNTS = ("accepted", "drafted", "deferred")

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from speccascade_jax.inference.scheduler import Lane, Request, Result, Scheduler
 from speccascade_jax.inference.scoring import Scored, Scorer
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import up_to_stop
+from speccascade_jax.scheduling.scheduler import Lane, Request, Result, Scheduler
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
 log = logging.getLogger("speccascade_jax.serving")
 FAILURES = 3  # rounds that raise in succession until the engine is not healthy

@@ -12,7 +12,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from speccascade_jax.inference.scheduler import Result
+from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.engine import Job, Update
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60)

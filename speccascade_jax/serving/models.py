@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
-from speccascade_jax.inference.chunks import any_continues
-from speccascade_jax.inference.router import with_router
-from speccascade_jax.inference.scheduler import Request
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.vocabularies import readings
-from speccascade_jax.models.vocabulary import Translated
+from speccascade_jax.scheduling.chunks import any_continues
+from speccascade_jax.scheduling.scheduler import Request
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import Asked, Refused
+from speccascade_jax.settings import Settings, with_router
+from speccascade_jax.vocabularies.joining import readings
+from speccascade_jax.vocabularies.translated import Translated
 
 CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
 MOST_TOP_K = 1024

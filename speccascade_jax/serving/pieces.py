@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from speccascade_jax.inference.scheduler import Result
-from speccascade_jax.inference.tokenizer import Tokenizer, text_of
+from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.protocol import UNFINISHED
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, text_of
 
 
 class Piece(NamedTuple):

@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from speccascade_jax.inference.inputs import check_text, parse_json
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.settings import Settings
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop texts a request, characters each

@@ -11,9 +11,9 @@ import numpy as np
 
 from speccascade_jax.checkpoints.arrays import reason
 from speccascade_jax.config import Task, TrainConfig
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
-from speccascade_jax.inference.tokenizer import Tokenizer, pad
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 
 Encode = Callable[[list[str]], list[list[int]]]
 """Texts -> the token ids of each."""

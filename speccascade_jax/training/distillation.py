@@ -11,8 +11,9 @@ from rich.progress import track
 
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.loop import generate
+from speccascade_jax.core.protocols import AnyArray, LanguageModel, Params
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.typing import AnyArray, LanguageModel, Params, SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.inference.outputs import resume, write_whole
 from speccascade_jax.inference.text import Cascade

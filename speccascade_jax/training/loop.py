@@ -24,10 +24,9 @@ from speccascade_jax.checkpoints.arrays import Placement, reason
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
-from speccascade_jax.inference.vocabularies import cut_as
 from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training import distillation, lora
 from speccascade_jax.training.checks import check, check_memory
 from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
@@ -36,6 +35,7 @@ from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
 from speccascade_jax.training.reporting import Reporter, loss_curve, portable
 from speccascade_jax.training.steps import make_steps, one_step
+from speccascade_jax.vocabularies.joining import cut_as
 
 Array = jax.Array
 Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from speccascade_jax.core.typing import AnyArray
+from speccascade_jax.core.protocols import AnyArray
 
 Array = jax.Array
 

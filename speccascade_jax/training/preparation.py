@@ -13,10 +13,10 @@ from speccascade_jax.checkpoints import native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.models import Config, Model, Network, SharedEncoderConfig, full_of, model_of
 from speccascade_jax.models.members import beneath
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training.data import texts
 
 

@@ -12,13 +12,13 @@ from rich.progress import track
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.protocols import Cache, LanguageModel, Params, Prefix
 from speccascade_jax.core.rules import Scores, total_variation
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import Cache, LanguageModel, Params, Prefix, SamplingOptions
-from speccascade_jax.inference.router import FEATURES, features
+from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import text_of
+from speccascade_jax.learned.router import FEATURES, features
+from speccascade_jax.tokenizers.tokenizer import text_of
 from speccascade_jax.training.data import Batch, pad
 
 Array = jax.Array

@@ -14,10 +14,12 @@ from jaxtyping import Float
 
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
+from speccascade_jax.core.protocols import AnyArray, Params
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.typing import AnyArray, Params, SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
-from speccascade_jax.inference.router import (
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.learned.router import (
     FEATURES,
     TV,
     Weights,
@@ -27,7 +29,6 @@ from speccascade_jax.inference.router import (
     network,
     plain_advantage,
 )
-from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import Batch, joined_examples, validation_batches
 from speccascade_jax.training.rollouts import ROWS, Replaced, Tried, logits_of, tried
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.core.samplers import NO_TOKEN
+from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.models import Model, NetworkConfig
 from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training.data import Batch

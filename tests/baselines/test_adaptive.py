@@ -11,13 +11,15 @@ from joint_laws import EOS, FAIL_BELOW, FAMILIES, PROMPTS, STEPS, TABLES, TRANSF
 from shapes import TINY_T5
 from toys import TableLM, chi_square, sequence_law
 
-from speccascade_jax.baselines.adaptive import Adaptive
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.samplers import NO_TOKEN, Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions, fitted
-from speccascade_jax.inference.settings import lookahead
+from speccascade_jax.core.nests import fitted
+from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
+from speccascade_jax.settings import lookahead
 
 MODEL, MOST = TableLM(VOCAB), 4
 

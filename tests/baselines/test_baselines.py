@@ -19,9 +19,9 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally
-from speccascade_jax.inference.scheduler import Scheduler
+from speccascade_jax.scheduling.scheduler import Scheduler
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4

@@ -11,7 +11,7 @@ from speccascade_jax.baselines.oracle import Oracle
 from speccascade_jax.baselines.token_cascade import TokenCascade
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 
 VOCAB, EOS, STEPS = 4, 3, 5
 FAIL_BELOW = 1e-4

@@ -26,8 +26,8 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.t5 import PRESETS
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 FIXTURES = Path(os.environ.get("SPECCASCADE_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")) / "t5x"
 CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0,

@@ -19,8 +19,8 @@ from tiny_models import random_checkpoint
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.models import MODELS, ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 
 # Every field differs from its default: a field that a format forgets shows.
 UNLIKE = {

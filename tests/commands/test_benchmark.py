@@ -15,13 +15,13 @@ from speccascade_jax.commands import benchmark
 from speccascade_jax.config import DEMO
 from speccascade_jax.core import loop
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import other_libraries, profiling, tpus
 from speccascade_jax.evaluation.profiling import Timing
 from speccascade_jax.evaluation.rates import relative_cost
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import PRESETS, T5Config, T5Model
+from speccascade_jax.settings import Settings
 
 TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
                 num_decoder_layers=3)

@@ -12,8 +12,8 @@ from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.tokenizers.tokenizer import train_tokenizer
 
 SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
 

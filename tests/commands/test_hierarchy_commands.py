@@ -10,12 +10,12 @@ from corpora import SENTENCES
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.planning import costs
 from speccascade_jax.planning.prediction import Plan
 from speccascade_jax.planning.timing import Given, Timing
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

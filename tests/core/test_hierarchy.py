@@ -13,13 +13,14 @@ from hierarchy_reference import MODULUS, Hierarchy, Uniforms, deviation
 from joint_laws import EOS, FAIL_BELOW, LENIENCE, PROMPTS, TABLES, VOCAB, p_value, quick, with_rules
 from toys import TableCache, TableLM, sequence_law, table
 
-from speccascade_jax.core import samplers
+from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.loop import advance, begin, generate, requests
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.metrics import Counters
-from speccascade_jax.core.samplers import NO_TOKEN, Speculative, hierarchy
-from speccascade_jax.core.sampling import Role, noise
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.randomness import Role, noise
+from speccascade_jax.core.samplers import Speculative, hierarchy
+from speccascade_jax.core.samplers import speculative as samplers
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models.cache import write
 from speccascade_jax.planning.prediction import Candidates, predict
 

@@ -8,13 +8,13 @@ import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, TRANSFORMS, VOCAB, decoded, quick
 from toys import TableLM, block_law, chi_square, lookahead, target
 
-from speccascade_jax.baselines.adaptive import Adaptive
+from speccascade_jax import settings
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference import settings
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.settings import Settings
 
 ALPHA, ACCEPTANCE, ROUND_COST = 1.2, 0.7, 1.5
 METHOD = settings.lookahead(ACCEPTANCE, ROUND_COST)

@@ -7,9 +7,9 @@ import pytest
 from toys import lookahead, target
 
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.randomness import draw, noise
 from speccascade_jax.core.rules import Scores, lossy_law, target_probs, total_variation, tuned_beta
-from speccascade_jax.core.sampling import draw, largest, noise, token_probs
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions, largest, token_probs
 from speccascade_jax.core.verification import Draft, accepted_prefix, residual, verify
 
 Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])

@@ -9,7 +9,7 @@ from toys import TableLM, table
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import profiling
 from speccascade_jax.evaluation.profiling import Given, in_turn, round_part, slope
 

@@ -7,7 +7,7 @@ from made_by_hand import FOUND
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.reductions import best, fastest, results, table_two
 from speccascade_jax.evaluation.sweep import TRUNCATIONS, Latency, Quality, alone, grid
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.settings import Settings
 
 
 def test_results_say_what_was_measured(tmp_path):

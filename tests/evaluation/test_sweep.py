@@ -11,8 +11,8 @@ from toys import pair
 
 from speccascade_jax.evaluation import sweep
 from speccascade_jax.evaluation.sweep import OneShape, gamma, grid
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.settings import Settings
 
 SOURCES = ["1", "12", "2", "21", "0", "1", "20", "10"] * 3
 REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]

@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax.commands import benchmark
-from speccascade_jax.core.sampling import token_probs
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.evaluation import compiled, tpus
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config

@@ -11,11 +11,11 @@ from shapes import DECODERS
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface, tokenizer_files
-from speccascade_jax.inference.chat import ChatTemplate
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer, as_user
-from speccascade_jax.inference.vocabularies import matched
 from speccascade_jax.models import model_of
+from speccascade_jax.tokenizers.chat import ChatTemplate
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user
+from speccascade_jax.vocabularies.joining import matched
 
 SYSTEM = {"role": "system", "content": " You are brief. "}
 CHAT = [{"role": "user", "content": " Why does <ice> float? \n"},

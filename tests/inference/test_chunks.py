@@ -10,14 +10,14 @@ from shapes import TINY_GEMMA, TINY_T5
 
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.inference.chunks import any_continues
-from speccascade_jax.inference.continuous import Continuous
-from speccascade_jax.inference.programs import Clock, Plan, Programs
-from speccascade_jax.inference.scheduler import Request
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import model_of
 from speccascade_jax.models.exits import ExitsConfig
-from speccascade_jax.models.vocabulary import Resized
+from speccascade_jax.scheduling.chunks import any_continues
+from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.programs import Clock, Plan, Programs
+from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.settings import Settings
+from speccascade_jax.vocabularies.translated import Resized
 
 WIDTH = 40
 GEMMA = dataclasses.replace(TINY_GEMMA, num_layers=2)

@@ -11,14 +11,14 @@ from flax import nnx
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.methods import METHODS
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer, pad
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.members import Member
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.planning.costs import acceptances
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
 ORDER = "drafter", "middle", "verifier"

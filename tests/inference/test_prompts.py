@@ -11,7 +11,7 @@ from corpora import PROMPTS, TURN, shuffled
 
 from speccascade_jax import checkpoints
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer, up_to_stop
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer, up_to_stop
 
 
 def load(gemma_pair, **fields):

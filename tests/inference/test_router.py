@@ -15,10 +15,10 @@ from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference import router
-from speccascade_jax.inference.router import FEATURES, Weights
-from speccascade_jax.inference.settings import TRAINED, Settings
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.learned import router
+from speccascade_jax.learned.router import FEATURES, Weights
+from speccascade_jax.settings import TRAINED, Settings
 from speccascade_jax.training.data import Batch, pad
 from speccascade_jax.training.rollouts import Tried
 from speccascade_jax.training.router import (

@@ -11,11 +11,11 @@ from shapes import TINY_GEMMA, TINY_T5
 
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.inference.continuous import Continuous
-from speccascade_jax.inference.programs import Clock, Plan, Programs
-from speccascade_jax.inference.scheduler import Request, Scheduler
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.models import model_of
+from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.programs import Clock, Plan, Programs
+from speccascade_jax.scheduling.scheduler import Request, Scheduler
+from speccascade_jax.settings import Settings
 
 WIDTHS = (8, 24)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from toys import Digits, TableLM, sequence_law, table
 
-from speccascade_jax.inference.scheduler import Request
 from speccascade_jax.inference.scoring import Scorer
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.settings import Settings
 
 TABLES = tuple(table(seed, 4) for seed in (39, 40, 41))
 PROMPT = (2, 0, 1, 3)

@@ -79,7 +79,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 

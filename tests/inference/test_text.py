@@ -16,9 +16,9 @@ from processes import devices
 from speccascade_jax.core.methods import METHODS, Method
 from speccascade_jax.core.rules import target_probs
 from speccascade_jax.inference import text
-from speccascade_jax.inference.programs import crowded
-from speccascade_jax.inference.settings import Settings
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.programs import crowded
+from speccascade_jax.settings import Settings
 
 SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
 UNLIKE = [Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8), Settings(),

@@ -10,22 +10,22 @@ import sentencepiece
 from corpora import SENTENCES, shuffled
 from toys import TableLM, chi_square, sequence_law, table
 
-from speccascade_jax.baselines.proposals import Matched, Proposed
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
-from speccascade_jax.core import samplers
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.randomness import draw
 from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.sampling import draw
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.samplers import speculative as samplers
+from speccascade_jax.core.samplers.proposals import Matched, Proposed
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import verify
-from speccascade_jax.inference import text_level
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.text_level import TextDrafter, going_on, longest_matches, whole_characters
-from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.models.vocabulary import Translated, TranslatedParams
+from speccascade_jax.scheduling import text_level
+from speccascade_jax.scheduling.text_level import TextDrafter, going_on, longest_matches, whole_characters
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
+from speccascade_jax.vocabularies.translated import Translated, TranslatedParams
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
 GERMAN = ["Wo ist der Bahnhof? Ich muss den letzten Zug nach Berlin fangen.",

@@ -10,13 +10,13 @@ from toy_vocabularies import Pair
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO, load
-from speccascade_jax.inference.settings import Settings
-from speccascade_jax.inference.strings import strings
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
-from speccascade_jax.inference.vocabularies import cut_as, matched, spelled, spellings, translated
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.models.vocabulary import Resized, Translated
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
+from speccascade_jax.vocabularies.joining import cut_as, matched, spelled, spellings, translated
+from speccascade_jax.vocabularies.prefix_tree import strings
+from speccascade_jax.vocabularies.translated import Resized, Translated
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
 SHAPE = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,

@@ -14,12 +14,12 @@ from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.samplers import hierarchy
-from speccascade_jax.core.typing import SamplingOptions
-from speccascade_jax.inference.vocabularies import shapes_of
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of, presets, t5
 from speccascade_jax.models.members import member
 from speccascade_jax.models.stacking import stackable
-from speccascade_jax.models.vocabulary import Resized, Tables, Translated, TranslatedParams
+from speccascade_jax.vocabularies.joining import shapes_of
+from speccascade_jax.vocabularies.translated import Resized, Tables, Translated, TranslatedParams
 
 
 def primitives(jaxpr, path=()):

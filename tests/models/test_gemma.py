@@ -17,8 +17,9 @@ from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.decoder import describe
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.typing import LanguageModel, SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import decoder
 from speccascade_jax.models.decoder import DecoderModel
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, PRESETS

@@ -10,7 +10,7 @@ from flax import nnx
 from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
 
 from speccascade_jax.checkpoints.arrays import Placement, to_params
-from speccascade_jax.core.typing import insert
+from speccascade_jax.core.nests import insert
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of, stacking
 from speccascade_jax.models.stacking import stacked

@@ -13,14 +13,17 @@ from toy_vocabularies import END, PADDING, PROMPTS, Pair
 from toy_vocabularies import TARGET as PIECES
 from toys import TableLM, chi_square, table
 
-from speccascade_jax.core import samplers, verification
+from speccascade_jax.core import verification
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.nests import insert
+from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.core.samplers import hierarchy
-from speccascade_jax.core.typing import LanguageModel, SamplingOptions, insert
+from speccascade_jax.core.samplers import speculative as samplers
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
 from speccascade_jax.models.layers import Branches
-from speccascade_jax.models.vocabulary import (
+from speccascade_jax.vocabularies.translated import (
     NONE,
     Source,
     Tables,

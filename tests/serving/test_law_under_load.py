@@ -9,7 +9,7 @@ from joint_laws import FAIL_BELOW
 from served_toys import ask, serving, toy_models
 from toys import chi_square, sequence_law, table
 
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.settings import Settings
 
 METHODS = ("speculative", "opt", "token_v3", "verifier")
 TABLES = (table(39, 4), table(40, 4))

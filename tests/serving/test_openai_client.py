@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from corpora import SENTENCES
 
-from speccascade_jax.inference.scheduler import Request
-from speccascade_jax.inference.settings import Settings
-from speccascade_jax.inference.tokenizer import up_to_stop
+from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
 openai = pytest.importorskip("openai")
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from speccascade_jax.inference.scheduler import Result
-from speccascade_jax.inference.tokenizer import Tokenizer, up_to_stop
+from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.pieces import Pieces, held_back
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, up_to_stop
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from served_toys import ask, gauges, raw
 
 from speccascade_jax.commands import load, serve
-from speccascade_jax.inference.settings import Settings
+from speccascade_jax.settings import Settings
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
 {{ raise_exception('no system role') }}{% endif %}<start_of_turn>{{ message.role }}

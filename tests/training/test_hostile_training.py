@@ -23,8 +23,8 @@ from speccascade_jax.commands import finetune
 from speccascade_jax.config import Task
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer
 from speccascade_jax.parallel import connect
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training import distillation
 from speccascade_jax.training.data import joined_examples, texts
 from speccascade_jax.training.loop import export, locked

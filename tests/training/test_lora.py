@@ -17,10 +17,10 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, native
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import train_tokenizer
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.adapters import AdaptedKernel
 from speccascade_jax.parallel import make_mesh
+from speccascade_jax.tokenizers.tokenizer import train_tokenizer
 from speccascade_jax.training import lora
 from speccascade_jax.training.checks import check
 from speccascade_jax.training.data import Batch, TrainingBatches

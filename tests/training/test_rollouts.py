@@ -7,10 +7,10 @@ import pytest
 from toys import pair, target, transform
 
 from speccascade_jax.config import RouterConfig
-from speccascade_jax.core.typing import SamplingOptions
+from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.quality import METRICS, replaced
-from speccascade_jax.inference.router import FEATURES
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.learned.router import FEATURES
 from speccascade_jax.training import rollouts
 from speccascade_jax.training.rollouts import ALPHA, continued, disagreements, tried
 

@@ -16,13 +16,12 @@ from speccascade_jax.checkpoints import huggingface, t5
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.evaluation.quality import METRICS, bleu
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.inference.tokenizer import Tokenizer, train_tokenizer
-from speccascade_jax.inference.vocabularies import cut_as
 from speccascade_jax.models import model_of
 from speccascade_jax.models.layers import project
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.parallel import make_mesh
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training import loop as training_loop
 from speccascade_jax.training.data import (
     Batch,
@@ -42,6 +41,7 @@ from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import prepare_tokenizer
 from speccascade_jax.training.steps import make_steps, one_step
+from speccascade_jax.vocabularies.joining import cut_as
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""Models, parameters and caches of a sampler nest alike: what is done to all models of a nest at once.
+
+A model may be a member of a network: other members share its parameters and its cache, which are the
+network's, and `model.length(cache)` is what its own part of that covers. A nest holds the network.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from speccascade_jax.core.protocols import AnyArray, Cache, LanguageModel
+
+Array = jax.Array
+
+
+def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
+    """function(model, its part of each tree) for every model of a nest; what is no nest is every model's."""
+    if type(models) is tuple:  # a model may be a named one
+        nests = (tree if type(tree) is tuple else (tree,) * len(models) for tree in trees)
+        return tuple(each(function, *parts) for parts in zip(models, *nests, strict=True))
+    return function(models, *trees)
+
+
+def top(models: Any, tree: Any) -> Any:
+    """The largest model's part of a nest."""
+    return tree[-1] if type(models) is tuple else tree
+
+
+# A model may be a member of a network: other members share its parameters and its cache, which are the
+# network's, and `model.length(cache)` is what its own part of that covers. A nest holds the network.
+
+
+def network_of(model: Any) -> Any:
+    return getattr(model, "member_of", model)
+
+
+def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
+    """How many positions the model's part of a cache covers."""
+    return cache.length if network_of(model) is model else model.length(cache)
+
+
+def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
+    """Caches that cover `length` positions, or what they cover now if that is less."""
+    def one(model: LanguageModel, cache: Cache) -> Cache:
+        return model.roll_back(cache, jnp.minimum(cache.length, length))
+
+    return each(one, models, caches)
+
+
+def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
+    """`caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; a slot of B or more is
+    left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
+    must then hold all of every row that is still read.
+    """
+    def one(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
+        own = getattr(model, "insert", None)
+        return own(cache, new, slots, like_fresh) if own else insert_rows(cache, new, slots, like_fresh)
+
+    return each(one, models, caches, fresh)
+
+
+def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
+    """insert() of a tree of arrays that all begin with the axis of rows."""
+    def one(old: Array, new: Array) -> Array:
+        sizes = (new if like_fresh else old).shape[1:]
+        return fitted(old, sizes).at[slots].set(fitted(new, sizes), mode="drop")
+
+    return jax.tree.map(one, old, new)
+
+
+def fitted(x: Array, sizes: tuple[int, ...]) -> Array:
+    """x [B, ...] cut or padded with zeros at the end of each axis but the first: [B, *sizes]."""
+    x = x[:, *(slice(size) for size in sizes)]
+    return jnp.pad(x, [(0, 0), *((0, size - own) for size, own in zip(sizes, x.shape[1:], strict=True))])

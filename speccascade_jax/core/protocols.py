@@ -1,0 +1,142 @@
+"""What the core is made of: models, samplers, and what passes between them.
+
+Shape letters: B rows, T tokens in this call, S source, L buffer, G block size (gamma),
+V vocabulary, H heads, D width, K verifiers of a hierarchy.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.transforms import SamplingOptions
+
+Array = jax.Array
+AnyArray = jax.Array | np.ndarray
+Params = Any
+Cache = Any
+Counts = Any
+NO_TOKEN = -1  # an end-of-sequence id that no token has
+NO_LIMIT = 2**30
+
+
+class Prefix(NamedTuple):
+    """What decoding continues: a prompt, or the start token of an encoder-decoder."""
+
+    tokens: Int[Array, "B P"]
+    length: Int[Array, " B"]
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A next-token model whose cache is an explicit pytree with a per-row `length`.
+
+    Static and hashable; parameters are passed in. Five laws, tested for every model:
+      append      extend() writes at cache.length and raises it by T; logits[:, t] predict what
+                  follows tokens[:, t]
+      chunk       extending by a+b equals extending by a, then by b
+      rollback    roll_back(cache, n), then extending, equals never having written past n
+      rows        no row's logits depend on another row
+      vocabulary  tokens in and logits out are over the target vocabulary, whatever lies inside
+
+    Every array of a cache begins with the axis of rows. A model whose cache is laid out in another way also
+    has insert(cache, fresh, slots, like_fresh): see `insert` below.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
+                max_length: int) -> tuple[Prefix, Cache]:
+        """The prefix to continue and a cache that covers all of it but its last token.
+
+        `max_length` positions are allocated, the prefix included.
+        """
+        ...
+
+    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: Cache
+               ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Float32 logits after each token, and the longer cache."""
+        ...
+
+    def roll_back(self, cache: Cache, length: Int[Array, " B"]) -> Cache:
+        """The cache as it was when it covered `length` positions, no more than it covers now."""
+        ...
+
+
+# What a sampler's models have in common is done to all of them: `models` nests as parameters and caches do.
+
+
+class Origin(IntEnum):
+    """Who wrote a token."""
+
+    DRAFT = 0       # drafted and accepted
+    CORRECTION = 1  # drawn from the residual at a rejection
+    BONUS = 2       # drawn from the target after a wholly accepted draft
+    MODEL = 3       # a single model, decoding autoregressively
+
+    def at(self, level: int) -> int:
+        """The number that stands for it in a Block: what `level` of a hierarchy wrote."""
+        return self + len(Origin) * level
+
+
+class Rows(NamedTuple):
+    """What each row asked for, and where it stands when a sampler is asked for its next block."""
+
+    noise: Float[Array, "B levels 2 L"]  # see sampling.noise
+    options: SamplingOptions  # a value for each row
+    alphas: Float[Array, "B K"]  # lenience of each verifier, from the smallest up
+    methods: Int[Array, "B K"]   # which of each verifier's methods
+    recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
+    start: Int[Array, " B"]    # the position of the next one
+    room: Int[Array, " B"]     # how many tokens it may take; 0: the row is finished
+    want: Int[Array, " B"] | None = None  # how many are of use; None: as many as it may take
+    so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
+
+    @property
+    def last(self) -> Int[Array, " B"]:
+        return self.recent[:, -1]
+
+
+class Block(NamedTuple):
+    """Up to N tokens a row; those from `size` on are scratch."""
+
+    tokens: Int[Array, "B N"]
+    probs: Float[Array, "B N V"]  # the law each token was drawn from
+    own: Float[Array, "B N V"]    # the same law built from untransformed distributions
+    origin: Int[Array, "B N"]     # Origin.at(level)
+    size: Int[Array, " B"]        # 0 .. min(N, room)
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Static and hashable."""
+
+    @property
+    def models(self) -> Any:
+        """Its language models, a nest of tuples that `params` and `caches` follow."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """N: the most tokens a step emits."""
+        ...
+
+    @property
+    def level(self) -> int:
+        """How many samplers draft below this one."""
+        ...
+
+    @property
+    def overhang(self) -> int:
+        """How many positions past the committed ones a step may write into its caches."""
+        ...
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        """One block, cut after the first eos_id; the caches; what was counted, arrays [B, ...].
+
+        On return the caches cover start + size - 1 positions.
+        """
+        ...

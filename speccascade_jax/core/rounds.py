@@ -1,0 +1,86 @@
+"""The pieces that samplers' rounds are made of."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from speccascade_jax.core.nests import covered
+from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows, Sampler
+from speccascade_jax.core.randomness import Role
+from speccascade_jax.core.verification import Draft, Verdict
+
+Array = jax.Array
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def step(sampler: Sampler, params: Params, caches: Cache, rows: Rows, eos_id: int) -> Any:
+    """sampler.step(), which is traced once however many levels and loops ask for it."""
+    return sampler.step(params, caches, rows, eos_id)
+
+
+def is_greedy(rows: Rows) -> Bool[Array, "B 1 1"]:
+    return (rows.options.temperature <= 0)[:, None, None]
+
+
+def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B count"]:
+    """The rows' random numbers for the `count` positions from rows.start on."""
+    positions = rows.start[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(rows.noise[:, level, role], positions, axis=1, mode="clip")
+
+
+def read(model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind: int,
+         draft: Int[Array, "B G"]) -> tuple[Float[Array, "B G+1 V"], Cache]:
+    """The logits after the last committed token and after each of `draft`, and the longer cache, which may
+    lack up to `behind` committed tokens besides the last."""
+    tokens = jnp.concatenate([rows.recent[:, -1 - behind:], draft], axis=1)
+    if not behind:
+        return model.extend(params, tokens, cache)
+    lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in a finished row
+    column = jnp.arange(tokens.shape[1])
+    tokens = jnp.take_along_axis(tokens, behind - lacks + column, axis=1, mode="clip")
+    logits, cache = model.extend(params, tokens, cache)
+    return jnp.take_along_axis(logits, (lacks + column[:-behind])[..., None], axis=1), cache
+
+
+def written(draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: int
+            ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+    """The round's tokens, the accepted draft and then the next token, and their origins."""
+    column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
+    tokens = jnp.where(column == stop, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
+    own = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
+    kept = origin - origin % len(Origin) + Origin.DRAFT  # its writer's level stays
+    return tokens, jnp.where(column < stop, kept, own).astype(jnp.int32)
+
+
+def append(drafted: Block, block: Block) -> Block:
+    """`drafted` with `block` written at each row's size."""
+    placed = [placed_at(old, new, drafted.size) for old, new in zip(drafted[:-1], block[:-1], strict=True)]
+    return Block._make((*placed, drafted.size + block.size))
+
+
+def placed_at(old: Array, new: Array, start: Int[Array, " B"]) -> Array:
+    """old [B, L, ...] with new [B, N, ...] written from each row's `start` on; what is past L is left out."""
+    column = jnp.arange(old.shape[1])
+    for n in range(new.shape[1]):
+        here = (column == (start + n)[:, None]).reshape(*old.shape[:2], *(1,) * (old.ndim - 2))
+        old = jnp.where(here, new[:, n:n + 1], old)
+    return old
+
+
+def after(block: Block, recent: Int[Array, "B R"]) -> Int[Array, "B R"]:
+    """The R tokens each row ends with after `block`, where it ended with `recent`."""
+    tokens = jnp.concatenate([recent, block.tokens], axis=1)
+    return jnp.take_along_axis(tokens, block.size[:, None] + jnp.arange(recent.shape[1]), axis=1)
+
+
+def add(a: Counts, b: Counts) -> Counts:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:
+    """`size`, or less: up to and with the first eos_id."""
+    is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
+    return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)

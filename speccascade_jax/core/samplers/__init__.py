@@ -1,0 +1,12 @@
+"""Samplers: what writes tokens together with the distribution each was drawn from.
+
+So any sampler can draft for a larger model, and a hierarchy is a fold. Between steps every cache, at every
+level, covers all committed tokens but the last; what lies at or past a cache's `length` is scratch. One
+exception is named: the spared bonus pass (`Speculative.spares`), which leaves the caches below `behind`.
+"""
+
+from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.samplers.speculative import HandOver, Speculative, hierarchy
+
+__all__ = ["Adaptive", "Autoregressive", "HandOver", "Speculative", "hierarchy"]

@@ -1,0 +1,160 @@
+"""Blocks whose length each row decides for itself, losslessly: drafting stops where a draft would be lost."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float
+
+from speccascade_jax.core.nests import fitted
+from speccascade_jax.core.protocols import Block, Cache, Counts, Params, Rows, Sampler
+from speccascade_jax.core.rounds import after, step
+from speccascade_jax.core.samplers.speculative import Speculative
+
+Array = jax.Array
+STOP_BELOW = 0.25
+ACCEPTANCE = 0.8  # of a row that has tested nothing
+PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
+PARTS = 3    # widths in which drafts are verified; more are slower where other programs run in between
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """What each row has seen of its drafter, [B].
+
+    Only of tested tokens, those up to and with a rejection: drafts after it meet the random numbers that the
+    next block draws with, and no decision may know those.
+    """
+
+    passes: Any
+    tested: Any
+    kept: Any
+    hoped: Any  # the sum of confidence() at the tested positions: what would be kept were it right
+
+    @property
+    def bias(self) -> Float[Array, " B"]:
+        """How much more of the tokens is kept than the drafter's confidence says."""
+        return (self.kept - self.hoped) / (self.tested + PRIOR)
+
+    @property
+    def acceptance(self) -> Float[Array, " B"]:
+        return (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR)
+
+
+def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
+    """How likely the likeliest token is against the second likeliest: were it one of the two, this is how
+    sure it would be. Better than its probability where a drafter is sure of the token, but of many others
+    that say the same, too: what matters is whether the verifier prefers another."""
+    most = jnp.max(law, axis=-1)
+    second = jnp.max(jnp.where(law < most[:, None], law, 0.0), axis=-1)  # of equals, that below them
+    return most / (most + second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrowed(Speculative):
+    """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
+    every row's."""
+
+    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
+                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+        """As Speculative's. A method that reads its place in the round must not see how long the draft is:
+        it has one width."""
+        whole, verified = self.block_size, super().verified
+        parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
+        widths = sorted({-(-whole * part // PARTS) for part in parts})
+
+        chosen = jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size))
+        held = below if self.shares else (below, caches[1])
+
+        def due(number: int, carry: Any) -> Array:
+            return (chosen == number) & ~carry[0]
+
+        def of(width: int) -> Callable[[Any], tuple[Array, Block, Cache, Counts]]:
+            def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
+                # With what changes in the loop, or XLA would compute beforehand what every width needs.
+                (draft, asked, counts), (_, _, now, _) = lax.optimization_barrier(
+                    ((drafted, rows, drafter_counts), carry))
+                cut = Block._make((*(x[:, :width + 1] for x in draft[:-1]), draft.size))
+                lower = now if self.shares else now[0]
+                block, *rest = verified(params, now, asked, eos_id, cut, lower, counts)
+                columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
+                return jnp.array(True), Block._make((*columns, block.size)), *rest
+
+            return narrow
+
+        shapes = jax.eval_shape(of(widths[-1]), (None, None, held, None))
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[1], shapes[3]))
+        carry = jnp.array(False), blank[0], held, blank[1]
+        # Loops of one round or none: XLA copies whole caches that a conditional writes to.
+        for number, width in enumerate(widths):
+            carry = lax.while_loop(partial(due, number), of(width), carry)
+        return carry[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Narrowed):
+    """Speculative with drafts of up to `block_size` tokens, fewer where more are not worth their time.
+
+    A row stops before it draws a token when all of its draft, that token too, is accepted with an estimated
+    chance below `stop_below`: the product of the drafter's confidence() at each position, with the bias that
+    the row has learnt (Experience). That is exact for every method: the decision knows the laws up to the
+    next token and never that token, so each drafted token still follows its law. (Dropping a token once it is
+    drawn, because its own probability is small, would not be.) The law it stops at serves the bonus position.
+
+    A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
+    position's chance is then the row's acceptance so far. It drafts one token at least.
+    """
+
+    stop_below: float = STOP_BELOW
+    remembers: ClassVar[bool] = True
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        block, caches, ((passes, sure), counts) = super().step(params, caches, rows, eos_id)
+        tested = counts.accepted + (counts.accepted < counts.drafted)
+        inside = jnp.arange(self.width) < tested[:, None]
+        seen = Experience(passes, tested, counts.accepted, jnp.sum(jnp.where(inside, sure, 0.0), axis=1))
+        return block, caches, (seen, counts)
+
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        lossless = jnp.array([method.lossless and self.spares for method in self.methods])
+        spared = lossless[rows.methods[:, self.level - 1]]
+        most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        seen: Experience | None = None if rows.so_far is None else rows.so_far[0]
+        bias, acceptance = (0.0, ACCEPTANCE) if seen is None else (seen.bias, seen.acceptance)
+
+        def ask(drafter: Sampler, carry: Any) -> Any:
+            """The law of every unfinished row's next token, and the token where the row goes on. All of these
+            rows stand at column n; one that has stopped keeps what lies before it."""
+            n, drafted, caches, recent, passes, sure, chance, on = carry
+            at = rows._replace(recent=recent, start=rows.start + passes, want=None, so_far=None,
+                               room=on.astype(jnp.int32))
+            block, caches, _ = step(drafter, params, caches, at, eos_id)
+            own = confidence(block.own[:, 0])
+            chance = chance * jnp.clip(own + bias, 0.0, 1.0)
+            takes = self.goes_on(chance, block, spared) & on & (drafted.size < most)
+            *columns, sure = (lax.dynamic_update_slice_in_dim(old, new, n, axis=1) for old, new in
+                              ((*zip(drafted[:-1], block[:-1], strict=True), (sure, own[:, None]))))
+            size, recent = drafted.size + takes, after(block._replace(size=1 * takes), recent)
+            enough = (size == most) | (chance * acceptance < self.stop_below)
+            on_now = takes & (recent[:, -1] != eos_id) & ~(spared & enough)
+            return n + 1, Block._make((*columns, size)), caches, recent, passes + on, sure, chance, on_now
+
+        none = jnp.zeros_like(rows.room)
+        columns = jnp.zeros((len(none), self.width), jnp.int32)
+        laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
+        blank = Block(columns, laws, laws, columns, none)
+        carry = ask(self.reader, (0, blank, caches, rows.recent, none, jnp.zeros((len(none), self.width)),
+                                  jnp.ones(len(none)), rows.room > 0))
+        carry = lax.while_loop(lambda carry: jnp.any(carry[-1]), partial(ask, self.drafter), carry)
+        _, drafted, caches, _, passes, sure, *_ = carry
+        return drafted, caches, (passes, sure)
+
+    def goes_on(self, chance: Float[Array, " B"], block: Block, spared: Bool[Array, " B"]
+                ) -> Bool[Array, " B"]:
+        """Whether to take the token of `block` into the draft. Its law may be asked, the token itself not."""
+        return spared | (chance >= self.stop_below)

@@ -1,0 +1,37 @@
+"""One model, one token a step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from speccascade_jax.core.nests import network_of, roll_back
+from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows
+from speccascade_jax.core.randomness import Role, draw
+from speccascade_jax.core.rounds import read, uniforms
+from speccascade_jax.core.transforms import token_probs
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """One model, one token a step. Counts its passes, [B]."""
+
+    model: LanguageModel
+    behind: int = 0  # how many committed tokens besides the last its cache may lack: they are read first
+    width: int = dataclasses.field(default=1, init=False)
+    level: int = dataclasses.field(default=0, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def models(self) -> Any:
+        return network_of(self.model)
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        logits, caches = read(self.model, params, caches, rows, self.behind, rows.recent[:, :0])
+        probs = token_probs(logits, rows.options)
+        token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])
+        size = jnp.minimum(rows.room, 1)
+        block = Block(token[:, None], probs, jax.nn.softmax(logits, axis=-1),
+                      jnp.full_like(token, Origin.MODEL)[:, None], size)
+        return block, roll_back(self.models, caches, rows.start - 1 + size), size

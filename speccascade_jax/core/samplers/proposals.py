@@ -1,0 +1,80 @@
+"""Verification of drafts that come from outside the compiled loop: string-level exact match (Timor et al.
+2025, arXiv 2502.05202, Algorithm 2).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.protocols import AnyArray, Block, Cache, Counts, Origin, Params, Prefix, Rows
+from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.samplers.adaptive import Narrowed
+from speccascade_jax.core.verification import Draft
+
+Array = jax.Array
+NEEDS_NO_DRAFTER = ("speculative", "token_v2", "token_v3", "lossy_greedy")
+"""The methods whose pi and delta are made of p and the drafted token alone."""
+
+
+class Proposals(NamedTuple):
+    """The next drafts, put here between two rounds."""
+
+    tokens: Int[AnyArray, "B G"]
+    size: Int[AnyArray, " B"]    # how many of them
+    passes: Int[AnyArray, " B"]  # of the drafter that wrote them
+    length: Int[AnyArray, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposed:
+    """Stands where a drafter's model does; its cache holds the drafts. It has no parameters."""
+
+    vocab_size: int
+    most: int             # drafts of a round
+    start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+
+    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
+                max_length: int) -> tuple[Prefix, Proposals]:
+        rows = inputs.shape[0]
+        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+        if self.start_id is not None:
+            prefix = Prefix(jnp.full((rows, 1), self.start_id, jnp.int32), jnp.ones((rows,), jnp.int32))
+        nothing = jnp.zeros((rows,), jnp.int32)
+        return prefix, Proposals(jnp.zeros((rows, self.most), jnp.int32), nothing, nothing,
+                                 jnp.maximum(prefix.length - 1, 0))
+
+    def extend(self, params: Params, tokens: Int[AnyArray, "B T"], cache: Proposals
+               ) -> tuple[Float[Array, "B T V"], Proposals]:
+        """Of what follows other tokens nothing is known: all are equally likely."""
+        logits = jnp.zeros((*tokens.shape, self.vocab_size))
+        return logits, cache._replace(length=cache.length + tokens.shape[1])
+
+    def roll_back(self, cache: Proposals, length: Int[AnyArray, " B"]) -> Proposals:
+        return cache._replace(length=jnp.asarray(length))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched(Narrowed):
+    """Speculative with the drafts that lie in the cache, whoever wrote them; its `drafter` holds a Proposed.
+
+    A draft's law is taken to be one-hot. So a lossless method accepts token x with probability p(x), as exact
+    match with a sample of p does, and a rule refuses what p alone tells it to refuse. After the last draft
+    comes a token of the verifier's own.
+    """
+
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        active = rows.room > 0
+        tokens = jnp.pad(caches.tokens, ((0, 0), (0, 1)))
+        laws = jax.nn.one_hot(tokens, self.verifier.vocab_size)
+        size = jnp.where(active, jnp.minimum(caches.size, self.block_size), 0)
+        block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), size)
+        return block, caches, jnp.where(active, caches.passes, 0)
+
+    def target(self, scores: Scores, rows: Rows, draft: Draft
+                ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
+        pi, deferred = super().target(scores, rows, draft)
+        bonus = jnp.arange(pi.shape[1]) == draft.size[:, None]
+        return jnp.where(bonus[..., None], scores.p_sampled, pi), deferred

@@ -1,0 +1,228 @@
+"""Speculative cascades: a sampler drafts, a model verifies, and a hierarchy is a fold of that."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.counters import Counters
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.nests import network_of, roll_back, top
+from speccascade_jax.core.protocols import (
+    NO_LIMIT,
+    Block,
+    Cache,
+    Counts,
+    LanguageModel,
+    Params,
+    Rows,
+    Sampler,
+)
+from speccascade_jax.core.randomness import Role
+from speccascade_jax.core.rounds import (
+    add,
+    after,
+    append,
+    cut_after,
+    is_greedy,
+    read,
+    step,
+    uniforms,
+    written,
+)
+from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.transforms import token_probs
+from speccascade_jax.core.verification import Draft, deferred_drafts, verify
+
+Array = jax.Array
+HandOver = Literal["need", "truncate", "keep"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculative:
+    """GenSpecSample (Narasimhan et al., Algorithm 4): `drafter` writes, `verifier` scores.
+
+    The output follows method.target of the drafter's and the verifier's distributions; of several methods,
+    rows.methods says which. Counts (the drafter's counts, its own Counters).
+
+    A drafter that verifies itself writes blocks of unknown length until `block_size` tokens stand (Mohri et
+    al., arXiv 2510.19705). `hand_over` is what becomes of a surplus: "need" drafts no more than is needed,
+    "truncate" cuts it, "keep" hands it over (not to a rule, whose draft must end regardless of its tokens).
+    """
+
+    drafter: Sampler
+    verifier: LanguageModel
+    method: Method | tuple[Method, ...]
+    block_size: int
+    hand_over: HandOver = "need"
+    behind: int = 0  # as Autoregressive's
+
+    @property
+    def shares(self) -> bool:
+        """Whether the verifier is part of the network that the drafter's largest model is part of."""
+        own = network_of(self.verifier)
+        return own is not self.verifier and own == top(self.drafter.models, self.drafter.models)
+
+    @property
+    def models(self) -> Any:
+        return self.drafter.models if self.shares else (self.drafter.models, network_of(self.verifier))
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        return self.method if isinstance(self.method, tuple) else (self.method,)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens it drafts."""
+        return self.block_size + (self.drafter.width - 1 if self.hand_over == "keep" else 0)
+
+    @property
+    def width(self) -> int:
+        return self.capacity + 1
+
+    @property
+    def level(self) -> int:
+        return self.drafter.level + 1
+
+    @property
+    def overhang(self) -> int:
+        return self.capacity + 1 + self.behind + self.reader.overhang
+
+    @property
+    def spares(self) -> bool:
+        """The spared bonus pass: a lossless pi needs no q at the bonus position, so in rows of such methods
+        the drafter does not read its last token, and where that is kept, the next draft begins with it."""
+        return (any(method.lossless for method in self.methods)
+                and isinstance(self.drafter, Autoregressive | Speculative))
+
+    @property
+    def reader(self) -> Sampler:
+        """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
+        and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
+        needs, deep = self.hand_over == "need", isinstance(self.drafter, Speculative)
+        lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
+        return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        drafted = self._draft(params if self.shares else params[0], caches if self.shares else caches[0],
+                              rows, eos_id)
+        return self.verified(params, caches, rows, eos_id, *drafted)
+
+    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
+                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+        """The rest of step(), after what _draft() has returned."""
+        size, count = drafted.tokens.shape[1] - 1, drafted.size
+        draft = Draft(drafted.tokens[:, :size], drafted.probs, count)
+        draft = draft._replace(tokens=jnp.where(draft.inside, draft.tokens, 0))  # the rest may be no tokens
+
+        cache = top(self.drafter.models, below) if self.shares else caches[1]
+        logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
+        scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
+                        token_probs(logits, rows.options), is_greedy(rows))
+
+        pi, deferred = self.target(scores, rows, draft)
+        own_pi, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+
+        verdict = verify(uniforms(rows, self.level, Role.ACCEPT, size),
+                         uniforms(rows, self.level, Role.DRAW, size + 1), draft, pi)
+        tokens, origin = written(draft, drafted.origin, verdict, self.level)
+        emitted = jnp.minimum(cut_after(tokens, verdict.num_accepted + 1, eos_id), rows.room)
+
+        below = below if not self.shares else below[0] if type(self.models) is tuple else None
+        caches = cache if below is None else (below, cache)
+        caches = roll_back(self.models, caches, rows.start - 1 + emitted)
+        accepted = jnp.minimum(verdict.num_accepted, emitted)
+        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, self.capacity)
+        return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
+
+    def target(self, scores: Scores, rows: Rows, draft: Draft
+                ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
+        """pi of each row's method, and at how many drafted positions it defers."""
+        alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]
+        found: list[Array] = []
+        for number, method in enumerate(self.methods):
+            pi, delta = method.target(scores, alpha)
+            deferred, mine = deferred_drafts(delta, draft), chosen == number
+            if found:
+                pi = jnp.where(mine[:, None, None], pi, found[0])
+                deferred = jnp.where(mine, deferred, found[1])
+            found = [pi, deferred]
+        return found[0], found[1]
+
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        """The draft with its laws, its size in each row, and one more token that is never submitted: its law
+        serves the bonus position, and reading its place leaves the drafter's cache complete. Where that
+        pass is spared, the last place is scratch."""
+        drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
+        extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
+        most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        need = jnp.where(rows.room > 0, most + extra, 0)
+
+        def one_block(drafter: Sampler, done: Any, caches: Any, recent: Any, ended: Any = False) -> Any:
+            """The drafter's next block, `done` tokens into the draft, which ends with `recent`."""
+            left = jnp.where(ended, 0, jnp.maximum(need - done, 0))
+            at = rows._replace(recent=recent, start=rows.start + done, want=None, room=left)
+            if self.hand_over == "keep":
+                at = at._replace(room=jnp.where((left > 0) & (extra == 0), NO_LIMIT, left))
+            elif self.hand_over == "need" and drafter.width > 1:
+                at = at._replace(want=left)
+            block, caches, counts = step(drafter, params, caches, at, eos_id)
+            return block, caches, after(block, recent), counts
+
+        if drafter.width == 1 and rows.want is None:  # a known number of steps
+            def another(carry: Any, n: Int[Array, ""]) -> Any:
+                block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)
+                return carry, (block, counts)
+
+            first, *begun, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
+            steps = jnp.arange(1, self.block_size + (not all(lossless)))
+            (caches, _), (blocks, counts) = lax.scan(another, begun, steps)
+            blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
+            found = (jnp.moveaxis(x[:self.width, :, 0], 0, 1) for x in blocks[:-1])
+            size = jnp.where(rows.room > 0, self.block_size, 0)
+            return Block._make((*found, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
+
+        def busy(carry: Any) -> Array:
+            return (carry[0].size < need) & ~carry[3]
+
+        def advance(carry: Any, drafter: Sampler = self.drafter) -> Any:
+            drafted, caches, recent, ended, counts = carry
+            block, caches, recent, counted = one_block(drafter, drafted.size, caches, recent, ended)
+            ended |= (block.size > 0) & (recent[:, -1] == eos_id)
+            return append(drafted, block), caches, recent, ended, add(counts, counted)
+
+        columns = jnp.zeros((len(need), self.width), jnp.int32)
+        laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
+        counts = jax.eval_shape(partial(one_block, drafter), need, caches, rows.recent)[-1]
+        carry = (Block(columns, laws, laws, columns, jnp.zeros_like(need)), caches, rows.recent,
+                 jnp.zeros_like(need, bool), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts))
+        if drafter != self.drafter:  # only the first block has to read what the caches lack
+            carry = lax.cond(jnp.any(busy(carry)), partial(advance, drafter=drafter), lambda x: x, carry)
+        drafted, caches, *_, counts = lax.while_loop(lambda x: jnp.any(busy(x)), advance, carry)
+        size = jnp.where(extra > 0, jnp.minimum(drafted.size, most), drafted.size)
+        return drafted._replace(size=size), caches, counts
+
+
+def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method | tuple[Method, ...]],
+              block_sizes: Sequence[int], hand_over: HandOver = "need") -> Sampler:
+    """Models from smallest to largest; each but the first verifies what those before it draft.
+
+    methods and block_sizes have one entry for each verifier, from the smallest up; hand_over: see
+    Speculative. Raises ValueError for other numbers of them.
+    """
+    if not len(models) - 1 == len(methods) == len(block_sizes):
+        raise ValueError(f"{len(models)} models need {len(models) - 1} methods and block sizes, "
+                         f"got {len(methods)} and {len(block_sizes)}.")
+    sampler: Sampler = Autoregressive(models[0])
+    for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
+        sampler = Speculative(sampler, verifier, method, block_size, hand_over)
+    return sampler
+
+
+# Pieces of rounds

@@ -1,0 +1,111 @@
+"""Methods that learn: small networks on features of both models' laws.
+
+    router             delta = advantage > alpha,    advantage = (max p - max q) / TV(p~, q~) + network
+    learned_mixture    pi = w q~ + (1 - w) p~,       w = alpha e^network / (alpha e^network + 1 - alpha)
+
+The advantage is how much better a text becomes if, where q~ and p~ disagree, it goes on with the verifier's
+token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
+rejection with the chance that they disagree, TV(p~, q~), and gains TV times the advantage. So the best rule
+at a price alpha of a rejection asks for an advantage above alpha. `opt` estimates it by (max p - max q) / TV.
+
+The features are known at a position before its token is drawn, so that pi is a distribution as any
+per-position rule's, and the output follows it exactly. With a network of zeros these are `opt`, at an
+alpha below 1, and `mixture`. training.router trains it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from speccascade_jax.core.methods import METHODS, TRAINED, Method
+from speccascade_jax.core.protocols import AnyArray
+from speccascade_jax.core.rules import Scores, entropy, mixture, target_probs, total_variation
+
+Array = jax.Array
+MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"
+FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {name} / 4" for name in MEANS))
+MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
+LEAST = 1e-3  # keeps logarithms and quotients finite
+
+
+class Weights(NamedTuple):
+    """Of one hidden layer of W units."""
+
+    hidden: Any  # [F, W]
+    bias: Any    # [W]
+    out: Any     # [W]
+
+
+def features(s: Scores) -> Float[Array, "*B F"]:
+    """FEATURES of each position. Where the laws disagree, the drafter's token is drawn from (q~ - p~)+ / TV,
+    the verifier's from (p~ - q~)+ / TV: "p of q~'s" is the mean of p over such tokens of the drafter's, how
+    right the verifier thinks them. (0 where the laws agree.)"""
+    differs = total_variation(s.p_sampled, s.q_sampled)
+    left = [jnp.maximum(x, 0.0) for x in (s.q_sampled - s.p_sampled, s.p_sampled - s.q_sampled)]
+    means = [jnp.sum(own * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
+             for own in left for law in (s.q, s.p)]
+    most = [jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p)]
+    return jnp.concatenate([*most, entropy(s.q), entropy(s.p), differs, *means,
+                            *(jnp.log(mean + LEAST) / 4 for mean in means)], axis=-1)
+
+
+def plain_advantage(features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
+    """What `opt` compares with alpha: (max p - max q) / TV, at most 1 either way."""
+    gain = features[..., MOST_P] - features[..., MOST_Q]
+    return jnp.clip(gain / jnp.maximum(features[..., TV], LEAST), -1.0, 1.0)
+
+
+def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
+    """q~'s weight in the mixture: alpha, its odds times e^network. 0 at alpha 0, 1 at alpha 1."""
+    odds = alpha * jnp.exp(jnp.clip(network(weights, features), -20, 20))
+    return odds / (odds + 1 - alpha)
+
+
+def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
+    return jnp.tanh(features @ weights.hidden + weights.bias) @ weights.out
+
+
+def method_of(weights: Weights, name: str = "router") -> Method:
+    """The method of a trained network, one of TRAINED."""
+    def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
+        own = features(s)
+        delta = (plain_advantage(own) + network(weights, own))[..., None] > alpha
+        return target_probs(s.q_sampled, s.p_sampled, delta), delta
+
+    def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
+        own = features(s)
+        alpha = jnp.broadcast_to(alpha, (*own.shape[:-1], 1))[..., 0]
+        return mixture(s, drafters_weight(weights, own, alpha)[..., None])
+
+    return dataclasses.replace(METHODS[name], target=deferring if name == "router" else mixing, name=name)
+
+
+def described(weights: Weights, name: str = "router", **about: Any) -> str:
+    """The content of a network's file."""
+    arrays = {field: np.asarray(value, np.float64).tolist() for field, value in weights._asdict().items()}
+    return json.dumps({"method": name, "features": FEATURES, **arrays, "about": about}, indent=1) + "\n"
+
+
+def load(path: str | Path) -> Method:
+    """The method of a file that scripts/finetune.py has written. Raises ValueError for any other file."""
+    try:
+        found = json.loads(Path(path).read_text())
+        weights = Weights(*(np.array(found[name], np.float32) for name in Weights._fields))
+        units = weights.bias.shape
+        name = found.get("method", "router")  # which older files do not say
+        fits = (name in TRAINED and tuple(found["features"]) == FEATURES
+                and weights.hidden.shape == (len(FEATURES), *units) and weights.out.shape == units
+                and all(np.isfinite(x).all() for x in weights))
+    except OSError as error:
+        raise ValueError(f"router is {path}, which cannot be read: {error.strerror}.") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise ValueError(f"router is {path}, which is no router's file: train one with scripts/finetune.py.")
+    return method_of(weights, name)

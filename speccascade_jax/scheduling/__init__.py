@@ -1,0 +1,1 @@
+"""Requests into rows: what runs on the devices, and who has a turn."""

@@ -1,0 +1,290 @@
+"""What a scheduler runs on the devices, compiled once for each shape."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
+
+from speccascade_jax.core import loop
+from speccascade_jax.core.nests import insert, insert_rows
+from speccascade_jax.core.protocols import Sampler
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.parallel import AXIS, shared_by
+from speccascade_jax.scheduling.chunks import Unread, read_chunk
+from speccascade_jax.vocabularies.joining import shapes_of
+
+GIGABYTE = 2**30
+LAWS = 8  # arrays [B, gamma + 1, V] that a round holds at once, about
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds spent compiling and decoding, apart."""
+
+    compile_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compilations: int = 0
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.decode_seconds += time.perf_counter() - began
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed when a program is compiled; all else is a row's own."""
+
+    sampler: Sampler
+    max_new_tokens: int
+    eos_id: int
+    vocab_size: int
+    max_top_k: int | None = None  # None: no row samples with top-k; so the next two
+    top_p: bool = False
+    min_p: bool = False
+    history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
+    ragged: bool = False  # rows have block sizes of their own, up to the sampler's
+    chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
+
+    def requests(self, rows: int, width: int) -> loop.Requests:
+        """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
+        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+        levels, numbers = self.sampler.level, array(jnp.float32)
+        options = SamplingOptions(numbers, numbers if self.top_p else None,
+                                  array(jnp.int32) if self.max_top_k else None,
+                                  numbers if self.min_p else None, self.max_top_k)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        whole = array(jnp.int32)
+        inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
+        return loop.Requests._make((keys, inputs, whole, whole, options,
+                                    array(jnp.float32, levels), array(jnp.int32, levels)))
+
+
+class Programs:
+    """The compiled pieces of one Plan. With several devices each has its own rows and its own loop.
+
+    Rows are counted a device. A piece is compiled from shapes, when it is first asked for.
+    """
+
+    def __init__(self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock):
+        self.plan, self.params, self.mesh, self.clock = plan, params, mesh, clock
+        self.devices = 1 if mesh is None else mesh.size
+        self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
+        self.states: dict[tuple[int, int], Any] = {}
+
+    def begin(self, rows: int, width: int) -> Any:
+        """(params, Requests, one more than each row's block size or None) -> State.
+
+        Raises ValueError where the devices' memory cannot hold it.
+        """
+        def compiled() -> Any:
+            asked = self._asked(rows, width)
+            self._check_memory(rows, jax.eval_shape(self._begin, self.params, *asked))
+            return jax.jit(self._begin).lower(self.params, *asked)
+
+        return self._once(("begin", rows, width), compiled)
+
+    def read(self, rows: int, width: int) -> Any:
+        """(params, State, tokens [B, chunk], where they stand) -> State, in the first one's memory."""
+        def compiled() -> Any:
+            state = self._state(rows, width)
+            tokens = jax.ShapeDtypeStruct((rows * self.devices, self.plan.chunk), jnp.int32)
+            mapped = self._mapped(partial(read_chunk, self.plan.sampler), P(), P(AXIS), P(AXIS), P())
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+                self.params, state, self._placed(tokens), jax.ShapeDtypeStruct((), jnp.int32))
+
+        return self._once(("read", rows, width), compiled)
+
+    def run(self, rows: int, width: int, plain: bool = False) -> Any:
+        """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
+        of which no unfinished row truncates: it leaves the sorts out."""
+        def compiled() -> Any:
+            state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
+            decode = run_plainly if plain else loop.run
+            function = partial(decode, self.plan.sampler, eos_id=self.plan.eos_id)
+            mapped = self._mapped(function, P(), P(AXIS), P(), P())
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+                self.params, state, number, number)
+
+        return self._once(("run", rows, width, plain), compiled)
+
+    def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
+        """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
+        def compiled() -> Any:
+            state, fresh = self._state(rows, width), self._state(fresh_rows, fresh_width)
+            slots = self._placed(jax.ShapeDtypeStruct((fresh_rows * self.devices,), jnp.int32))
+            mapped = self._mapped(partial(refill, self.plan.sampler, like_fresh=like_fresh),
+                                  P(AXIS), P(AXIS), P(AXIS))
+            where = shardings(self._state(rows, fresh_width if like_fresh else width))
+            return jax.jit(mapped, donate_argnums=() if like_fresh else 0, out_shardings=where).lower(
+                state, fresh, slots)
+
+        return self._once(("refill", rows, width, fresh_rows, fresh_width, like_fresh), compiled)
+
+    def stop(self, rows: int, width: int) -> Any:
+        """(State, which rows are to stop) -> State, in the first one's memory."""
+        def compiled() -> Any:
+            state = self._state(rows, width)
+            which = self._placed(jax.ShapeDtypeStruct((rows * self.devices,), jnp.bool))
+            return jax.jit(stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(
+                state, which)
+
+        return self._once(("stop", rows, width), compiled)
+
+    def call(self, program: Any, *arguments: Any) -> Any:
+        with self.clock.decoding():
+            return program(*arguments)
+
+    def fetch(self, arrays: Any) -> Any:
+        with self.clock.decoding():
+            return jax.device_get(arrays)
+
+    def place(self, rows: Any) -> Any:
+        """Host arrays [B, ...] where each device has its own rows."""
+        return rows if self.mesh is None else jax.device_put(rows, NamedSharding(self.mesh, P(AXIS)))
+
+    @property
+    def _begin(self) -> Callable[..., Any]:
+        plan = self.plan
+        sampler: Any = Unread(plan.sampler) if plan.chunk else plan.sampler
+
+        def begin(params: Any, asked: loop.Requests, want: Any) -> loop.State:
+            state = loop.begin(sampler, params, asked, max_new_tokens=plan.max_new_tokens,
+                               history=plan.history)
+            return state._replace(rows=state.rows._replace(want=want))
+
+        return self._mapped(begin, P(), P(AXIS), P(AXIS))
+
+    def _asked(self, rows: int, width: int) -> tuple[Any, Any]:
+        """The shapes of begin()'s arguments but the parameters."""
+        size = rows * self.devices
+        want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
+        return self._placed((self.plan.requests(size, width), want))
+
+    def _mapped(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+
+    def _placed(self, shapes: Any) -> Any:
+        """place() of shapes."""
+        if self.mesh is None:
+            return shapes
+        where = NamedSharding(self.mesh, P(AXIS))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+
+    def _state(self, rows: int, width: int) -> Any:
+        """The shapes of a State, and where begin() has put its parts: there they stay."""
+        if (rows, width) not in self.states:
+            where = self.begin(rows, width).output_shardings
+            found = jax.eval_shape(self._begin, self.params, *self._asked(rows, width))
+            self.states[rows, width] = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where)
+        return self.states[rows, width]
+
+    def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
+        if key not in self.compiled:
+            began, before = time.perf_counter(), self.clock.compile_seconds
+            with shared_by(self.params):
+                self.compiled[key] = lower().compile()
+            # lower() may have compiled what this program takes: that time is in both.
+            self.clock.compile_seconds = before + time.perf_counter() - began
+            self.clock.compilations += 1
+        return self.compiled[key]
+
+    def _check_memory(self, rows: int, state: Any) -> None:
+        plan, free = self.plan, free_memory()
+        laws = LAWS * 4 * rows * plan.sampler.width * plan.vocab_size
+        need = laws + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // self.devices
+        if free is not None and need > free:
+            raise ValueError(
+                f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
+                f"about {need / GIGABYTE:.1f} GB on each device, {free / GIGABYTE:.1f} GB are free: lower "
+                "batch_size, max_new_tokens or block_size.")
+
+
+def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
+    """loop.run() without top-k, top-p and min-p, which stay in the state for other rows."""
+    options = state.rows.options
+    plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
+    done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
+    return done._replace(rows=done.rows._replace(options=options))
+
+
+def refill(sampler: Sampler, state: loop.State, fresh: loop.State, slots: Int[jax.Array, " R"],
+           like_fresh: bool = False) -> loop.State:
+    """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
+
+    The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with
+    `like_fresh` as those of `fresh`, which must hold all unfinished rows.
+    """
+    caches = insert(sampler.models, state.caches, fresh.caches, slots, like_fresh)
+    rest = insert_rows(state._replace(caches=None), fresh._replace(caches=None), slots, like_fresh)
+    return rest._replace(caches=caches)
+
+
+def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
+    """`state` with the rows where `stopped` [B] finished."""
+    return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
+
+
+def largest_top_k(asked: Iterable[int | None]) -> int | None:
+    """A plan's max_top_k for rows that ask for these: a power of two, and all up to 64 share a program."""
+    most = max((top_k or 0 for top_k in asked), default=0)
+    return max(1 << (most - 1).bit_length(), 64) if most else None
+
+
+def shardings(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def free_memory() -> int | None:
+    """Bytes that are free on the first device, or on the host of CPU devices; None where nobody says."""
+    found = jax.local_devices()[0].memory_stats()
+    if found and "bytes_limit" in found:
+        return found["bytes_limit"] - found["bytes_in_use"]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def crowded() -> bool:
+    """Whether half of the memory maps that this process may have are in use. A program for CPUs takes
+    hundreds, and XLA ends the process when it gets no more."""
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return sum(1 for _ in maps) > limit // 2
+    except OSError:
+        return False
+
+
+def row_keys(seeds: list[int], numbers: list[int]) -> jax.Array:
+    """A typed key [B] for each row: its request's number folded into the key of its seed."""
+    data = np.stack([key_data(seed) for seed in seeds])
+    return _folded(data, np.array(numbers, np.uint32))
+
+
+@lru_cache(maxsize=1024)
+def key_data(seed: int) -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+@jax.jit
+def _folded(data: jax.Array, numbers: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(data), numbers)

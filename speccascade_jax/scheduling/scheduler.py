@@ -1,0 +1,336 @@
+"""The one scheduler: requests wait for free rows, rounds run, finished rows come out.
+
+    scheduler = Scheduler(programs, batch_size, tokenizer, bucket)
+    ids = scheduler.admit(requests)
+    while scheduler.busy:
+        scheduler.run()
+        for number, result in scheduler.finished():
+            ...
+
+Files, evaluation and streaming are its clients; nothing else loops over batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from speccascade_jax.baselines.sequence import Trace
+from speccascade_jax.baselines.tally import Tally
+from speccascade_jax.core.counters import Counters
+from speccascade_jax.core.loop import Requests
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.protocols import Origin
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
+from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
+from speccascade_jax.vocabularies.joining import inputs_of
+from speccascade_jax.vocabularies.translated import Translated
+
+LOOK_EVERY = 8  # rounds between two looks for stop sequences
+NO_LIMIT = np.int32(2**31 - 1)
+
+
+class Request(NamedTuple):
+    """A text to decode. `methods` are the indices of its methods in those of the sampler's levels."""
+
+    tokens: Sequence[int]
+    settings: Settings
+    number: int = 0   # with the seed it fixes the random draws
+    methods: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    own: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
+
+    @property
+    def size(self) -> int:
+        """How wide the inputs are that hold it."""
+        return max([len(self.tokens), *(model.needs(len(own)) for model, own in self.own.items())])
+
+
+class Reading(NamedTuple):
+    """Requests without a row yet whose prompts are read, or being read: by their places in the state `fresh`,
+    which has `rows` on each device."""
+
+    placed: dict[int, tuple[int, Request]]
+    fresh: Any
+    rows: int
+    width: int
+    start: int = 0  # of the next chunk, where prompts are read so
+
+    def without(self, gone: Iterable[int]) -> list["Reading"]:
+        """What is left without these requests: nothing, or one."""
+        placed = {place: one for place, one in self.placed.items() if one[0] not in gone}
+        return [self._replace(placed=placed)] if placed else []
+
+
+class Result(NamedTuple):
+    """What became of a request: tokens up to its end or stop sequence, who wrote each, what it counted."""
+
+    tokens: list[int]
+    origin: list[str]
+    level: list[int]
+    counts: dict[str, Any]
+
+
+class Lane(NamedTuple):
+    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
+
+    plan: Plan
+    params: Any
+    methods: tuple[tuple[Method, ...], ...]
+
+    def numbers(self, settings: Settings) -> tuple[int, ...]:
+        """Which of its methods these settings name at each level."""
+        rules = settings.rules(len(self.methods)) if self.methods else ()
+        return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
+
+
+class Scheduler:
+    """Rows of a batch, `batch_size` on each device, and the requests that wait for one.
+
+    Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
+    become narrower. A result depends on its request only, never on what else is decoded (in float32: other
+    dtypes round a product of another shape in another way).
+    """
+
+    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
+                 bucket: Callable[[int], int]):
+        self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
+        # How many of a device's rows are idle before others take them.
+        self.share = max(batch_size // 4, 1)
+        self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
+        self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
+        self.done: list[tuple[int, Result]] = []
+        self.state: Any = None
+        self.seen: Any = None  # what run() has fetched of it
+        self.width = self.admitted = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether run() has something to do."""
+        return bool(self.waiting or self.running)
+
+    def admit(self, requests: Iterable[Request]) -> list[int]:
+        """Queues the requests and returns their ids, in order."""
+        new = list(enumerate(requests, self.admitted))
+        self.admitted += len(new)
+        self.waiting = sorted([*self.waiting, *new], key=self._turn)
+        return [number for number, _ in new]
+
+    def _turn(self, one: tuple[int, Request]) -> Any:
+        """Where it stands among those that wait."""
+        return one[1].size, one[0]
+
+    def cancel(self, number: int) -> None:
+        """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
+        self.waiting = [one for one in self.waiting if one[0] != number]
+        self._stop([row for row, (own, _) in self.running.items() if own == number])
+
+    def finished(self) -> list[tuple[int, Result]]:
+        """The requests that have finished since the last call, by id."""
+        done, self.done = self.done, []
+        return done
+
+    def partial(self, number: int) -> Result | None:
+        """What a running request has written by the end of the last run(); None where it runs no more."""
+        row = next((row for row, (own, _) in self.running.items() if own == number), None)
+        return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
+
+    def run(self, rounds: int | None = None) -> None:
+        """Places waiting requests, then runs until rows are free for others, or everything is done, or
+        `rounds` rounds are; stop sequences are looked for every few rounds.
+
+        Raises ValueError where a model's logits are not numbers.
+        """
+        held = self._place()
+        if not self.running:
+            return
+        stops = any(request.stop for _, request in self.running.values())
+        most = NO_LIMIT if rounds is None else np.int32(rounds)
+        most = min(most, np.int32(1 if held else LOOK_EVERY)) if stops or held else most
+        enough = self.share if self.waiting and not held else self.batch_size
+        self._rounds(np.int32(enough), most)
+        state = self.state
+        self.seen = self.programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room,
+                                         state.counts, state.history))
+        self._take_finished()
+
+    def _rounds(self, enough: np.int32, most: np.int32) -> None:
+        """Up to `most` rounds, until `enough` rows are finished."""
+        program = self.programs.run(self.batch_size, self.width, self._plain())
+        self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
+
+    def _plain(self) -> bool:
+        """Whether a program without truncations will do."""
+        return False
+
+    def _take_finished(self) -> None:
+        room, stopped = self.seen[3], []
+        for row, (number, request) in [*self.running.items()]:
+            if room[row] > 0 and not request.stop:
+                continue
+            result, complete = self._result(row, request)
+            if room[row] == 0:
+                del self.running[row]
+            elif complete:
+                stopped.append(row)
+            else:
+                continue
+            self.done.append((number, result))
+        self._stop(stopped)
+
+    def _result(self, row: int, request: Request) -> tuple[Result, bool]:
+        """What a row has written, up to its stop sequence, and whether it has come to one."""
+        tokens, origin, emitted, room, counts, history = self.seen
+        written = tokens[row, :int(emitted[row])]
+        if (written >= self.programs.plan.vocab_size).any():
+            raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
+                             "bfloat16 is too narrow for it.")
+        stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
+        kept = written.tolist() if stopped is None else stopped[0]
+        counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else
+                  counts_at(history, row, len(kept)))
+        levels, origins = np.divmod(origin[row, :len(kept)], len(Origin))
+        names = [Origin(one).name.lower() for one in origins]
+        return Result(kept, names, levels.tolist(), row_counts(counts)), stopped is not None
+
+    def _stop(self, rows: list[int]) -> None:
+        """Frees these rows before their ends."""
+        if not rows:
+            return
+        which = np.isin(np.arange(self.batch_size * self.programs.devices), rows)
+        programs = self.programs
+        self.state = programs.call(programs.stop(self.batch_size, self.width), self.state,
+                                   programs.place(which))
+        for row in rows:
+            del self.running[row]
+
+    def _place(self) -> bool:
+        """Gives waiting requests the idle rows, where a share of every device's rows is idle. Returns whether
+        some are left without one until rows that run have done a round."""
+        while self.waiting:
+            anew = not self.running
+            count = self.batch_size if anew else self.share
+            if min(map(len, self._idle())) < count:
+                break
+            read = self._read(count, range(self.programs.devices))
+            if anew:
+                self.state, self.width, self.running = read.fresh, read.width, read.placed
+            else:
+                self._refill(read)
+        return False
+
+    def _read(self, count: int, devices: Sequence[int]) -> Reading:
+        """Reads the prompts of those whose turn it is, up to `count` on each of these devices."""
+        chosen = {device * count + k: self.waiting.pop()
+                  for k in range(count) for device in devices if self.waiting}
+        width = self._width_of([request for _, request in chosen.values()])
+        fresh = self._begun({place: request for place, (_, request) in chosen.items()}, count, width)
+        return Reading(chosen, fresh, count, width)
+
+    def _width_of(self, requests: Iterable[Request]) -> int:
+        return max(self.bucket(request.size) for request in requests)
+
+    def _idle(self) -> list[list[int]]:
+        """Each device's idle rows."""
+        rows = self.batch_size
+        return [[row for row in range(rows) if device * rows + row not in self.running]
+                for device in range(self.programs.devices)]
+
+    def _refill(self, read: Reading) -> set[int]:
+        """Puts what has been read into idle rows, as far as there are. Returns the ids of these requests."""
+        programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
+        slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
+        for device, local in enumerate(self._idle()):
+            own = [place for place in read.placed if place // count == device][:len(local)]
+            slots[own] = local[:len(own)]
+        taken = {place // count * rows + int(slots[place]): one for place, one in read.placed.items()
+                 if slots[place] < rows}
+        if not taken:
+            return set()
+        self.running |= taken
+        like_fresh = self._becomes(width)
+        refill = programs.refill(rows, self.width, count, width, like_fresh)
+        self.state = programs.call(refill, self.state, read.fresh, programs.place(slots))
+        self.width = width if like_fresh else self.width
+        return {number for number, _ in taken.values()}
+
+    def _becomes(self, width: int) -> bool:
+        """Whether the batch becomes as wide as what is put into it."""
+        needed = self._width_of(request for _, request in self.running.values())
+        return width > self.width or (width < self.width and needed <= width)
+
+    def precompile(self, widths: Sequence[int]) -> None:
+        """Compiles every program that requests of these (ascending) widths may need."""
+        programs, rows = self.programs, self.batch_size
+        stops = programs.plan.history > 0
+        for width in widths:
+            programs.run(rows, width)
+            if stops:
+                programs.stop(rows, width)
+            for other in [w for w in widths if w <= width] if rows > 1 else []:
+                programs.refill(rows, width, self.share, other, False)
+                if other < width:
+                    programs.refill(rows, width, self.share, other, True)
+
+    def _begun(self, placed: dict[int, Request], count: int, width: int) -> Any:
+        """`count` rows a device of which these are asked for."""
+        programs = self.programs
+        plan, empty = programs.plan, Request((), Settings())
+        rows = [placed.get(row, empty) for row in range(count * programs.devices)]
+        want = None
+        if plan.ragged:
+            sizes = [one.settings.block_sizes(plan.sampler.level)[-1] for one in rows]
+            want = np.array(sizes, np.int32) + 1
+        asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
+        return programs.call(programs.begin(count, width), programs.params, asked, want)
+
+
+def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> Requests:
+    """The requests as begin() takes them, inputs padded to `width`; one without tokens is an empty row."""
+    own = [request.settings for request in asked]
+
+    def column(name: str, off: float, dtype: Any) -> np.ndarray:
+        with np.errstate(over="ignore"):  # 1e308 is as good as infinite
+            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+
+    inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
+    options = SamplingOptions(
+        column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
+        column("top_k", 0, np.int32) if plan.max_top_k else None,
+        column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+    inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
+    rows, levels = len(asked), plan.sampler.level
+    alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
+    methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
+    return Requests._make((
+        row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
+        column("max_new_tokens", plan.max_new_tokens, np.int32), options,
+        alphas.reshape(rows, levels), methods.reshape(rows, levels)))
+
+
+def counts_at(history: Any, row: int, size: int) -> Any:
+    """A row's counts after the first round by which it had written `size` tokens."""
+    rounds, kept = int(history.rounds[row]), history.emitted.shape[1]
+    last = (n % kept for n in range(max(rounds - kept, 0), rounds))
+    at = next(n for n in last if history.emitted[row, n] >= size)
+    return jax.tree.map(lambda x: x[row, at], history.counts)
+
+
+def row_counts(counts: Any) -> dict[str, Any]:
+    """One row's counts as plain numbers."""
+    if isinstance(counts, Tally):
+        return {name: int(value) for name, value in counts._asdict().items()}
+    if isinstance(counts, Trace):
+        return {"log_q": counts.log_q[counts.drawn > 0].tolist()}
+    if isinstance(counts, tuple) and not isinstance(counts, Counters):
+        levels = []
+        while isinstance(counts, tuple):
+            counts, own = counts
+            levels.append({name: np.asarray(value).tolist() for name, value in own._asdict().items()})
+        passes = int(jax.tree.leaves(counts)[0])
+        below = {"below": [{"passes": passes}, *reversed(levels[1:])]} if len(levels) > 1 else {}
+        return {"drafter_passes": passes, **levels[0], **below}
+    return {"model_passes": int(counts)}

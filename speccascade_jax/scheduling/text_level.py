@@ -1,0 +1,285 @@
+"""String-level exact match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2): a drafter writes in its own
+tokens, its text is read in the verifier's, and these are verified.
+
+What is committed stays as it is. However badly a draft's text fits, only acceptance is lost: the verifier's
+tokens follow its law whatever is proposed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Int
+
+from speccascade_jax.core.nests import covered, insert, network_of, roll_back
+from speccascade_jax.core.protocols import AnyArray, Cache, Params
+from speccascade_jax.core.samplers.proposals import Proposals
+from speccascade_jax.scheduling.programs import Programs
+from speccascade_jax.scheduling.scheduler import Scheduler
+from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, pad
+from speccascade_jax.vocabularies.translated import CHUNK, Translated, TranslatedParams
+
+STOP_BELOW = 0.3  # the chance of a whole draft below which no more is drafted
+WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
+LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
+
+
+def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
+    """What follows, in `new`, the longest run of tokens with which `old` ends; of several such runs the last.
+    None where there is none."""
+    best, end = 0, None
+    for column in range(1, len(new) + 1):
+        run = 0
+        while run < min(len(old), column) and old[-1 - run] == new[column - 1 - run]:
+            run += 1
+        if run and run >= best:
+            best, end = run, column
+    return None if end is None else list(new[end:])
+
+
+def longest_matches(text: bytes, ids: dict[bytes, int], longest: int) -> list[int]:
+    """`text` cut into the longest tokens from the left, up to where none fits."""
+    tokens = []
+    while text:
+        size = next((n for n in range(min(longest, len(text)), 0, -1) if text[:n] in ids), 0)
+        if not size:
+            break
+        tokens.append(ids[text[:size]])
+        text = text[size:]
+    return tokens
+
+
+def whole_characters(text: bytes) -> tuple[str, bytes]:
+    """The text up to a character that has begun and not ended, and what there is of that one."""
+    for held in range(min(3, len(text)), 0, -1):
+        tail = text[-held:]
+        if 0xC0 <= tail[0] < 0xF8 and held < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
+            return text[:-held].decode(errors="replace"), tail
+    return text.decode(errors="replace"), b""
+
+
+class Side:
+    """A tokenizer as text and tokens are turned into each other here."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.surfaces = tokenizer, tokenizer.surfaces()
+        self.ids = by_text(self.surfaces)
+        self.longest = max(map(len, self.ids))
+        [first] = tokenizer.encode_batch(["a"])
+        self.spaced = bool(first) and self._text(first).startswith(b" ")  # a text's tokens begin with one
+
+    def _text(self, tokens: Sequence[int]) -> bytes:
+        none = Surface("padding", b"")
+        return b"".join((self.surfaces[n] if 0 <= n < len(self.surfaces) else none).text for n in tokens)
+
+    def text(self, tokens: Sequence[int], begins: bool) -> bytes:
+        """What tokens stand for; at the beginning of a text without the space that comes before it."""
+        found = self._text(tokens)
+        return found[1:] if begins and self.spaced and found.startswith(b" ") else found
+
+    def tokens(self, text: str, begins: bool) -> list[int]:
+        """Tokens of a text, or of a part of one, which may not begin with a space of its own."""
+        if begins or text.startswith(" ") or not self.spaced:
+            return self.tokenizer.encode_batch([text])[0]
+        return longest_matches(text.encode(errors="replace"), self.ids, self.longest)
+
+
+def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[AnyArray, " D"], cache: Cache,
+          keep: Int[AnyArray, " B"], read: Int[AnyArray, "B W"], size: Int[AnyArray, " B"]
+          ) -> tuple[Int[Array, "B count"], Int[Array, " B"], Cache]:
+    """The likeliest `allowed` tokens in turn, after the first `size` of `read` follow the `keep` positions
+    that the cache still covers; how many of them a row's draft has; and the cache, which covers all but the
+    draft's last.
+
+    A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
+    chance that all of it stands falls below STOP_BELOW: the product of what the drafter's law gives them.
+    """
+    def written(logits: Array, at: Any, tokens: Array, length: Array, chance: Array) -> Any:
+        law = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
+        token = jnp.argmax(law, axis=-1).astype(jnp.int32)
+        length = jnp.where(chance >= STOP_BELOW, at + 1, length)
+        chance = chance * jnp.where(token == eos_id, 0, jnp.max(law, axis=-1))
+        return at + 1, tokens.at[:, at].set(token), length, chance
+
+    def step(carry: Any) -> Any:
+        cache, at, tokens, *ends = carry
+        logits, cache = model.extend(params, lax.dynamic_slice_in_dim(tokens, at - 1, 1, axis=1), cache)
+        return cache, *written(logits[:, 0], at, tokens, *ends)
+
+    network, rows = network_of(model), read.shape[0]
+    logits, cache = model.extend(params, read, roll_back(network, cache, keep))
+    last = jnp.take_along_axis(logits, jnp.maximum(size - 1, 0)[:, None, None], axis=1)[:, 0]
+    first = written(last, 0, jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32),
+                    jnp.where(size > 0, 1.0, 0.0))
+    cache, _, tokens, length, _ = lax.while_loop(
+        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= STOP_BELOW), step,
+        (roll_back(network, cache, keep + size), *first))
+    return tokens, length, cache
+
+
+class TextDrafter:
+    """A drafter of another vocabulary, its programs, and how texts pass between it and the verifier."""
+
+    def __init__(self, model: Translated, own: Tokenizer, params: TranslatedParams, target: Tokenizer,
+                 source_width: int, max_new_tokens: int):
+        self.model, self.params, self.stretch = model.model, params.own, model.stretch
+        self.translated, self.begins, self.tables = model, model.start_id is not None, params.tables
+        self.target, self.own = Side(target), Side(own)
+        self.source_width = model.reads(source_width)
+        self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # own tokens that it reads of a text
+        kinds = self.own.surfaces
+        self.allowed = np.array([n < len(kinds) and (kinds[n].kind == "eos" or bool(kinds[n].text))
+                                 for n in range(self.model.vocab_size)])
+        self.draft = jax.jit(partial(draft, self.model, own.eos_id), static_argnums=0)
+        self.begin = jax.jit(self._begin, static_argnums=3)
+        self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
+        self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
+
+    def passes(self, most: int) -> int:
+        """How many own tokens usually are `most` target tokens. The commonest pieces have the lowest numbers,
+        and the n-th is taken to come 1 / n times as often as the first (Zipf), which fits both kinds of text
+        and of vocabulary that were tried within a tenth."""
+        pieces = [n for n, one in enumerate(self.target.surfaces) if one.kind == "piece"]
+        if not pieces:
+            return most
+        often = 1 / np.arange(1, len(pieces) + 1)
+        return math.ceil(most * float(np.average(np.asarray(self.tables.sizes)[pieces], weights=often)))
+
+    def precompile(self, cache: Cache, rows: int, count: int) -> None:
+        """Makes the programs that draft, for caches like this one."""
+        if (rows, count) in self.compiled:
+            return
+        for width in WIDTHS:
+            blank = np.zeros((rows, width), np.int32)
+            self.draft(count, self.params, self.allowed, cache, blank[:, 0], blank, blank[:, 0])
+        self.compiled.add((rows, count))
+
+    def _begin(self, params: Params, source: Array, length: Array, count: int) -> Any:
+        """The last token of the own prefix, how much of it the cache covers, and the cache."""
+        widest = source.shape[1] + 1
+        prompt = jax.eval_shape(lambda: self.model.prefill(params, source, length, widest)[0]).tokens.shape[1]
+        size = prompt + self.longest + CHUNK + count
+        prefix, cache = self.model.prefill(params, source, length, size)
+        last = jnp.take_along_axis(prefix.tokens, jnp.maximum(prefix.length - 1, 0)[:, None], axis=1)[:, 0]
+        return last, covered(self.model, cache), cache
+
+    def own_tokens(self, written: Sequence[int]) -> tuple[list[int], bytes]:
+        """What the drafter reads of the committed tokens, and the part of a character that they end with."""
+        text, held = whole_characters(self.target.text(written, self.begins))
+        return self.own.tokens(text, self.begins), held
+
+    def candidates(self, prompt: Sequence[int], written: Sequence[int], held: bytes, drafted: Sequence[int]
+                   ) -> list[int]:
+        """The drafted text in target tokens that may follow the committed ones."""
+        end = self.own.tokenizer.eos_id
+        drafted, ended = list(drafted), end in drafted
+        first = self.begins and not written
+        text = self.own.text(drafted[:drafted.index(end)] if ended else drafted, first)
+        if not text.startswith(held):
+            return []
+        text, tail = text[len(held):], [self.target.tokenizer.eos_id] * ended
+        said, found = whole_characters(text)[0], None
+        if first:
+            found = self.target.tokens(said, True)
+        elif said and not held:
+            old = [*(() if self.begins else prompt), *written][-LOOK_BACK:]
+            before, _ = whole_characters(self.target.text(old, False))
+            found = going_on(old, self.target.tokenizer.encode_batch([before + said])[0])
+        if found is None:
+            found = longest_matches(text, self.target.ids, self.target.longest)
+        return found + tail
+
+
+@dataclasses.dataclass
+class Row:
+    """What the drafter's cache holds for a request: `begun` positions of its prompt, and then `tokens`."""
+
+    number: int
+    begun: int
+    last: int  # the prompt's last token, which is read first
+    tokens: list[int]
+
+
+class TextScheduler(Scheduler):
+    """A Scheduler whose drafts are made between the rounds: on the host, and in the drafter's program."""
+
+    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
+                 bucket: Callable[[int], int], drafter: TextDrafter):
+        super().__init__(programs, batch_size, tokenizer, bucket)
+        if programs.devices > 1:
+            raise ValueError("slem decodes on one device: take vocabulary tli, or one device.")
+        self.drafter, self.most = drafter, programs.plan.sampler.models[0].most
+        self.count = drafter.passes(self.most)
+        self.cache: Any = None
+        self.drafting: dict[int, Row] = {}
+
+    def _rounds(self, enough: Any, most: Any) -> None:
+        """One round, with new drafts."""
+        self._begin_rows()
+        caches = self.programs.place(self._proposals()), self.state.caches[1]
+        self.state = self.state._replace(caches=caches)
+        super()._rounds(enough, np.int32(1))
+
+    def _begin_rows(self) -> None:
+        """The drafter reads the sources of the rows that are new."""
+        drafter, rows = self.drafter, self.batch_size
+        fresh = [row for row, (number, _) in self.running.items()
+                 if row not in self.drafting or self.drafting[row].number != number]
+        if not fresh:
+            return
+        own = [self.running[row][1].own[drafter.translated] for row in fresh]
+        source, length = pad(own + [[]] * (rows - len(own)), drafter.source_width, 0)
+        last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
+        slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)
+        if self.cache is None:
+            cache, self.cache = cache, cache
+        self.cache = self.programs.call(drafter.insert, self.cache, cache, slots, False)
+        last, begun = self.programs.fetch((last, begun))
+        drafter.precompile(self.cache, rows, self.count)
+        for n, row in enumerate(fresh):
+            self.drafting[row] = Row(self.running[row][0], int(begun[n]), int(last[n]), [])
+
+    def _written(self, row: int) -> list[int]:
+        if not self.drafting[row].tokens:  # nothing was drafted, and so nothing is written
+            return []
+        return self.seen[0][row, :int(self.seen[2][row])].tolist()
+
+    def _proposals(self) -> Proposals:
+        drafter, rows = self.drafter, self.batch_size
+        written, held = {}, {}
+        keep, reads = np.zeros(rows, np.int32), [[0] for _ in range(rows)]
+        for row in self.running:
+            known = self.drafting[row]
+            written[row] = self._written(row)
+            ids, held[row] = drafter.own_tokens(written[row])
+            wanted = [known.last, *ids][:drafter.longest]
+            same = next((n for n, (a, b) in enumerate(zip(known.tokens, wanted, strict=False)) if a != b),
+                        min(len(known.tokens), len(wanted)))
+            same = min(same, len(wanted) - 1)
+            keep[row], reads[row], known.tokens = known.begun + same, wanted[same:], wanted
+        while max(map(len, reads)) > CHUNK:  # a text that is read anew
+            parts = [ids[:CHUNK] if len(ids) > CHUNK else [] for ids in reads]
+            *_, self.cache = self._drafted(keep, parts, CHUNK)
+            keep += np.array([len(part) for part in parts], np.int32)
+            reads = [ids[len(part):] for ids, part in zip(reads, parts, strict=True)]
+        needed = max(map(len, reads))
+        *drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
+        (drafted, passes), proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
+        for row, (_, request) in self.running.items():
+            own = drafted[row, :passes[row]].tolist()
+            found = drafter.candidates(request.tokens, written[row], held[row], own)
+            proposed[row] = found[:self.most]
+            self.drafting[row].tokens += own[:-1]
+        tokens, size = pad(proposed, self.most, 0)
+        return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
+
+    def _drafted(self, keep: np.ndarray, reads: list[list[int]], width: int) -> Any:
+        drafter, (read, size) = self.drafter, pad(reads, width, 0)
+        return self.programs.call(drafter.draft, self.count, drafter.params, drafter.allowed, self.cache,
+                                  keep, read, size)

@@ -1,0 +1,1 @@
+"""Texts into tokens and back: vocabularies, special tokens, chat templates."""

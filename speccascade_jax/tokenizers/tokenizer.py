@@ -1,0 +1,317 @@
+"""Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import sentencepiece
+
+from speccascade_jax.checkpoints.files import checked_path, parse_json, read
+from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
+from speccascade_jax.tokenizers.chat import ChatTemplate, read_companion, specials_of
+
+SPACE = "\u2581"  # what SentencePiece writes for one
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Surface(NamedTuple):
+    """What a token stands for."""
+
+    kind: str    # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
+    text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
+
+
+def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
+    """The token of each text; of several a piece before a byte, and then the lowest."""
+    order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
+    return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
+
+
+class TokenizerJson:
+    """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
+    tokens by role, as far as they are told."""
+
+    def __init__(self, content: bytes, roles: Mapping[str, str]):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
+                             "SentencePiece file in its place.") from None
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self.tokenizer.encode("\U0010fffd")  # fails where unknown characters have no piece
+        except Exception as error:  # the only kind that tokenizers raises
+            raise RuntimeError(error) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        ids, self.added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder()
+        # In Gemma's vocabulary </s> is a tag of HTML.
+        eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
+        if eos not in ids:
+            raise RuntimeError(f"it has no {eos}, and no tokenizer_config.json next to it tells what ends a "
+                               "text: put the model's own there")
+        self.eos, self.bos = ids[eos], ids.get(roles.get("bos_token", "<bos>"), -1)
+        self.pad = ids.get(roles.get("pad_token", "<pad>"), self.eos)
+        self.unknown = roles.get("unk_token", "<unk>")
+        # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
+        self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
+                       if not piece.startswith("<extra_id_")]
+        if [ids[piece] for piece in self.pieces] != list(range(len(self.pieces))):
+            raise RuntimeError("its ids are not 0, 1, 2 and so on")
+        self.bytes = byte_level(parse_json("tokenizer.json", content))
+        self.frame = self._frame()
+
+    def _frame(self) -> tuple[list[int], list[int]] | None:
+        """What the file itself puts before and after a text; None where it puts nothing."""
+        inner, whole = (self.tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        for begin in range(len(whole) - len(inner) + 1):
+            if whole[begin:begin + len(inner)] == inner and len(whole) > len(inner):
+                return whole[:begin], whole[begin + len(inner):]
+        return None
+
+    def pad_id(self) -> int:
+        return self.pad
+
+    def eos_id(self) -> int:
+        return self.eos
+
+    def bos_id(self) -> int:
+        return self.bos
+
+    def get_piece_size(self) -> int:
+        return len(self.pieces)
+
+    def id_to_piece(self, token: int) -> str:
+        return self.pieces[token]
+
+    def piece_to_id(self, piece: str) -> int:
+        return self.tokenizer.token_to_id(piece) or 0
+
+    def is_control(self, token: int) -> bool:
+        added = self.added.get(token)
+        return added is not None and added.special and not self.is_unknown(token)
+
+    def is_unknown(self, token: int) -> bool:
+        return self.pieces[token] == self.unknown
+
+    def text(self, token: int) -> bytes:
+        """What a token that is neither special nor a byte stands for."""
+        piece = self.pieces[token]
+        if self.bytes is None or token in self.added or not self.bytes.keys() >= set(piece):
+            return piece.replace(SPACE, " ").encode()
+        return bytes(self.bytes[character] for character in piece)
+
+    def is_byte(self, token: int) -> bool:
+        return BYTE.fullmatch(self.pieces[token]) is not None
+
+    def encode(self, texts: str | list[str]) -> Any:
+        if isinstance(texts, str):
+            return self.tokenizer.encode(texts, add_special_tokens=False).ids
+        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
+    """The byte that each character of a piece stands for, where a tokenizer.json's pieces are bytes (as in
+    GPT-2: printable ones stand for themselves, the others for the characters from 256 on); None elsewhere."""
+    decoder = described.get("decoder") or {}
+    if not any(one.get("type") == "ByteLevel" for one in (decoder, *decoder.get("decoders", ()))):
+        return None
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A vocabulary and its special tokens: a SentencePiece file or a tokenizer.json, and the files next to it
+    that tell these tokens' roles."""
+
+    path: Path | None = None  # of its file
+    frame: tuple[list[int], list[int]] | None = None  # around a source's tokens; None: <bos>, or else the end
+
+    def __init__(self, path: str | Path):
+        path = checked_path(path) if isinstance(path, str) else path
+        content = read(path, LARGEST_FILE)
+        if not content:
+            raise ValueError(f"the tokenizer {path} is empty: fetch it again.")
+        told = read_companion(path.parent, "tokenizer_config.json")
+        self.specials = {**specials_of(read_companion(path.parent, "special_tokens_map.json")),
+                         **specials_of(told)}
+        try:
+            self.processor: Any = (TokenizerJson(content, self.specials) if path.suffix == ".json" else
+                                   sentencepiece.SentencePieceProcessor(model_proto=content))
+        except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
+            raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
+        self.path = path
+        self.eos_id: int = self.processor.eos_id()
+        self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
+        self.size: int = self.processor.get_piece_size()
+        if self.eos_id < 0:
+            raise ValueError(f"the tokenizer {path} has no piece for the end of a sequence: take the "
+                             "model's own.")
+        pad = self.processor.pad_id()
+        self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
+        begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
+        frame = getattr(self.processor, "frame", None)
+        encodes = not isinstance(self.processor, TokenizerJson) or not told
+        usual = ([self.bos_id] if begins else []), ([self.eos_id] if encodes and self.bos_id < 0 else [])
+        self.frame = frame or usual
+
+    @property
+    def begin(self) -> list[int]:
+        """What comes before the tokens of a source."""
+        return self.frame[0] if self.frame else [self.bos_id] * (self.bos_id >= 0)
+
+    @property
+    def end(self) -> list[int]:
+        """What comes after them."""
+        return self.frame[1] if self.frame else [self.eos_id] * (self.bos_id < 0)
+
+    def ends(self, config: Any) -> list[str]:
+        """Pieces that end a text besides eos_id: those that generation_config.json or the model's config
+        names."""
+        told = read_companion(self.path.parent, "generation_config.json") if self.path else {}
+        named = told.get("eos_token_id")
+        ids = {*(named if isinstance(named, list) else [named]), *getattr(config, "more_eos", ())}
+        return self.pieces_of(sorted(n for n in ids if type(n) is int and n >= 0 and n != self.eos_id))
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The chat template next to the file, if any. Raises ValueError for one that cannot be read."""
+        return ChatTemplate.find(self.path.parent, self.specials) if self.path else None
+
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises ValueError where there is none."""
+        if self.chat is None:
+            raise ValueError(f"there is no chat template next to {self.path}: put the model's "
+                             "chat_template.jinja or tokenizer_config.json there.")
+        return self.chat
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as text, and the beginning of the answer; without what framed() puts before it.
+        Raises ValueError where there is no template, or it does not take such a conversation."""
+        text = self.template().render(messages)
+        return text.removeprefix(self.specials.get("bos_token", "<bos>")) if self.begin else text
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without those that begin and end a sequence."""
+        if len(texts) == 1:  # for a list SentencePiece starts threads, which takes longer than one text
+            return [self.processor.encode(texts[0])]
+        return self.processor.encode(texts)
+
+    def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
+        """What a model reads for a source of `tokens`, cut to `limit` ids.
+
+        An encoder's source ends with the end-of-sequence token and loses its end first. A decoder-only
+        model's prompt may begin with <bos>, and loses its beginning first.
+        """
+        tokens = list(tokens)
+        excess = 0 if limit is None else max(len(tokens) + len(self.begin) + len(self.end) - limit, 0)
+        kept = tokens[:len(tokens) - excess] if self.end else tokens[excess:]
+        return [*self.begin, *kept, *self.end]
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of the piece spelt so, if there is one."""
+        token = self.processor.piece_to_id(piece)
+        return token if self.processor.id_to_piece(token) == piece else None
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
+        return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
+
+    def pieces_of(self, tokens: Iterable[int]) -> list[str]:
+        return [self.processor.id_to_piece(n) for n in tokens if n < self.size]
+
+    def pieces(self) -> list[str]:
+        return self.pieces_of(range(self.size))
+
+    def surfaces(self) -> list["Surface"]:
+        """What each token stands for."""
+        processor, roles = self.processor, {self.pad_id: "pad", self.bos_id: "bos", self.eos_id: "eos"}
+        found = []
+        for token, piece in enumerate(self.pieces()):
+            if token in roles or processor.is_control(token):
+                found.append(Surface(roles.get(token, piece), b""))
+            elif processor.is_unknown(token):
+                found.append(Surface("unknown", b""))
+            elif processor.is_byte(token):
+                found.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
+            else:
+                text = processor.text(token) if isinstance(processor, TokenizerJson) else None
+                found.append(Surface("piece", piece.replace(SPACE, " ").encode() if text is None else text))
+        return found
+
+
+def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
+    """Each text as what a user says, in the first chat template that the tokenizers have."""
+    own = next((one for one in tokenizers if one.chat is not None), tokenizers[-1])
+    return [own.conversation([{"role": "user", "content": text}]) for text in texts]
+
+
+def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
+                    pieces: str = "unigram") -> None:
+    """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
+    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, bpe, or char, the commonest characters. All others are
+    bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    model = io.BytesIO()
+    special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
+    if bos:
+        special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type=pieces,
+            pad_id=0, eos_id=1, **special, byte_fallback=True, character_coverage=0.9995,
+            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    except RuntimeError as error:
+        raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
+    path = checked_path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(model.getvalue())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> str:
+    """The tokens' text, before the first of the `stop` sequences."""
+    stopped = up_to_stop(tokenizer, tokens, stop)
+    return stopped[1] if stopped else tokenizer.decode(tokens)
+
+
+def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
+               ) -> tuple[list[int], str] | None:
+    """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
+    sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text.
+
+    It does not depend on how many tokens are known: where more may come, as they do where a text `goes_on`,
+    what stands at its end for an unfinished character is no text yet.
+    """
+    if not stop:
+        return None
+    pieces = {tokenizer.id_of(sequence) for sequence in stop}
+    end = next((n for n, token in enumerate(tokens) if token in pieces), None)
+    last = len(tokens) if end is None else end
+
+    def text(size: int) -> str:
+        found = tokenizer.decode(tokens[:size])
+        return found if size == last and (end is not None or not goes_on) else found.rstrip(UNFINISHED)
+
+    if not any(sequence in text(last) for sequence in stop):
+        return None if end is None else (tokens[:end + 1], text(last))
+    size = next(n for n in range(1, last + 1) if any(sequence in text(n) for sequence in stop))
+    return tokens[:size], text(size)[:min(at for one in stop if (at := text(size).find(one)) >= 0)]
+
+
+def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [B, size] and the rows' lengths [B]."""
+    tokens = np.full((len(rows), size), pad_id, np.int32)
+    for n, row in enumerate(rows):
+        tokens[n, :len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)

@@ -1,0 +1,1 @@
+"""How a drafter of another vocabulary drafts for a verifier."""

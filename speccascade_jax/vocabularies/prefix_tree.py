@@ -1,0 +1,82 @@
+"""String-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3): which own texts a
+drafter has to be asked after, so that the law psi of the first target token of what it would write is known.
+
+It writes until no longer target token can match, and the longest match is the first token. With single bytes
+or characters there is one text for each inner node of the trie of the target's tokens; of pieces, one for
+each way to write it, and these soon become too many.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speccascade_jax.tokenizers.tokenizer import Surface, by_text
+from speccascade_jax.vocabularies.translated import Strings
+
+MOST_TEXTS, MOST_ENTRIES = 8192, 2**22
+"""How many own texts, and how many of these with a next token, are tried."""
+TOGETHER = 256  # texts that the drafter reads at once
+
+
+def strings(target: Sequence[Surface], own: Sequence[Surface], rows: int, size: int) -> Strings:
+    """The own texts after which a drafter of `size` logits goes on, as a tree whose node 0 is the empty one.
+
+    rows: target tokens; one past the last stands for "none". Raises ValueError for too many texts.
+    """
+    ids, ours = by_text(target), by_text(own)
+    inner = {text[:n] for text in ids for n in range(len(text))}
+    end = next(n for n, one in enumerate(own) if one.kind == "eos")
+    last = next(n for n, one in enumerate(target) if one.kind == "eos")
+
+    def match(text: bytes) -> int:
+        return next((ids[text[:n]] for n in range(len(text), 0, -1) if text[:n] in ids), rows)
+
+    texts, parent, token, goes = [b""], [0], [0], []
+    stack = [0]
+    order = []  # depth first
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        row = np.full(size, rows, np.int32)
+        row[end] = match(texts[node]) if node else last
+        for piece, number in ours.items():
+            text = texts[node] + piece
+            if text not in inner:
+                row[number] = match(text)
+                continue
+            stack.append(len(texts))
+            texts.append(text)
+            parent.append(node)
+            token.append(number)
+        goes.append((node, row))
+        if len(texts) > MOST_TEXTS or len(texts) * size > MOST_ENTRIES:
+            raise ValueError(f"slrs would ask the drafter after more than {len(goes)} texts for every token: "
+                             "it is for drafters of bytes or characters; take tli or slem.")
+    table = np.zeros((len(texts), size), np.int32)
+    for node, row in goes:
+        table[node] = row
+    chunks: list[list[int]] = [[]]
+    slot = np.zeros(len(texts), np.int32)
+    for node in order[1:]:
+        path = [node]
+        while parent[path[0]]:
+            path.insert(0, parent[path[0]])
+        missing = [one for one in path if one not in chunks[-1]]
+        if len(chunks[-1]) + len(missing) > TOGETHER:
+            chunks.append([])
+            missing = path
+        chunks[-1] += missing
+        slot[node] = (len(chunks) - 1) * TOGETHER + len(chunks[-1]) - 1
+    shape = len(chunks), TOGETHER
+    tokens, depth = np.zeros(shape, np.int32), np.ones(shape, np.int32)
+    within = np.full((*shape, TOGETHER), -1, np.int32)
+    for number, chunk in enumerate(chunks):
+        places = {node: place for place, node in enumerate(chunk)}
+        for place, node in enumerate(chunk):
+            tokens[number, place], back, before = token[node], 0, node
+            while before:
+                within[number, place, places[before]] = back
+                back, before = back + 1, parent[before]
+            depth[number, place] = back
+    above, last_token = np.array(parent, np.int32), np.array(token, np.int32)
+    return Strings(tokens, depth, within, slot[1:], above, last_token, table)

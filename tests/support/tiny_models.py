@@ -1,0 +1,97 @@
+"""Tiny models with random weights, ours and transformers', and how tests feed them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import LENGTH, SOURCE
+
+from speccascade_jax.checkpoints import Checkpoint, decoder, t5
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.samplers import Autoregressive
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.models import model_of
+
+
+def random_checkpoint(config, seed=0):
+    """A checkpoint in memory; its weights are normal numbers, so that every one of them matters."""
+    model, rng = model_of(config), np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32), model.abstract_params())
+    return Checkpoint(model, params, None, "memory")
+
+
+def prefilled(model, params, max_length=64):
+    """The cache after SOURCE."""
+    _, cache = jax.jit(model.prefill, static_argnums=3)(params, SOURCE, LENGTH, max_length)
+    return cache
+
+
+def in_blocks(model, params, tokens, sizes, cache):
+    """Logits of `tokens` fed in blocks of the given sizes, and the cache after them."""
+    extend, logits, begin = jax.jit(model.extend), [], 0
+    for size in sizes:
+        part, cache = extend(params, tokens[:, begin:begin + size], cache)
+        logits.append(part)
+        begin += size
+    return np.concatenate(logits, axis=1), cache
+
+
+PROMPTS = np.random.default_rng(2).integers(2, 97, (100, 20)).astype(np.int32)
+PROMPT_LENGTHS = np.random.default_rng(3).integers(1, 21, 100).astype(np.int32)
+
+
+def greedy(model, params, count=12):
+    """The tokens [100, count] written after each of PROMPTS, -1 after a text's end."""
+    keys = jax.random.split(jax.random.key(0), len(PROMPTS))
+    return np.asarray(generate(
+        Autoregressive(model), params, keys, PROMPTS, PROMPT_LENGTHS, SamplingOptions(0.0), jnp.zeros(0),
+        max_new_tokens=count, eos_id=model.config.eos_id).tokens)
+
+
+def their_texts(theirs, count=12):
+    """What transformers' generate() writes for each of PROMPTS, as greedy() has it; those of one length at
+    once, so that none is padded."""
+    torch, found = pytest.importorskip("torch"), np.full((len(PROMPTS), count), -1)
+    for length in np.unique(PROMPT_LENGTHS):
+        rows = np.flatnonzero(length == PROMPT_LENGTHS)
+        prompts = torch.tensor(PROMPTS[rows, :length].astype(np.int64))
+        with torch.no_grad():
+            texts = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+                                    max_new_tokens=count, eos_token_id=1, pad_token_id=0).numpy()
+        texts = texts[:, 1 if theirs.config.is_encoder_decoder else length:]
+        ended = np.cumsum(texts == 1, axis=1) - (texts == 1) > 0
+        found[rows, :texts.shape[1]] = np.where(ended, -1, texts)
+    return found
+
+
+def transformers_t5(config, seed=0):
+    """transformers' T5 with random weights: T5 1.1 with a head of its own, or T5 1.0."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = {theirs: getattr(config, ours) for ours, theirs in t5.CONFIG_KEYS.items()}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        **described, feed_forward_proj="gated-gelu" if config.gated else "relu",
+        tie_word_embeddings=config.tied_embeddings, decoder_start_token_id=config.pad_id))
+    with torch.no_grad():
+        for parameter in model.parameters():  # the defaults are too small or constant to test scales
+            parameter.copy_(torch.randn_like(parameter) * (0.12 if parameter.ndim > 1 else 0.1)
+                            + (1.0 if parameter.ndim == 1 else 0.0))
+        model.shared.weight.copy_(torch.randn_like(model.shared.weight))
+        if not config.tied_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+    return model.eval()
+
+
+def transformers_decoder(config, seed=0):
+    """transformers' model of that shape, with random weights that reach the soft-caps."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = decoder.describe(config)
+    kind = getattr(transformers, described.pop("architectures")[0])
+    model = kind(kind.config_class(**described, attn_implementation="eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25 + (parameter.ndim == 1) * parameter)
+    return model.eval()

@@ -1,0 +1,246 @@
+"""A toy language model and the exactly enumerated law of what any cascade of toys emits.
+
+Nothing here shares code with the package's rules, sampling or decoding: it is their oracle.
+"""
+
+import dataclasses
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from speccascade_jax.core.protocols import Prefix
+from speccascade_jax.models.cache import write
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
+
+
+class TableCache(NamedTuple):
+    tokens: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLM:
+    """An order-2 Markov model that reads its context from its own cache and nowhere else.
+
+    Its parameters are a table of logits [V, V, V]: (last but one, last) -> next; before the
+    first token stands token 0.
+    """
+
+    vocab_size: int
+
+    def prefill(self, params, inputs, input_length, max_length):
+        tokens = jnp.zeros((inputs.shape[0], max_length), jnp.int32)
+        cache = TableCache(tokens, jnp.zeros_like(input_length))
+        _, cache = self.extend(params, inputs, cache)
+        return Prefix(inputs, input_length), cache._replace(length=input_length - 1)
+
+    def extend(self, params, tokens, cache):
+        written = write(cache.tokens, tokens, cache.length)
+        position = cache.length[:, None] + jnp.arange(tokens.shape[1])
+        last = jnp.take_along_axis(written, position, axis=1)
+        before = jnp.take_along_axis(written, jnp.maximum(position - 1, 0), axis=1)
+        before = jnp.where(position > 0, before, 0)
+        return params[before, last], TableCache(written, cache.length + tokens.shape[1])
+
+    def roll_back(self, cache, length):
+        return cache._replace(length=length)
+
+
+def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
+    return scale * np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
+
+
+def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: float | None,
+              min_p: float | None = None) -> np.ndarray:
+    if temperature == 0:
+        return np.eye(len(probs))[np.argmax(probs)]
+    probs = probs ** (1 / temperature)
+    order = np.argsort(-probs, kind="stable")
+    keep = np.zeros(len(probs), bool)
+    keep[order[:top_k]] = True
+    probs = np.where(keep, probs, 0) / probs[keep].sum()
+    if top_p is not None:
+        mass = np.cumsum(probs[order])
+        keep = np.zeros(len(probs), bool)
+        keep[order[:np.searchsorted(mass, top_p - 1e-9) + 1]] = True
+        probs = np.where(keep, probs, 0) / probs[keep].sum()
+    if min_p is not None:
+        probs = np.where(probs >= min_p * probs.max(), probs, 0)
+        probs = probs / probs.sum()
+    return probs
+
+
+def entropy(x):
+    return -sum(v * np.log(v) for v in x if v > 0)
+
+
+def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
+    """Each method's target distribution, a token at a time, in float64; or that of a function of these."""
+    if callable(method):
+        return method(q, p, qs, ps, alpha)
+    size, tv = len(q), np.maximum(ps - qs, 0).sum()
+    cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
+    position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
+                "diff": q.max() < p.max() - alpha, "diff_log": entropy(q) > entropy(p) + alpha,
+                "router": q.max() < p.max() - alpha * tv, "opt": q.max() < p.max() - alpha * tv,
+                "opt_log": entropy(q) > entropy(p) + alpha * tv, "bild_star": cross > alpha}
+    token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
+             "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
+             "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
+    if method in ("mixture", "learned_mixture"):
+        return alpha * qs + (1 - alpha) * ps
+    if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
+        threshold = min(1 - alpha, np.sqrt(1 - alpha) * np.exp(-entropy(ps)))
+        return sum(qs[v] * (np.eye(size)[v] if ps[v] > threshold else ps) for v in range(size))
+    if method in position:
+        return ps if position[method] else qs
+    if method in token:
+        deferred = [token[method](v) for v in range(size)]
+        refill = np.eye(size)[np.argmax(p)] if method == "lossy_greedy" else ps
+        mass = sum(qs[v] for v in range(size) if deferred[v])
+        return np.array([(0 if deferred[v] else qs[v]) + mass * refill[v] for v in range(size)])
+    # Lossy: simulate the procedure's one position. beta by bisection on R = g(beta).
+    accept = np.array([min(1, ps[v] / ((1 - alpha) * qs[v])) if qs[v] > 0 else 0 for v in range(size)])
+    rejected = (qs * (1 - accept)).sum()
+    beta = 1.0
+    if method == "lossy_tuned" and rejected > 1e-12:
+        low, high = 1.0, 1.0 / rejected
+        for _ in range(200):
+            beta = (low + high) / 2
+            low, high = (beta, high) if np.maximum(ps / beta - qs, 0).sum() > rejected else (low, beta)
+    spill = np.maximum(ps / beta - qs, 0)
+    return qs * accept + (rejected * spill / spill.sum() if rejected > 1e-12 else 0)
+
+
+def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
+                 top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+                 ) -> dict[tuple[int, ...], float]:
+    """Every text of at most `steps` tokens (shorter only after eos) -> its probability.
+
+    tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
+    """
+    laws = [cache(partial(table_law, logits)) for logits in tables]
+    return text_law([lambda context, own=own: own(*context[-2:]) for own in laws], methods, alphas, prompt,
+                    steps=steps, eos=eos, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
+    """What follows these two tokens."""
+    row = logits[before, last].astype(np.float64)
+    return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+
+
+def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
+             top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+             ) -> dict[tuple[int, ...], float]:
+    """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law."""
+    @cache
+    def law(context: tuple[int, ...]) -> tuple[float, ...]:
+        own, sampled = None, None
+        for level, model in enumerate(laws):
+            probs = model(context)
+            shaped = transform(probs, temperature, top_k, top_p, min_p)
+            if level == 0:
+                own, sampled = probs, shaped
+            else:
+                rule = (methods[level - 1], alphas[level - 1], temperature == 0)
+                own, sampled = (target(rule[0], own, probs, own, probs, *rule[1:]),
+                                target(rule[0], own, probs, sampled, shaped, *rule[1:]))
+        return tuple(sampled)
+
+    texts, open_texts = {}, {(): 1.0}
+    for step in range(steps):
+        grown = {}
+        for text, mass in open_texts.items():
+            context = (0, *prompt, *text)
+            for token, chance in enumerate(law(context)):
+                if chance > 0:
+                    closed = token == eos or step == steps - 1
+                    (texts if closed else grown)[(*text, token)] = mass * chance
+        open_texts = grown
+    return texts
+
+
+def lookahead(place, gamma, alpha, acceptance, round_cost, q, p, qs, ps):
+    """The look-ahead rule's target at one position of a round: 0 .. gamma, which is the bonus one."""
+    lost, whole = (sum(acceptance**n for n in range(left)) for left in (gamma - place, gamma + 1))
+    price = alpha * round_cost * lost / whole
+    return ps if q.max() < p.max() - price * np.maximum(ps - qs, 0).sum() else qs
+
+
+def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
+              ) -> dict[tuple[int, ...], float]:
+    """As sequence_law, of two models, where the target depends on the position's place in its round:
+    at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'."""
+    own = [cache(partial(table_law, logits)) for logits in tables]
+    texts: dict[tuple[int, ...], float] = {}
+    begun = ((), 0, 1.0, 0.0, (0, 0, 0.0))  # text; place, chance and hopes of the round; of those before it
+    open_texts = {begun: 1.0}
+    for step in range(steps):
+        grown: dict[tuple, float] = {}
+        for (text, place, chance, hoped, seen), mass in open_texts.items():
+            q, p = (law(*(0, *prompt, *text)[-2:]) for law in own)
+            cuts = [options.get(name) for name in ("top_k", "top_p", "min_p")]
+            qs, ps = (transform(x, options.get("temperature", 1.0), *cuts) for x in (q, p))
+            sure = q.max() / np.sort(q)[-2:].sum()
+            chance *= min(max(sure + (seen[1] - seen[2]) / (seen[0] + 32), 0), 1)
+            drafts = place < len(at) - 1 and (stop_below is None or chance >= stop_below)
+            pi = at[place](q, p, qs, ps)
+            ended = (seen[0] + place + drafts, seen[1] + place, seen[2] + hoped + drafts * sure)
+            for token, mine in enumerate(pi):
+                kept = min(qs[token], mine) if drafts else 0
+                for share, state in ((kept, (place + 1, chance, hoped + sure, seen)),
+                                     (mine - kept, (0, 1.0, 0.0, ended))):
+                    if share > 0:
+                        closed, own_text = token == eos or step == steps - 1, (*text, token)
+                        found, key = (texts, own_text) if closed else (grown, (own_text, *state))
+                        found[key] = found.get(key, 0.0) + mass * share
+        open_texts = grown
+    return texts
+
+
+def chi_square(texts: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
+    """p-value of texts [N, steps] (padded with -1) against the law; 0 for a text of no mass.
+
+    Cells expecting fewer than 10 are pooled.
+    """
+    rows, counts = np.unique(texts, axis=0, return_counts=True)
+    seen = {tuple(int(t) for t in row if t >= 0): int(n) for row, n in zip(rows, counts, strict=True)}
+    if any(law.get(text, 0.0) < 1e-9 for text in seen):
+        return 0.0
+    expected = {text: mass * len(texts) for text, mass in law.items()}
+    cells = [(seen.get(t, 0), e) for t, e in expected.items() if e >= 10]
+    rest = [(seen.get(t, 0), e) for t, e in expected.items() if e < 10]
+    if rest:
+        cells.append((sum(s for s, _ in rest), sum(e for _, e in rest)))
+    observed, wanted = np.array(cells, float).T
+    if len(cells) == 1:
+        return 1.0
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+class Digits(Tokenizer):
+    """A tokenizer of the toys' four tokens."""
+
+    def __init__(self):
+        self.pad_id, self.eos_id, self.bos_id = 0, 3, -1
+
+    def encode_batch(self, texts):
+        return [[max("0123456789".find(c), 0) for c in text] for text in texts]
+
+    def decode(self, tokens):
+        return "".join(str(int(t)) for t in tokens)
+
+
+def pair(**fields):
+    """A cascade of two toys, whose texts are digits below 4."""
+    from speccascade_jax.inference.text import Cascade
+
+    model = TableLM(4)
+    return Cascade((model, model), (table(39, 4), table(40, 4)), Digits(), max_source_length=16,
+                   max_new_tokens=3, **fields)
