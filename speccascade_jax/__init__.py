@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speccascade_jax.baselines import BASELINES
     from speccascade_jax.core.loop import generate
-    from speccascade_jax.core.methods import METHODS, Method
+    from speccascade_jax.core.methods import Method
     from speccascade_jax.core.protocols import LanguageModel
+    from speccascade_jax.core.rules import METHODS
     from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
     from speccascade_jax.core.transforms import SamplingOptions
     from speccascade_jax.inference.text import Cascade, Output
@@ -19,8 +20,8 @@ __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel",
 _HOMES = {
     "baselines": ("BASELINES",),
     "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
-    "core.methods": ("METHODS", "Method"), "core.typing": ("LanguageModel", "SamplingOptions"),
-    "inference.settings": ("Settings",), "inference.text": ("Cascade", "Output")}
+    "core.methods": ("Method",), "core.rules": ("METHODS",), "core.protocols": ("LanguageModel",), "core.transforms": ("SamplingOptions",),
+    "settings": ("Settings",), "inference.text": ("Cascade", "Output")}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import reprlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,9 +17,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
-from speccascade_jax.core.methods import TRAINED
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.rules import TRAINED
 from speccascade_jax.models import Config
-from speccascade_jax.settings import NO_FILE, Settings, Vocabulary
+from speccascade_jax.settings import NAMED, NO_FILE, Settings
+from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
 DTYPES = "float32", "bfloat16", "int8"
 LARGEST = 2**20
@@ -131,7 +133,7 @@ class RouterConfig:
     name: str
     output: str               # the .json file it is written to, which --router reads
     pair: str                 # the config of the two models
-    method: Literal["router", "learned_mixture"] = "router"
+    method: Literal[TRAINED] = TRAINED[0]
     task: str | None = None   # the training config whose texts it learns from; None: the pair's
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
                                # their errors cannot be learnt
@@ -191,6 +193,8 @@ class DecodeConfig(Settings):
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
+    samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # further names of methods:
+    # samplers, or functions from the models, the smallest first, to one
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
@@ -212,15 +216,17 @@ class DecodeConfig(Settings):
         """How each text is decoded."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
-    def check(self, vocab_size: int = sys.maxsize, levels: int | None = None) -> None:
+    def check(self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
+              ) -> None:
         """Raises ValueError for a value out of its range: what can be told before models are loaded."""
         levels, paths = len(self.roles) - 1, tuple(path for _, path in self.roles)
         if self.planned_for and paths != self.planned_for:
             raise ValueError(f"this is a plan for the models {', '.join(self.planned_for)}, not for "
                              f"{', '.join(paths)}: plan for these with scripts/plan.py.")
-        super().check(vocab_size, levels)
+        super().check(vocab_size, levels, {**known, **self.samplers})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
-            raise ValueError(NO_FILE.format(min(untrained)))
+            raise FieldError("method", min(untrained), NO_FILE,
+                             f"method {min(untrained)} is a trained network")
         for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
@@ -235,8 +241,8 @@ class DecodeConfig(Settings):
                 field = "max_block_size" if self.adaptive else "block_size"
                 raise ValueError(f"{field} is {block_size}; a text has at most max_new_tokens, "
                                  f"{self.max_new_tokens}: lower it.")
-        if self.vocabulary not in get_args(Vocabulary):
-            raise ValueError(f"vocabulary is {self.vocabulary!r}; known: {', '.join(get_args(Vocabulary))}.")
+        if self.vocabulary not in VOCABULARIES:
+            raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
 

@@ -1,70 +1,103 @@
-"""How a text is decoded: what a person may choose, spelt once."""
+"""How a text is decoded: what a person may choose, declared once.
+
+A truncation is declared in core.transforms.TRUNCATIONS, a method with its knobs in core.rules.METHODS, a
+scheme in baselines: their fields here, and so flags, help, requests and checks, derive from those entries.
+"""
 
 import dataclasses
-import functools
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from speccascade_jax.baselines import BASELINES, Baseline
-from speccascade_jax.core import rules
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, TRAINED, Method
+import tyro
+
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.methods import Fixed, Knob, Method, Scheme
+from speccascade_jax.core.protocols import Sampler
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
+from speccascade_jax.core.transforms import TRUNCATIONS
 
 MOST_TOKENS = 2**17  # a text's
-Vocabulary = Literal["auto", "tli", "union", "slem", "slrs"]
-"""How a drafter of another vocabulary than the verifier's drafts for it; auto is tli."""
-LOOKAHEAD = "lookahead"
-NO_FILE = "method {} is a trained network: give its file with --router; scripts/finetune.py trains one."
+NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
+"""What each name of --method stands for. A config's `samplers` are further names."""
+KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
+"""What some methods read besides alpha."""
+Choice = str | Method | Scheme | Sampler
+"""What decodes: a name, or an object that stands where a name does."""
+NO_FILE = "give its file with --router; scripts/finetune.py trains it."
 ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
 
 
+def option(default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> Any:
+    """A field whose values lie in [low, high]; `low` is excluded with `above`. None, and values that are no
+    numbers, are not compared."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+def _declared() -> Any:
+    """The base of Settings: a field for each truncation and each knob."""
+    def field(name: str, entry: Any, kind: Any, default: Any) -> tuple[str, Any, Any]:
+        about = {"help": entry.summary, "low": entry.low, "high": entry.high, "above": entry.above}
+        kind = Annotated[kind, tyro.conf.arg(help=entry.summary)]
+        return name, kind, dataclasses.field(default=default, metadata=about)
+
+    fields = [*(field(name, entry, entry.kind | None, None) for name, entry in TRUNCATIONS.items()),
+              *(field(name, knob, float, knob.default) for name, knob in KNOBS.items())]
+    return dataclasses.make_dataclass("Declared", fields, frozen=True, kw_only=True)
+
+
+Declared: Any = _declared()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Declared):
     """How one text is decoded. Configs extend it, flags are its fields, `Cascade.generate` takes it.
 
     With more than two models, method, alpha and block_size are one value for all verifiers, or a tuple of
-    one for each, from the smallest up; "speculative+opt" is a tuple of methods, too.
+    one for each, from the smallest up; "speculative+opt" is a tuple of methods, too. top_k, top_p and the
+    other truncations (core.transforms.TRUNCATIONS), and what single methods read besides alpha (KNOBS), are
+    fields as well.
     """
 
-    method: str | Method | tuple[str | Method, ...] = "speculative"  # of --list, or verifier / drafter alone
+    method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
                                              # call; adaptive: up to max_block_size
-    max_block_size: int = 12       # of adaptive blocks
-    stop_below: float = STOP_BELOW  # adaptive drafting stops where the chance that all of the draft stands
-                                    # is estimated to fall below this; 0: never, as if blocks were fixed
-    acceptance: float = 0.8        # of lookahead: how likely a drafted token is accepted
-    round_cost: float = 2.0        # of lookahead: a round's time, in steps of the verifier
+    max_block_size: int = option(12, 1)      # of adaptive blocks
+    stop_below: float = option(STOP_BELOW, 0, 1)  # adaptive drafting stops where the chance that all of the
+                                    # draft stands is estimated to fall below this; 0: never, as if blocks
+                                    # were fixed
     hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
-    temperature: float = 0.0       # 0 is greedy
-    top_k: int | None = None       # sample among the k likeliest tokens
-    top_p: float | None = None     # sample among the likeliest tokens that reach this mass
-    min_p: float | None = None     # sample among tokens at least this share as likely as the likeliest
-    seed: int = 0                  # with an input's number it fixes the output, whatever the batch
-    max_new_tokens: int | None = None  # the end-of-sequence token included; None: the cascade's limit
+    temperature: float = option(0.0, 0)      # 0 is greedy
+    seed: int = option(0, -2**63, 2**63 - 1)  # with an input's number it fixes the output, whatever the batch
+    max_new_tokens: int | None = option(None, 1, MOST_TOKENS)  # the end-of-sequence token included; None: the
+                                             # cascade's limit
     stop: tuple[str, ...] = ()     # pieces or texts that end an output, besides the end of the sequence
 
     @property
     def name(self) -> str:
-        """The method's name, or those of the levels with a + between them; that of a Method object which
-        METHODS does not hold is `custom`."""
+        """The method's name, or those of the levels with a + between them; that of an object without one is
+        `custom`."""
         return self.method if isinstance(self.method, str) else "+".join(map(_name, _each(self.method)))
 
     @property
     def defers(self) -> bool:
         """Whether there are deferrals to count: some method is a deferral rule, or no Method at all."""
-        return any(rule is None or rule.defers for rule in self._known)
+        return any(not isinstance(entry, Method) or entry.defers for entry in self._entries)
 
     @property
     def lossless(self) -> bool:
         """Whether the outputs follow the largest model's distribution, by law."""
-        return all(rule is not None and rule.lossless for rule in self._known)
+        return all(isinstance(entry, Method) and entry.lossless for entry in self._entries)
 
     @property
-    def _known(self) -> list[Method | None]:
-        """The Method of each level, None for what is none."""
-        return [METHODS.get(one) if isinstance(one, str) else one for one in _each(self.method)]
+    def _entries(self) -> list[Method | Scheme | None]:
+        """What the method of each level stands for, None for an unknown name."""
+        return [entry_of(method) for method in _each(self.method)]
 
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
         """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none
@@ -74,8 +107,8 @@ class Settings:
         """
         values = _each(getattr(self, field)) if levels else ()
         if levels and len(values) not in (1, levels):
-            raise ValueError(f"{field} has {len(values)} values; {levels + 1} models have {levels} "
-                             f"verifiers: give one value, or {levels}.")
+            raise FieldError(field, getattr(self, field), f"give one value, or {levels}.",
+                             f"{field} has {len(values)} values; {levels + 1} models have {levels} verifiers")
         return values * levels if len(values) == 1 else values
 
     @property
@@ -92,107 +125,126 @@ class Settings:
         return dataclasses.replace(self, block_size=self.max_block_size).of_levels(
             "block_size", levels) if self.adaptive else self.of_levels("block_size", levels)
 
+    def scheme(self, levels: int) -> Scheme | None:
+        """What decodes in place of a method for each of `levels` verifiers; None where these have one. A model
+        by itself is a verifier alone."""
+        entries = self._entries
+        if len(entries) == 1 and isinstance(entries[0], Scheme):
+            return entries[0]
+        return VERIFIER if levels == 0 else None
+
     def rules(self, levels: int) -> tuple[Method, ...]:
-        """The Method of each of `levels` verifiers."""
-        methods = self.of_levels("method", levels)
-        return tuple(self._rule(one) if isinstance(one, str) else one for one in methods)
+        """The Method of each of `levels` verifiers, its knobs set. Raises TypeError for a scheme."""
+        return tuple(self._tuned(entry_of(method)) for method in self.of_levels("method", levels))
 
-    def _rule(self, name: str) -> Method:
-        return lookahead(self.acceptance, self.round_cost) if name == LOOKAHEAD else METHODS[name]
+    def _tuned(self, entry: Method | Scheme | None) -> Method:
+        if not isinstance(entry, Method):
+            raise TypeError(f"{self.name} is no target distribution.")
+        return entry.tuned(**{name: getattr(self, name) for name in entry.knobs if hasattr(self, name)})
 
-    def check(self, vocab_size: int, levels: int | None = None) -> None:
-        """Raises ValueError for an unknown method or a value out of its range, or values for another number
-        of verifiers than `levels`; None: what can be told before models are loaded."""
+    def check(self, vocab_size: float = math.inf, levels: int | None = None,
+              known: Mapping[str, Any] = NAMED) -> None:
+        """Raises FieldError for an unknown method or a value out of its range, or values for another number
+        of verifiers than `levels`; None: what can be told before models are loaded. known: names of methods."""
         fields = ("method", "alpha", "block_size")
         most = levels or max(len(_each(getattr(self, field))) for field in fields)
         for method, alpha, block_size in zip(*(self.of_levels(field, most) for field in fields), strict=True):
-            self._check_level(method, alpha, block_size, most if levels is None else levels)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy).")
-        if self.max_block_size < 1:
-            raise ValueError(f"max_block_size is {self.max_block_size}; it must be at least 1.")
-        if not 0 <= self.stop_below <= 1:
-            raise ValueError(f"stop_below is {self.stop_below}; it is a chance, and lies in [0, 1].")
-        if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"acceptance is {self.acceptance}; it is a chance, and lies in [0, 1].")
-        if not 0 < self.round_cost < math.inf:
-            raise ValueError(f"round_cost is {self.round_cost}; it must be above 0, in verifier steps.")
+            self._check_level(method, alpha, block_size, most if levels is None else levels, known)
+        for name, truncation in TRUNCATIONS.items():
+            truncation.check(name, getattr(self, name), vocab_size)
+        for field in dataclasses.fields(Settings):
+            if "low" in field.metadata and field.name not in TRUNCATIONS:
+                check_range(field.name, getattr(self, field.name), field.metadata)
         if self.hand_over not in get_args(HandOver):
-            raise ValueError(f"hand_over is {self.hand_over!r}; known: {', '.join(get_args(HandOver))}.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it lies in (0, 1].")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it lies in [0, 1].")
-        if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
-            raise ValueError(f"top_k is {self.top_k}; it lies in [1, {vocab_size}].")
-        if not -2**63 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it lies in [-2**63, 2**63).")
-        if self.max_new_tokens is not None and not 1 <= self.max_new_tokens <= MOST_TOKENS:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1, and at most "
-                             f"{MOST_TOKENS}: no model's texts are longer.")
+            raise FieldError("hand_over", self.hand_over, f"known: {', '.join(get_args(HandOver))}.")
         if isinstance(self.stop, str):
-            raise ValueError(f"stop is {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
+            raise FieldError("stop", self.stop, f"give a tuple of texts, such as ({self.stop!r},).")
         if "" in self.stop:
-            raise ValueError("stop holds an empty text, which ends every output: leave it out.")
+            raise FieldError("stop", self.stop, "leave it out.",
+                             "stop holds an empty text, which ends every output")
 
-    def _check_level(self, method: Any, alpha: float, block_size: Any, levels: int) -> None:
-        known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
-        rule = known.get(method) if isinstance(method, str) else method
-        if rule is None and method not in SINGLE_MODEL:
-            raise ValueError(f"unknown method {method!r}; known: {', '.join([*known, *SINGLE_MODEL])}.")
-        if not isinstance(rule, Method | Baseline | None):
-            raise ValueError(f"method is {method!r}; give a name or a speccascade_jax.Method.")
-        if not isinstance(rule, Method) and len(_each(self.method)) > 1:
-            raise ValueError(f"{method} is no rule for one level of several: it stands alone.")
-        if isinstance(rule, Baseline) and levels != 1:
-            raise ValueError(f"{method} is made of two models, not of {levels + 1}: take a rule of --list.")
-        if isinstance(rule, Method) and levels == 0 and method != "speculative":
-            raise ValueError(f"{_name(method)} needs a drafter and a verifier: give two models or more.")
-        if rule is not None and not rule.low <= alpha <= rule.high:
-            raise ValueError(f"alpha is {alpha}; for {_name(method)} it lies in [{rule.low}, {rule.high}].")
-        if isinstance(rule, Baseline) and rule.greedy and self.temperature != 0:
-            raise ValueError(f"temperature is {self.temperature}; {method} decodes greedily: make it 0, "
-                             "or take bild_star.")
+    def _check_level(self, method: Any, alpha: float, block_size: Any, levels: int, known: Mapping[str, Any]
+                     ) -> None:
+        entry = known.get(method) if isinstance(method, str) else entry_of(method)
+        if isinstance(method, str) and entry is None:
+            raise FieldError("method", method, f"known: {', '.join(known)}.", f"unknown method {method!r}")
+        if entry is None:
+            raise FieldError("method", method, "give a name, a speccascade_jax.Method or a sampler.")
+        if isinstance(entry, Scheme):
+            self._check_scheme(entry, _name(method), levels)
+        elif levels == 0 and not entry.lossless:
+            raise FieldError("method", _name(method), "give two models or more.",
+                             f"{_name(method)} needs a drafter and a verifier")
+        if not entry.low <= alpha <= entry.high:
+            raise FieldError("alpha", alpha, f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}].")
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
-            raise ValueError(f"block_size is {block_size!r}; give a number, or of two models {ADAPTIVE!r}.")
+            raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")
         if not isinstance(block_size, str) and block_size < 1:
-            raise ValueError(f"block_size is {block_size}; it must be at least 1.")
+            raise FieldError("block_size", block_size, "it must be at least 1.")
+
+    def _check_scheme(self, scheme: Scheme, name: str, levels: int) -> None:
+        if len(_each(self.method)) > 1:
+            raise FieldError("method", name, "give it alone.", f"{name} is no rule for one level of several")
+        if scheme.models is not None and levels + 1 != scheme.models:
+            raise FieldError("method", name, "take a rule of --list.",
+                             f"{name} is made of {scheme.models} models, not of {levels + 1}")
+        if scheme.greedy and self.temperature != 0:
+            raise FieldError("temperature", self.temperature, f"{name} decodes greedily: make it 0, or take "
+                                                              "another method.")
 
 
-@functools.cache
-def lookahead(acceptance: float, round_cost: float) -> Method:
-    """The rule of this name for a pair of which this was measured; the same object for the same numbers."""
-    def target(s: rules.Scores, alpha: rules.Alpha) -> tuple[Any, Any]:
-        delta = rules.lookahead(s, alpha, acceptance, round_cost)
-        return rules.target_probs(s.q_sampled, s.p_sampled, delta), delta
+def check_range(name: str, value: Any, about: Mapping[str, Any]) -> None:
+    """Raises FieldError for a number outside a field's `low` and `high` (see option())."""
+    low, high = about["low"], about["high"]
+    if value is None or isinstance(value, str) or (
+            (low < value if about["above"] else low <= value) and value <= high and abs(value) < math.inf):
+        return
+    if high == math.inf:
+        raise FieldError(name, value, f"it must be {'above' if about['above'] else 'at least'} {low:g}, and a "
+                                      "finite number.")
+    low, high = (f"{end:g}" if abs(end) < 10**6 else str(end) for end in (low, high))
+    raise FieldError(name, value, f"it lies in {'(' if about['above'] else '['}{low}, {high}].")
 
-    return dataclasses.replace(METHODS[LOOKAHEAD], target=target, name=LOOKAHEAD)
+
+def entry_of(method: Any) -> Method | Scheme | None:
+    """What a name, or an object that stands where a name does, decodes as; None for anything else."""
+    if isinstance(method, str):
+        return NAMED.get(method)
+    if isinstance(method, Method | Scheme):
+        return method
+    return Scheme(Fixed(method), type(method).__name__) if isinstance(method, Sampler) else None
 
 
-def with_router(settings: Settings, router: Method | None) -> Settings:
-    """The settings with the trained method where they name it. Raises ValueError where there is none."""
-    method = settings.method
-    names = tuple(method.split("+")) if isinstance(method, str) else method
-    names = names if isinstance(names, tuple) else ()
-    asked = [name for name in names if name in TRAINED]
-    if not asked:
+def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:
+    """The settings with the objects that some names stand for: a trained network, a config's samplers.
+
+    Raises FieldError for a trained method whose file is missing, or is another one's.
+    """
+    methods = _each(settings.method)
+    names = [method for method in methods if isinstance(method, str)]
+    if missing := next((name for name in names if _is_trained(name) and name not in objects), None):
+        trained = [name for name in objects if _is_trained(name)]
+        raise FieldError("method", missing, NO_FILE, f"method {missing} is a trained network" + (
+            f", and the file of --router is of {trained[0]}" if trained else ""))
+    if not any(name in objects for name in names):
         return settings
-    if router is None:
-        raise ValueError(NO_FILE.format(asked[0]))
-    if {router.name} != set(asked):
-        raise ValueError(f"method is {settings.name}, and the file of --router is of {router.name}: give a "
-                         "file of the same method.")
-    found = tuple(router if name in TRAINED else name for name in names)
-    return dataclasses.replace(settings, method=found if len(found) > 1 else found[0])
+    replaced = tuple(objects.get(method, method) if isinstance(method, str) else method for method in methods)
+    return dataclasses.replace(settings, method=replaced if len(replaced) > 1 else replaced[0])
+
+
+def _is_trained(name: str) -> bool:
+    entry = NAMED.get(name)
+    return isinstance(entry, Method) and entry.trained
 
 
 def _each(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return tuple(value.split("+"))
-    return value if isinstance(value, tuple) else (value,)
+    return value if type(value) is tuple else (value,)
 
 
-def _name(method: str | Method) -> str:
+def _name(method: Any) -> str:
     if isinstance(method, str):
         return method
-    return method.name or next((name for name, known in METHODS.items() if known is method), "custom")
+    name = getattr(method, "name", "")
+    return name or next((name for name, known in NAMED.items() if known is method), "custom")

@@ -30,9 +30,9 @@ from tiny_models import in_blocks, prefilled
 from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.nests import insert
 from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of

@@ -3,8 +3,7 @@
 They write texts and draft for nobody, for the verifier does not read the last tokens of a text.
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,36 +11,41 @@ import numpy as np
 from speccascade_jax.baselines.bild import Bild
 from speccascade_jax.baselines.drafting import CAP
 from speccascade_jax.baselines.oracle import Oracle
-from speccascade_jax.baselines.sequence import QUANTILE, Scored
+from speccascade_jax.baselines.sequence import QUANTILE, Scored, mean_probability, probability, quantile
 from speccascade_jax.baselines.token_cascade import TokenCascade
+from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive
 
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """A sampler of (drafter, verifier), the range of its alpha, and a summary for people."""
-
-    sampler: Callable[[LanguageModel, LanguageModel], Sampler]
-    high: float
-    summary: str
-    greedy: bool = False  # decodes only greedily
-    low: float = 0
+PAIR: dict[str, Any] = {"models": 2, "low": 0}
 
 
-def _scored(drafter: LanguageModel, verifier: Any) -> Sampler:
-    return Scored(Autoregressive(drafter))
+def _pair(kind: Callable[..., Sampler], *, drafts: bool = True, **fields: Any
+          ) -> Callable[[Sequence[LanguageModel]], Sampler]:
+    """A Scheme's `sampler`: kind(drafter, verifier), the drafter as a sampler where it `drafts`."""
+    def sampler(models: Sequence[LanguageModel]) -> Sampler:
+        drafter, verifier = models
+        return kind(Autoregressive(drafter) if drafts else drafter, verifier, **fields)
+
+    return sampler
 
 
-BASELINES: dict[str, Baseline] = {
-    "sequence": Baseline(_scored, 1, "the drafter's text, the verifier's where its probability < 1 - alpha"),
-    "sequence_mean": Baseline(_scored, 1, "as sequence, of the tokens' mean probability (geometric)"),
-    "sequence_quantile": Baseline(_scored, 1, f"as sequence, of the quantile at {QUANTILE} of the tokens'"),
-    "token_cascade": Baseline(lambda q, p: TokenCascade(Autoregressive(q), p), 1,
-                              f"drafter until max q < 1 - alpha or {CAP} tokens, then one of the verifier's"),
-    "oracle": Baseline(Oracle, 1, "diff with both models at every token: for its quality, not its time"),
-    "bild": Baseline(lambda q, p: Bild(Autoregressive(q), p), np.inf,
-                     "greedy: drafter until max q < 0.6; back to the first token with -log p > alpha", True),
-    "bild_compat": Baseline(lambda q, p: Bild(Autoregressive(q), p, compat=True), np.inf,
-                            "as bild, with the deviations of its released code", True),
+def _sequence(summary: str, confidence: Callable[[np.ndarray], float]) -> Scheme:
+    return Scheme(lambda models: Scored(Autoregressive(models[0])), summary, 1, confidence=confidence, **PAIR)
+
+
+BASELINES: dict[str, Scheme] = {
+    "sequence": _sequence("the drafter's text, the verifier's where its probability < 1 - alpha", probability),
+    "sequence_mean": _sequence("as sequence, of the tokens' mean probability (geometric)", mean_probability),
+    "sequence_quantile": _sequence(f"as sequence, of the quantile at {QUANTILE} of the tokens'", quantile),
+    "token_cascade": Scheme(_pair(TokenCascade),
+                            f"drafter until max q < 1 - alpha or {CAP} tokens, then one of the verifier's", 1,
+                            **PAIR),
+    "oracle": Scheme(_pair(Oracle, drafts=False),
+                     "diff with both models at every token: for its quality, not its time", 1, **PAIR),
+    "bild": Scheme(_pair(Bild),
+                   "greedy: drafter until max q < 0.6; back to the first token with -log p > alpha",
+                   greedy=True, **PAIR),
+    "bild_compat": Scheme(_pair(Bild, compat=True), "as bild, with the deviations of its released code",
+                          greedy=True, **PAIR),
 }

@@ -50,9 +50,11 @@ class Bild:
     def models(self) -> tuple[Any, LanguageModel]:
         return self.drafter.models, self.verifier
 
+    def plain(self, counts: Tally) -> dict[str, Any]:
+        return counts.plain()
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        rows = rows._replace(options=dataclasses.replace(
-            rows.options, temperature=jnp.zeros_like(rows.options.temperature)))
+        rows = rows._replace(options=rows.options.with_temperature(jnp.zeros_like(rows.options.temperature)))
         threshold = jnp.where(rows.recent[:, -2] == NO_TOKEN, jnp.inf, self.fallback)
         drafted, drafter_cache, passes = draft_while_confident(
             self.drafter, params[0], caches[0], rows, threshold, self.window, eos_id)

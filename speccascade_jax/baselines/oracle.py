@@ -1,6 +1,7 @@
 """Both models at every token: how good the rule diff can be."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ class Oracle:
     @property
     def models(self) -> tuple[LanguageModel, LanguageModel]:
         return self.drafter, self.verifier
+
+    def plain(self, counts: Tally) -> dict[str, Any]:
+        return counts.plain()
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         (q, p), caches = zip(*(model.extend(weights, rows.last[:, None], cache) for model, weights, cache in

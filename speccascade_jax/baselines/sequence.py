@@ -4,7 +4,6 @@ It is two decodings, and only the deferred rows reach the second: inference.text
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +39,9 @@ class Scored:
     def models(self) -> Any:
         return self.drafter.models
 
+    def plain(self, counts: Trace) -> dict[str, Any]:
+        return {"log_q": counts.log_q[counts.drawn > 0].tolist()}
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         block, caches, size = self.drafter.step(params, caches, rows, eos_id)
         here = (jnp.arange(rows.noise.shape[-1]) == rows.start[:, None]) & (size > 0)[:, None]
@@ -47,10 +49,16 @@ class Scored:
         return block, caches, Trace(size, jnp.where(here, log_q, 0.0), here.astype(jnp.int32))
 
 
-CONFIDENCES: dict[str, Callable[[np.ndarray], float]] = {
-    "sequence": lambda log_q: float(np.exp(np.sum(log_q))),
-    "sequence_mean": lambda log_q: float(np.exp(np.mean(log_q))),
-    "sequence_quantile": lambda log_q: float(np.exp(np.quantile(log_q, QUANTILE))),
-}
-"""A draft's confidence in [0, 1] from the log-probabilities of its tokens: the text's probability (Chow),
-normalised by length, and a quantile (Gupta et al. 2024). Below 1 - alpha the verifier writes a new text."""
+def probability(log_q: np.ndarray) -> float:
+    """A text's probability (Chow), from the log probabilities of its tokens."""
+    return float(np.exp(np.sum(log_q)))
+
+
+def mean_probability(log_q: np.ndarray) -> float:
+    """The geometric mean of the tokens' probabilities: normalised by length."""
+    return float(np.exp(np.mean(log_q)))
+
+
+def quantile(log_q: np.ndarray) -> float:
+    """The quantile at QUANTILE of the tokens' probabilities (Gupta et al. 2024)."""
+    return float(np.exp(np.quantile(log_q, QUANTILE)))

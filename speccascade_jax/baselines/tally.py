@@ -1,6 +1,6 @@
 """What baselines count: sums over a row's rounds. Rates are made of them in evaluation.rates."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Int
@@ -15,3 +15,7 @@ class Tally(NamedTuple):
     accepted: Int[Array, " B"]  # of them, those that keep its token
     deferred: Int[Array, " B"]  # times the drafter was not trusted
     emitted: Int[Array, " B"]
+
+    def plain(self) -> dict[str, Any]:
+        """One row's counts as numbers, by name."""
+        return {name: int(value) for name, value in self._asdict().items()}

@@ -43,6 +43,9 @@ class TokenCascade:
     def models(self) -> tuple[Any, LanguageModel]:
         return self.drafter.models, self.verifier
 
+    def plain(self, counts: Tally) -> dict[str, Any]:
+        return counts.plain()
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         drafted, drafter_cache, passes = draft_while_confident(
             self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id)

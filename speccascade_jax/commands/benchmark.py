@@ -30,8 +30,8 @@ from speccascade_jax.commands.commandline import at_least, at_most, exit_code
 from speccascade_jax.commands.report import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import other_libraries, profiling
@@ -42,9 +42,10 @@ from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.planning.prediction import expected_tokens
-from speccascade_jax.settings import Settings, Vocabulary
+from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training.data import joined_examples
+from speccascade_jax.vocabularies import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

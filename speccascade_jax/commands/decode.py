@@ -9,6 +9,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -21,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
-from speccascade_jax.baselines import BASELINES
 from speccascade_jax.commands.commandline import (
     at_least,
     check_summary,
@@ -31,7 +31,7 @@ from speccascade_jax.commands.commandline import (
     table_of,
 )
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.coverage import shown
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
@@ -41,6 +41,7 @@ from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.settings import NAMED
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model": "default"}
@@ -87,12 +88,8 @@ def print_list(screen: Console) -> None:
             table.add_row(name, f"broken: {error}")
     screen.print(table)
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
-    for name, method in METHODS.items():
-        table.add_row(name, method.summary, f"{method.low} .. {method.high}")
-    for name, baseline in BASELINES.items():
-        table.add_row(name, baseline.summary, f"{baseline.low} .. {baseline.high}")
-    for name, what in SINGLE_MODEL.items():
-        table.add_row(name, what, "")
+    for name, entry in NAMED.items():
+        table.add_row(name, entry.summary, f"{entry.low} .. {entry.high}" if entry.low > -math.inf else "")
     screen.print(table)
 
 

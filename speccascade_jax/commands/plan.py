@@ -33,6 +33,7 @@ from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import Candidates, Plan, predict, triangle_violations
 from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import joined_examples
+from speccascade_jax.vocabularies import VOCABULARIES
 
 PLANNED = "Planned by scripts/plan.py"
 STEP = "a token of the target's"
@@ -86,7 +87,7 @@ def check(arguments: Arguments) -> None:
     at_most(max(WIDTHS) - 1, max_block=a.max_block)
     if not run.lossless:
         raise ValueError(f"method is {run.name}; a plan is of lossless decoding: give --method speculative.")
-    if run.vocabulary == "slem":
+    if VOCABULARIES[run.vocabulary].drafts is not None:
         raise ValueError("a plan needs every drafter's distribution, which slem has not: give --vocabulary "
                          "tli.")
     if a.output is not None:

@@ -22,6 +22,7 @@ from speccascade_jax.commands.commandline import at_least, config_of, console, e
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.vocabularies import VOCABULARIES
 
 KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
@@ -129,7 +130,7 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
         named[name] = configs.load(other, DecodeConfig)
     for run in named.values():
         run.check()
-        if run.vocabulary == "slem":
+        if VOCABULARIES[run.vocabulary].drafts is not None:
             raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
     mesh = local_mesh()
     return {name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))

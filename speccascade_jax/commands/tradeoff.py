@@ -25,7 +25,7 @@ from rich.table import Table
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
-from speccascade_jax.core.methods import SINGLE_MODEL
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.quality import check_references
 from speccascade_jax.evaluation.reductions import Result, best, fastest, results, table_two

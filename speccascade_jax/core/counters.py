@@ -1,9 +1,10 @@
 """What samplers count: sums over a row's rounds. Rates are made of them in evaluation.rates."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Int
 
 Array = jax.Array
@@ -18,6 +19,10 @@ class Counters(NamedTuple):
     deferred: Int[Array, " B"]     # drafted positions at which the rule deferred
     emitted: Int[Array, " B"]
     histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
+
+    def plain(self) -> dict[str, Any]:
+        """One row's counts as numbers and lists, by name."""
+        return {name: np.asarray(value).tolist() for name, value in self._asdict().items()}
 
     @classmethod
     def of_round(cls, active: Bool[Array, " B"], drafted: Int[Array, " B"], accepted: Int[Array, " B"],

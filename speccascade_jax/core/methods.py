@@ -1,22 +1,38 @@
-"""METHODS: what --method may name besides baselines, each a target distribution.
+"""What a name of --method stands for: a target distribution that is verified, or a scheme of its own.
 
-    METHODS["token_v3"].target(scores, 0.2)    # pi [B, T, V] and delta [B, T, V]
+    METHODS["token_v3"].target(scores, 0.2)    # rules.py: pi [B, T, V] and delta [B, T, V]
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 
-from speccascade_jax.core import rules
-from speccascade_jax.core.rules import Alpha, Scores, certainty, target_probs
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.protocols import LanguageModel, Sampler
 
 Array = jax.Array
-SINGLE_MODEL = {"verifier": "the large model alone", "drafter": "the small model alone"}
-Target = Callable[[Scores, Alpha], tuple[Array, Array | None]]
+Target = Callable[..., tuple[Array, Array | None]]
+"""(scores, alpha) -> (pi, delta); with knobs, target(scores, alpha, **values)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """A number that a method has besides alpha: a field of Settings and a flag. Static: each value compiles."""
+
+    default: float
+    low: float
+    high: float
+    summary: str         # one sentence for people
+    above: bool = False  # `low` and `high` are excluded
+
+    def check(self, name: str, value: float) -> None:
+        """Raises FieldError for a value out of range."""
+        if not (self.low < value < self.high if self.above else self.low <= value <= self.high):
+            left, right = "()" if self.above else "[]"
+            raise FieldError(name, value, f"it lies in {left}{self.low:g}, {self.high:g}{right}: {self.summary}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,40 +46,41 @@ class Method:
     defers: bool = True
     lossless: bool = False  # pi = p~, whatever q is
     by_prefix: bool = True  # pi depends on the prefix alone, not on where in a round a position is
-    trained: bool = False  # a network, read from a file
-    name: str = ""  # for people, of one that METHODS does not hold
+    needs_q: bool = True    # pi and delta depend on q; False: on p and the drafted token alone
+    trained: bool = False   # a network, read from a file
+    knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
+    name: str = ""          # for people
+
+    def tuned(self, **values: float) -> "Method":
+        """The method with its knobs at these values; the same object for the same values."""
+        return _tuned(self, tuple(values.items())) if values else self
 
 
-def _cascade(rule: Callable[..., Array], *more: Any) -> Target:
-    def target(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
-        delta = rule(s, alpha, *more)
-        return target_probs(s.q_sampled, s.p_sampled, delta), delta
-
-    return target
+@functools.cache
+def _tuned(method: Method, values: tuple[tuple[str, float], ...]) -> Method:
+    return dataclasses.replace(method, target=functools.partial(method.target, **dict(values)))
 
 
-METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(rules.speculative), 0, math.inf, "always defer: lossless", lossless=True),
-    "chow": Method(_cascade(rules.chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(rules.chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha"),
-    "diff": Method(_cascade(rules.diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(rules.diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha"),
-    "opt": Method(_cascade(rules.opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(rules.opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
-    "lookahead": Method(_cascade(rules.lookahead, 0.8, 2.0), 0, math.inf,
-                        "as opt, a rejection at the price of what is lost after it", by_prefix=False),
-    "token_v1": Method(_cascade(rules.token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
-    "token_v2": Method(_cascade(rules.token_v2), 0, 1, "defer tokens with p(v) < max p - alpha"),
-    "token_v3": Method(_cascade(rules.token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p"),
-    "bild_star": Method(_cascade(rules.bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
-    "router": Method(_cascade(rules.opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)",
-                     trained=True),
-    "typical": Method(_cascade(rules.typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
-    "mixture": Method(rules.mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
-    "learned_mixture": Method(rules.mixture, 0, 1, "mixture, learnt weights (--router)",
-                              defers=False, trained=True),
-    "lossy": Method(rules.lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(partial(rules.lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False),
-    "lossy_greedy": Method(rules.lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p"),
-}
-TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A way to decode that is no target distribution of a drafter and a verifier: it makes a sampler of all
+    the models, the smallest first."""
+
+    sampler: Callable[[Sequence[LanguageModel]], Sampler]
+    summary: str  # for people
+    high: float = np.inf  # alpha's bounds, both included
+    low: float = -np.inf
+    models: int | None = None  # how many it is made of; None: any number
+    greedy: bool = False       # decodes only greedily
+    confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
+    # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A Scheme's `sampler` that is made already."""
+
+    made: Sampler
+
+    def __call__(self, models: Sequence[LanguageModel]) -> Sampler:
+        return self.made

@@ -134,6 +134,11 @@ class Sampler(Protocol):
         """How many positions past the committed ones a step may write into its caches."""
         ...
 
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        """One row's counts as plain numbers, by name. `model_passes` or `drafter_passes`: how often the smallest
+        model has read."""
+        ...
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         """One block, cut after the first eos_id; the caches; what was counted, arrays [B, ...].
 

@@ -22,7 +22,7 @@ def step(sampler: Sampler, params: Params, caches: Cache, rows: Rows, eos_id: in
 
 
 def is_greedy(rows: Rows) -> Bool[Array, "B 1 1"]:
-    return (rows.options.temperature <= 0)[:, None, None]
+    return (rows.options.temperature < jnp.finfo(jnp.float32).tiny)[:, None, None]
 
 
 def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B count"]:

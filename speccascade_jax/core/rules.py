@@ -1,4 +1,5 @@
-"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1).
+"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1), and METHODS: each of them
+declared once. Settings, flags, the HTTP schema, sweeps, tables and law tests derive from an entry.
 
 A rule says delta = 1 where the drafter's token is not good enough. One formula turns it into
 the target distribution that the output follows:
@@ -6,13 +7,18 @@ the target distribution that the output follows:
     pi(v) = (1 - delta(v)) q~(v) + p~(v) sum_u delta(u) q~(u)
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float
+
+from speccascade_jax.core.methods import Knob, Method, Target
 
 Array = jax.Array
 Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
@@ -184,3 +190,51 @@ def lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
     refused = token_v3(s, alpha)
     best = jax.nn.one_hot(jnp.argmax(s.p, axis=-1), s.p.shape[-1])
     return target_probs(s.q_sampled, best, refused), refused
+
+
+def _cascade(rule: Callable[..., Array], *more: Any, knobs: Mapping[str, Knob] | None = None) -> Target:
+    """The target that a deferral rule makes."""
+    defaults = {name: knob.default for name, knob in (knobs or {}).items()}
+
+    def target(s: Scores, alpha: Alpha, **values: float) -> tuple[Array, Array]:
+        delta = rule(s, alpha, *more, **defaults | values)
+        return target_probs(s.q_sampled, s.p_sampled, delta), delta
+
+    return target
+
+
+PRICE = {"acceptance": Knob(0.8, 0, 1, "of lookahead: how likely a drafted token is accepted"),
+         "round_cost": Knob(2.0, 0, math.inf, "of lookahead: a round's time, in steps of the verifier",
+                            above=True)}
+
+METHODS: dict[str, Method] = {
+    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless", lossless=True,
+                          needs_q=False),
+    "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
+    "chow_log": Method(_cascade(chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha"),
+    "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
+    "diff_log": Method(_cascade(diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha"),
+    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
+    "opt_log": Method(_cascade(opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "lookahead": Method(_cascade(lookahead, knobs=PRICE), 0, math.inf,
+                        "as opt, a rejection at the price of what is lost after it", by_prefix=False,
+                        knobs=PRICE),
+    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
+    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha",
+                       needs_q=False),
+    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p",
+                       needs_q=False),
+    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "router": Method(_cascade(opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)",
+                     trained=True),
+    "typical": Method(_cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
+    "mixture": Method(mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
+    "learned_mixture": Method(mixture, 0, 1, "mixture, learnt weights (--router)",
+                              defers=False, trained=True),
+    "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
+    "lossy_tuned": Method(partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False),
+    "lossy_greedy": Method(lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p",
+                           needs_q=False),
+}
+METHODS = {name: dataclasses.replace(method, name=name) for name, method in METHODS.items()}
+TRAINED = tuple(name for name, method in METHODS.items() if method.trained)

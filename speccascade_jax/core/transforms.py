@@ -1,7 +1,13 @@
-"""Logits -> the distribution that is sampled: temperature and truncations. Everything here is float32."""
+"""Logits -> the distribution that is sampled: temperature, then truncations. Everything here is float32.
+
+TRUNCATIONS declares each truncation once. SamplingOptions, Settings, flags, the HTTP schema, sweeps, tables
+and tests derive from it.
+"""
 
 import dataclasses
-from functools import partial
+import inspect
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,43 +16,113 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
+from speccascade_jax.core.errors import FieldError
+
 Array = jax.Array
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_p", "top_k", "min_p"],
-         meta_fields=["max_top_k"])
 @dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """How a distribution is transformed before sampling: temperature, then top-k, top-p and min-p.
+class Truncation:
+    """A way to leave unlikely tokens out: which tokens keep(x, value, bound) leaves in, [*B, V].
 
-    Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
-    leaves a truncation, and what it costs, out of the program; a row without it has top_k 0, top_p 1
-    or min_p 0. No row's top_k exceeds `max_top_k`, which is static: unless given, the next power of two, or
-    the vocabulary's size for a top_k that is traced already.
+    x [*B, V] are the model's logits where it reads `logits`, else probabilities; value broadcasts against x.
+    Truncations of logits all read the same logits. Those of probabilities follow one another, in the order of
+    TRUNCATIONS.
     """
 
-    temperature: Any = 1.0
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    max_top_k: int | None = None
+    keep: Callable[[Array, Any, Any], Array]
+    low: float
+    high: float          # included, as `low` is unless `above`
+    off: float           # the value that leaves every token in
+    summary: str         # what it does: one sentence for people
+    sweep: tuple[float, ...]  # values a sweep tries
+    letter: str          # in pictures
+    kind: type = float
+    above: bool = False  # `low` is excluded
+    logits: bool = False
+    bounded: bool = False  # the largest value of any row is static: keep()'s `bound`
 
-    def __post_init__(self) -> None:
-        if self.max_top_k is None and isinstance(self.top_k, int | np.ndarray | np.integer):
-            most = 1 << max(int(np.max(self.top_k)) - 1, 0).bit_length()
-            object.__setattr__(self, "max_top_k", most)
+    @property
+    def dtype(self) -> Any:
+        return jnp.int32 if self.kind is int else jnp.float32
+
+    def check(self, name: str, value: Any, vocab_size: float = math.inf) -> None:
+        """Raises FieldError for a value out of range; the values of an integer end at the vocabulary's size."""
+        high = min(self.high, vocab_size) if self.kind is int else self.high
+        if value is not None and not (self.low < value if self.above else self.low <= value) & (value <= high):
+            raise FieldError(name, value, f"it lies in {'(' if self.above else '['}{self.low:g}, {high:g}].")
+
+
+def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:
+    """A static bound for rows with these values: the next power of two, at least `least` so that small values
+    share a program. None where no row has a value."""
+    largest_value = int(max((value or 0 for value in values), default=0))
+    return max(1 << (largest_value - 1).bit_length(), least) if largest_value else None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, init=False)
+class SamplingOptions:
+    """How a distribution is transformed before sampling: temperature, then the TRUNCATIONS that have a value.
+
+    Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
+    leaves a truncation, and what it costs, out of the program; a row without it has the truncation's `off`.
+    No row's top_k exceeds `max_top_k`, which is static: unless given, the next power of two, or the
+    vocabulary's size for a top_k that is traced already.
+    """
+
+    temperature: Any
+    truncations: dict[str, Any]   # by name, those with a value
+    bounds: tuple[tuple[str, int], ...]  # of the bounded ones
+
+    def __init__(self, temperature: Any = 1.0, **values: Any):
+        bounds = {name: values.pop(f"max_{name}", None) for name, one in TRUNCATIONS.items() if one.bounded}
+        if unknown := values.keys() - TRUNCATIONS.keys():
+            raise TypeError(f"SamplingOptions has no {min(unknown)!r}; it has temperature, "
+                            f"{', '.join(TRUNCATIONS)}.")
+        truncations = {name: values[name] for name in TRUNCATIONS if values.get(name) is not None}
+        for name, bound in bounds.items():
+            value = truncations.get(name)
+            if bound is None and isinstance(value, int | np.ndarray | np.integer):
+                bounds[name] = static_bound([int(np.max(value))], 1)
+        self._set(temperature, truncations, tuple((n, bound) for n, bound in bounds.items() if bound))
+
+    def _set(self, *values: Any) -> None:
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TRUNCATIONS:
+            return self.truncations.get(name)
+        raise AttributeError(name)
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = jax.tree_util.GetAttrKey("temperature"), jax.tree_util.GetAttrKey("truncations")
+        return tuple(zip(keys, (self.temperature, self.truncations), strict=True)), self.bounds
+
+    @classmethod
+    def tree_unflatten(cls, bounds: Any, children: Any) -> "SamplingOptions":
+        options = object.__new__(cls)
+        options._set(*children, bounds)
+        return options
+
+    def with_temperature(self, temperature: Any) -> "SamplingOptions":
+        return SamplingOptions.tree_unflatten(self.bounds, (temperature, self.truncations))
+
+    def bound(self, name: str) -> int | None:
+        return dict(self.bounds).get(name)
 
     def of_rows(self, rows: int) -> "SamplingOptions":
         """The same with every value [B]. Raises ValueError where one has another shape than [] or [B]."""
-        types = {"temperature": jnp.float32, "top_p": jnp.float32, "top_k": jnp.int32, "min_p": jnp.float32}
-        values = {}
-        for name, dtype in types.items():
-            value = getattr(self, name)
-            if value is not None and jnp.shape(value) not in ((), (rows,)):
+        def of_row(name: str, value: Any, dtype: Any) -> Array:
+            if jnp.shape(value) not in ((), (rows,)):
                 raise ValueError(f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
                                  f"the {rows} rows.")
-            values[name] = None if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
-        return SamplingOptions(**values, max_top_k=self.max_top_k)
+            return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+        values = {name: of_row(name, value, TRUNCATIONS[name].dtype) for name, value in self.truncations.items()}
+        bounds = {f"max_{name}": bound for name, bound in self.bounds}
+        return SamplingOptions(of_row("temperature", self.temperature, jnp.float32), **values, **bounds)
 
 
 def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
@@ -56,14 +132,12 @@ def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
 
 def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once: bool = False
                 ) -> Float[Array, "*B V"]:
-    """softmax(logits / temperature), then top-k, top-p and min-p, renormalised.
+    """softmax(logits / temperature) with the truncations of `options`, renormalised.
 
-    Temperature 0 is the one-hot argmax (the first index on ties). top-k keeps exactly k tokens, top-p the
-    smallest set whose mass reaches top_p, the token that crosses it included (Holtzman et al. 2020), min-p
-    the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); among equals the lower
-    id comes first. An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
+    Temperature 0, and any below float32's least normal number, is the one-hot argmax (the first index on ties).
+    An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
     """
-    if logits.ndim > 2 and not (at_once or options.top_p is options.top_k is options.min_p is None):
+    if logits.ndim > 2 and options.truncations and not at_once:
         return lax.platform_dependent(default=lambda: token_probs(logits, options, True), tpu=lambda: lax.map(
             lambda row: token_probs(*row), (logits, options.of_rows(len(logits)))))
 
@@ -71,28 +145,48 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once:
         """What broadcasts against the logits, of [] or [B]."""
         return jnp.reshape(value, jnp.shape(value) + (1,) * (logits.ndim - 1) * jnp.ndim(value))
 
+    values = {name: (truncation, of_row(options.truncations[name]), options.bound(name))
+              for name, truncation in TRUNCATIONS.items() if name in options.truncations}
+    logits, temperature = logits.astype(jnp.float32), of_row(options.temperature)
+    greedy = temperature < jnp.finfo(jnp.float32).tiny
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    best = jax.nn.one_hot(first(logits == highest), logits.shape[-1])
+    # Differences from the highest, so that a tiny temperature overflows downwards only; -inf stays, which a
+    # reciprocal that underflows to 0 would make NaN.
+    scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - highest) / jnp.where(greedy, 1.0, temperature))
+    for truncation, value, bound in values.values():
+        if truncation.logits:
+            kept = truncation.keep(logits, value, bound) | (value == truncation.off)
+            scaled = jnp.where(kept, scaled, -jnp.inf)
+    probs = jax.nn.softmax(scaled, axis=-1)
+    for truncation, value, bound in values.values():
+        if not truncation.logits:
+            inside = renormalized(probs, truncation.keep(probs, value, bound))
+            probs = jnp.where(value == truncation.off, probs, inside)
+    return jnp.where(greedy, best, probs)
+
+
+def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[Array, "*B V"]:
+    """Exactly the k likeliest tokens; among equals the lower id comes first."""
+    size = logits.shape[-1]
+
     def ranked() -> Bool[Array, "*B V"]:
-        order = lax.top_k(logits, most)[1]
-        inside = jnp.broadcast_to(jnp.arange(most) < k, order.shape)
+        number = min(bound or size, size)
+        order = lax.top_k(logits, number)[1]
+        inside = jnp.broadcast_to(jnp.arange(number) < k, order.shape)
         return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, inside, axis=-1, inplace=False)
 
-    logits, temperature = logits.astype(jnp.float32), of_row(options.temperature)
-    greedy = temperature <= 0
-    best = jax.nn.one_hot(first(logits == jnp.max(logits, axis=-1, keepdims=True)), logits.shape[-1])
-    logits = logits / jnp.where(greedy, 1.0, temperature)
-    if options.top_k is not None:
-        most, k = min(options.max_top_k or logits.shape[-1], logits.shape[-1]), of_row(options.top_k)
-        inside = lax.platform_dependent(cpu=ranked, default=lambda: largest(jax.nn.softmax(logits), 1, k))
-        logits = jnp.where(inside | (k < 1), logits, -jnp.inf)
-    probs = jax.nn.softmax(logits, axis=-1)
-    if options.top_p is not None:
-        top_p = of_row(options.top_p)
-        probs = jnp.where(top_p < 1, renormalized(probs, largest(probs, probs, top_p)), probs)
-    if options.min_p is not None:
-        min_p = of_row(options.min_p)
-        likely = probs >= min_p * jnp.max(probs, axis=-1, keepdims=True)
-        probs = jnp.where(min_p > 0, renormalized(probs, likely), probs)
-    return jnp.where(greedy, best, probs)
+    return lax.platform_dependent(cpu=ranked, default=lambda: largest(jax.nn.softmax(logits), 1, k))
+
+
+def nucleus(probs: Float[Array, "*B V"], mass: Any, bound: None) -> Bool[Array, "*B V"]:
+    """The smallest set whose mass reaches `mass`, the token that crosses it included (Holtzman et al. 2020)."""
+    return largest(probs, probs, jnp.maximum(mass, jnp.finfo(jnp.float32).tiny))
+
+
+def likely(probs: Float[Array, "*B V"], share: Any, bound: None) -> Bool[Array, "*B V"]:
+    """The tokens at least `share` times as likely as the likeliest (Nguyen et al. 2024)."""
+    return probs >= share * jnp.max(probs, axis=-1, keepdims=True)
 
 
 def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
@@ -114,3 +208,19 @@ def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Floa
     """`probs` where `mask`, 0 elsewhere, summing to one."""
     probs = jnp.where(mask, probs, 0.0)
     return probs / jnp.sum(probs, axis=-1, keepdims=True)
+
+
+TRUNCATIONS: dict[str, Truncation] = {
+    "top_k": Truncation(likeliest, 1, 2**31 - 1, off=0, summary="sample among the k likeliest tokens",
+                        sweep=(16, 4, 2), letter="k", kind=int, logits=True, bounded=True),
+    "top_p": Truncation(nucleus, 0.0, 1.0, off=1.0, above=True, sweep=(0.9, 0.7, 0.5, 0.3), letter="p",
+                        summary="sample among the likeliest tokens that reach this mass"),
+    "min_p": Truncation(likely, 0.0, 1.0, off=0.0, sweep=(0.05, 0.15, 0.4), letter="m",
+                        summary="sample among tokens at least this share as likely as the likeliest"),
+}
+"""By name: what Settings, flags and requests call it."""
+
+
+SamplingOptions.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+    inspect.Parameter("temperature", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0),
+    *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in TRUNCATIONS)])

@@ -46,6 +46,6 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], most: int = 32) -> dic
 
 def shown(cascade: Cascade, outputs: Sequence[Output]) -> dict[str, str]:
     """coverage() in words, for summaries; nothing where there is one vocabulary."""
-    name = "tli" if cascade.vocabulary == "auto" else cascade.vocabulary
+    name = cascade.strategy.name
     return {f"vocabulary of model {model}": f"{name}; shared: {tokens:.1%} of the tokens, {mass:.1%} of the "
             "verifier's probability" for model, (tokens, mass) in coverage(cascade, outputs).items()}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from speccascade_jax.baselines import BASELINES
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.reductions import Result
 from speccascade_jax.evaluation.sweep import COMPARED, gamma
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccascade_jax.baselines import BASELINES, Baseline
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL, Method
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.core.methods import Method, Scheme
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import statistics, sums
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
@@ -95,10 +97,11 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
         twice = next(method for method in methods if methods.count(method) > 1)
         raise ValueError(f"--methods names {twice!r} twice: name it once.")
     for temperature, top_p in itertools.product(temperatures, top_ps):
-        chosen = dataclasses.replace(base, temperature=temperature, top_p=top_p)
+        changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+        chosen = dataclasses.replace(base, **changes)
         points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
         for method, rule in rules.items():
-            if rule is None or (isinstance(rule, Baseline) and rule.greedy and temperature != 0):
+            if rule is None or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
             for block_size in gammas if method in METHODS else (1,):
                 leniences = sorted({*TENTHS, *BENDS.get(method, ())}) if alphas is None else alphas
@@ -115,15 +118,15 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
     return list(points)
 
 
-def _rule(method: str) -> Method | Baseline | None:
+def _rule(method: str) -> Method | Scheme | None:
     """None: one model alone."""
-    known: dict[str, Method | Baseline] = {**METHODS, **BASELINES}
+    known: dict[str, Method | Scheme] = {**METHODS, **BASELINES}
     if method not in known and method not in SINGLE_MODEL:
         raise ValueError(f"unknown method {method!r}; known: {', '.join(known)}.")
     return known.get(method)
 
 
-def _lenience(method: str, rule: Method | Baseline, alpha: float) -> float:
+def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
     value = alpha * THRESHOLDS.get(method, 1.0)
     if not 0 <= alpha < math.inf or (alpha > 1 and value > rule.high):
         raise ValueError(f"--alphas holds {alpha}; for {method} it lies in [0, 1].")

@@ -28,7 +28,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.arrays import Placement, head_of
 from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, available, load
 from speccascade_jax.core import loop
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring

@@ -1,7 +1,8 @@
 """Text in, text out: Cascade, the API over generate."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,25 +15,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
-from speccascade_jax.baselines import BASELINES
-from speccascade_jax.baselines.sequence import CONFIDENCES
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.methods import SINGLE_MODEL, Method
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.methods import Method, Scheme
+from speccascade_jax.core.nests import each as of_nest
+from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.samplers.autoregressive import VERIFIER
 from speccascade_jax.core.samplers.proposals import Matched, Proposed
+from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.inference.vocabulary_checks import check_method
 from speccascade_jax.learned import router
 from speccascade_jax.models import full_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.scheduling.continuous import Continuous
-from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded, largest_top_k
+from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
-from speccascade_jax.scheduling.text_level import TextDrafter, TextScheduler
-from speccascade_jax.settings import Settings, Vocabulary, with_router
+from speccascade_jax.settings import NAMED, Settings, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
+from speccascade_jax.vocabularies import VOCABULARIES
 from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -72,26 +76,35 @@ class Cascade:
     stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
     chat: bool = False            # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
-    vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
-    router: Method | None = None  # the method of this name, see inference.router
+    vocabulary: str = "auto"      # the drafters of another vocabulary; how these draft, of VOCABULARIES
+    router: Method | None = None  # a trained method, which stands for its name: see learned.router
+    samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further names of methods: samplers,
+    # or functions from the models, the smallest first, to one
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
         check_order(self.models, self.params)
+        # A sampler's parameters are found by its models: two of one shape have to be two objects.
+        self.models = tuple(copy.copy(model) if any(model is other for other in self.models[:n]) else model
+                            for n, model in enumerate(self.models))
+        self.named = {**({self.router.name: self.router} if self.router else {}),
+                      **{name: scheme_of(made) for name, made in self.samplers.items()}}
         if self.chat:
             self.tokenizer.template()
         if self.mesh is not None:
             placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
             self.params = tuple(placed[id(own)] for own in self.params)
         self.clock, self.programs = Clock(), dict[Plan, Programs]()
-        self.text_drafter = None
-        if self.vocabulary == "slem" and self.foreign:
-            self.text_drafter = TextDrafter(*next(iter(self.foreign.items())), self.params[0], self.tokenizer,
-                                            self.max_source_length, self.max_new_tokens)
+        self.strategy = VOCABULARIES[self.vocabulary]
+        self.host_drafter: Any = None
+        if self.strategy.drafts is not None and self.foreign:
+            self.host_drafter = self.strategy.drafts(
+                *next(iter(self.foreign.items())), self.params[0], self.tokenizer, self.max_source_length,
+                self.max_new_tokens)
 
     @classmethod
     def load(cls, *paths: str | Path, dtype: Any = jnp.float32, tokenizer: str | Path | None = None,
-             tensor_parallel: int = 1, vocabulary: Vocabulary = "auto", **fields: Any) -> "Cascade":
+             tensor_parallel: int = 1, vocabulary: str = "auto", **fields: Any) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
         read once. Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies
@@ -113,7 +126,7 @@ class Cascade:
                 raise ValueError(f"the tokenizer {tokenizer or one.tokenizer} has {own.size} pieces, the "
                                  f"models only {one.model.vocab_size}: it belongs to other models.")
         found = joined([(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
-                       vocabulary)
+                       VOCABULARIES[vocabulary])
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         return cls(tuple(found.models), tuple(found.params), target, foreign=found.foreign,
                    vocabulary=vocabulary, **fields)
@@ -128,7 +141,7 @@ class Cascade:
                                  f"{config.missing or f'Give its folder with --{flag}.'}")
         config.check()
         names = ("tokenizer", "prefix", "suffix", "max_source_length", "max_new_tokens", "tensor_parallel",
-                 "stop", "chat", "vocabulary")
+                 "stop", "chat", "vocabulary", "samplers")
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
         same["router"] = router.load(config.router) if config.router else None
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
@@ -155,27 +168,33 @@ class Cascade:
                 ) -> tuple[Sampler, Any]:
         """What decodes these settings, and its parameters; methods: those that rows choose from at each
         level, where they are several."""
-        name = settings.method
-        if self.levels == 0 or name == "verifier":
-            return Autoregressive(self.verifier), self.params[-1]
-        if name == "drafter":
-            return Autoregressive(self.drafter), self.params[0]
-        if isinstance(name, str) and name in BASELINES:
-            sampler: Sampler = BASELINES[name].sampler(self.drafter, self.verifier)
-            return sampler, self.params[0] if name in CONFIDENCES else self.params
-        found = methods or tuple((rule,) for rule in settings.rules(self.levels))
+        scheme = settings.scheme(self.levels)
+        sampler = scheme.sampler(self.models) if scheme else self._cascaded(settings, methods)
+        return sampler, of_nest(self._params_of, sampler.models)
+
+    def _cascaded(self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None) -> Sampler:
+        """Each model but the smallest verifies what those below it draft."""
+        levels = methods or tuple((rule,) for rule in settings.rules(self.levels))
         sizes = settings.block_sizes(self.levels)
-        if self.text_drafter is not None:
-            given = Proposed(self.verifier.vocab_size, sizes[0], self.text_drafter.translated.start_id)
-            several = found[0] if len(found[0]) > 1 else found[0][0]
-            return Matched(Autoregressive(given), self.verifier, several, sizes[0]), ((), self.params[-1])
-        sampler, params = Autoregressive(self.drafter), self.params[0]
+        if self.host_drafter is not None:
+            return self.host_drafter.sampler(self.verifier, levels[0], sizes[0])
+        sampler: Sampler = Autoregressive(self.drafter)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
-        for own, model, several, size in zip(self.params[1:], self.models[1:], found, sizes, strict=True):
-            sampler = above = kind(sampler, model, several if len(several) > 1 else several[0], size,
-                                   settings.hand_over)
-            params = params if above.shares else (params, own)
-        return sampler, params
+        for model, several, size in zip(self.models[1:], levels, sizes, strict=True):
+            sampler = kind(sampler, model, several if len(several) > 1 else several[0], size, settings.hand_over)
+        return sampler
+
+    def _params_of(self, model: Any) -> Any:
+        """A model's parameters, or the network's. Raises FieldError for a model that is not the cascade's."""
+        if isinstance(model, Proposed):  # which has none
+            return ()
+        networks = [network_of(known) for known in self.models]
+        for same in (lambda known: known is model, lambda known: known == model):
+            for known, params in zip(networks, self.params, strict=True):
+                if same(known):
+                    return params
+        raise FieldError("sampler", model, "make it of cascade.models.", "the sampler has a model that is not one "
+                         "of the cascade's")
 
     def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
                ) -> tuple[list[list[int]], list[bool]]:
@@ -234,16 +253,20 @@ class Cascade:
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they have none of their own."""
+        if "sampler" in changes:  # says that it is no name
+            changes = {name: value for name, value in changes.items() if name != "sampler"} | {
+                "method": changes["sampler"]}
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
-        settings = with_router(dataclasses.replace(settings, **changes), self.router)
-        settings.check(self.verifier.vocab_size, self.levels)
+        settings = resolved(dataclasses.replace(settings, **changes), self.named)
+        settings.check(self.verifier.vocab_size, self.levels, {**NAMED, **self.named})
         if self.foreign:
-            check_method(settings, self.levels, self.vocabulary)
+            check_method(settings, self.levels, self.strategy)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
-            raise ValueError(f"max_new_tokens is {settings.max_new_tokens}; this cascade was made for at "
-                             f"most {self.max_new_tokens}: load it with more.")
+            raise FieldError("max_new_tokens", settings.max_new_tokens, "load it with more.",
+                             f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
+                             f"most {self.max_new_tokens}")
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
 
     def _generate(self, texts: Iterator[str], each: list[Settings], one: bool, batch_size: int,
@@ -275,7 +298,7 @@ class Cascade:
             read = self.own_readings([texts[n] for n in chosen])
             asked = [Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, one)
                      for n, one in zip(chosen, read, strict=True)]
-            found = (self._rewritten(lanes, asked, decode) if each[chosen[0]].name in CONFIDENCES else
+            found = (self._rewritten(lanes, asked, decode) if self._confidence(each[chosen[0]]) else
                      decode(lanes[key], asked))
             for n, own in zip(chosen, found, strict=True):
                 text = text_of(self.tokenizer, own.tokens, each[n].stop)
@@ -291,6 +314,11 @@ class Cascade:
             found |= dict(scheduler.finished())
         return [found[number] for number in ids]
 
+    def _confidence(self, settings: Settings) -> Callable[[np.ndarray], float] | None:
+        """What says whether the verifier writes a text anew; None where it never does."""
+        scheme = settings.scheme(self.levels)
+        return scheme.confidence if scheme else None
+
     def _rewritten(self, lanes: dict[Any, Lane], asked: list[Request],
                    decode: Callable[[Lane, list[Request]], list[Result]]) -> list[Result]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
@@ -298,10 +326,11 @@ class Cascade:
         deferred = []
         for n, (draft, request) in enumerate(zip(drafts, asked, strict=True)):
             log_q, settings = np.array(draft.counts["log_q"]), request.settings
-            if log_q.size and CONFIDENCES[settings.name](log_q) < 1 - settings.of_levels("alpha", 1)[0]:
+            confidence = self._confidence(settings)
+            if confidence and log_q.size and confidence(log_q) < 1 - settings.of_levels("alpha", 1)[0]:
                 deferred.append(n)
         again = [asked[n]._replace(number=asked[n].number + REWRITTEN) for n in deferred]
-        rewritten = dict(zip(deferred, decode(lanes["verifier"], again), strict=True))
+        rewritten = dict(zip(deferred, decode(lanes[VERIFIER], again), strict=True))
         found = []
         for n, draft in enumerate(drafts):
             size = len(draft.tokens)
@@ -320,7 +349,7 @@ class Cascade:
                ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
         settings = self.checked(settings or Settings(), changes)
-        if settings.name in CONFIDENCES:  # nothing of its text is certain before the end
+        if self._confidence(settings):  # nothing of its text is certain before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
         [row], _ = self.encode([text])
@@ -352,20 +381,19 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[plan] = programs
-        if isinstance(plan.sampler, Matched) and self.text_drafter is not None:
-            return TextScheduler(programs, batch_size, self.tokenizer, self.bucket, self.text_drafter)
         if steady_width:
             return Continuous(programs, batch_size, self.tokenizer, self.bucket, steady_width)
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket)
+        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
+        proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer)
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
             groups.setdefault(self.lane_of(settings), []).append(settings)
-            if settings.name in CONFIDENCES:
-                verifier = dataclasses.replace(settings, method="verifier")
-                groups.setdefault("verifier", []).append(verifier)
+            if self._confidence(settings):
+                groups.setdefault(VERIFIER, []).append(dataclasses.replace(settings, method=VERIFIER))
         lanes = {}
         for key, group in groups.items():
             methods: tuple[tuple[Method, ...], ...] = ()
@@ -374,20 +402,33 @@ class Cascade:
                 methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
             sampler, params = self.sampler(group[0], methods)
             plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
-                        max_top_k=largest_top_k(s.top_k for s in group),
-                        top_p=any(s.top_p is not None for s in group),
-                        min_p=any(s.min_p is not None for s in group),
+                        *truncations_of(group),
                         history=LOOK_EVERY if any(s.stop for s in group) else 0)
             lanes[key] = Lane(plan, params, methods)
         return lanes
 
     def lane_of(self, settings: Settings) -> Any:
         """Equal for settings whose requests can share a program."""
-        if self.levels == 0 or settings.name in BASELINES or settings.name in SINGLE_MODEL:
-            return settings.name
-        return settings.block_sizes(self.levels), settings.stops, settings.hand_over
+        scheme = settings.scheme(self.levels)
+        return scheme or (settings.block_sizes(self.levels), settings.stops, settings.hand_over)
 
     def bucket(self, length: int) -> int:
         """`length` rounded up, so that at most eight source lengths are compiled."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         return min(-(-length // step) * step, max(self.max_source_length, 1))
+
+
+def truncations_of(settings: Sequence[Settings]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """A Plan's `truncations` and `bounds` for rows with these settings."""
+    values = {name: [getattr(each, name) for each in settings] for name in TRUNCATIONS}
+    names = tuple(name for name, row in values.items() if any(value is not None for value in row))
+    bounds = {name: static_bound(values[name]) for name in names if TRUNCATIONS[name].bounded}
+    return names, tuple((name, bound) for name, bound in bounds.items() if bound)
+
+
+def scheme_of(made: Any) -> Any:
+    """A config's sampler as what stands where a method's name does: a function from models to a sampler is a
+    Scheme's."""
+    if isinstance(made, Method | Scheme | Sampler):
+        return made
+    return Scheme(made, made.__doc__ or "a sampler of the config's")

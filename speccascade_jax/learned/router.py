@@ -23,9 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from speccascade_jax.core.methods import METHODS, TRAINED, Method
+from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import AnyArray
-from speccascade_jax.core.rules import Scores, entropy, mixture, target_probs, total_variation
+from speccascade_jax.core.rules import (
+    METHODS,
+    TRAINED,
+    Scores,
+    entropy,
+    mixture,
+    target_probs,
+    total_variation,
+)
 
 Array = jax.Array
 MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Float
 
 from speccascade_jax.core import loop
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.transforms import SamplingOptions, token_probs
+from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_probs
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.timing import Given, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
@@ -40,6 +40,9 @@ class Written:
     @property
     def models(self) -> LanguageModel:
         return self.model
+
+    def plain(self, counts: Any) -> dict[str, Any]:
+        return {"model_passes": int(counts)}
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Any]:
         columns = jnp.full((len(rows.start), self.width), Origin.MODEL, jnp.int32)
@@ -110,7 +113,7 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
 
 
 def options_of(settings: Settings) -> SamplingOptions:
-    return SamplingOptions(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
+    return SamplingOptions(settings.temperature, **{name: getattr(settings, name) for name in TRUNCATIONS})
 
 
 def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.programs import Programs
 from speccascade_jax.scheduling.scheduler import Reading, Request, Scheduler
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -152,4 +153,5 @@ class Continuous(Scheduler):
 def all_plain(requests: Iterable[Request]) -> bool:
     """Whether none of them leaves out any of the likely tokens."""
     every = [request.settings for request in requests]
-    return not any(own.top_k or (own.top_p or 1) < 1 or own.min_p for own in every)
+    return all(getattr(settings, name) in (None, truncation.off)
+               for settings in every for name, truncation in TRUNCATIONS.items())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from jaxtyping import Int
 from speccascade_jax.core import loop
 from speccascade_jax.core.nests import insert, insert_rows
 from speccascade_jax.core.protocols import Sampler
-from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.parallel import AXIS, shared_by
 from speccascade_jax.scheduling.chunks import Unread, read_chunk
 from speccascade_jax.vocabularies.joining import shapes_of
@@ -50,12 +50,15 @@ class Plan:
     max_new_tokens: int
     eos_id: int
     vocab_size: int
-    max_top_k: int | None = None  # None: no row samples with top-k; so the next two
-    top_p: bool = False
-    min_p: bool = False
+    truncations: tuple[str, ...] = ()  # those that some row samples with
+    bounds: tuple[tuple[str, int], ...] = ()  # the most that any row asks of those that are bounded
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
     ragged: bool = False  # rows have block sizes of their own, up to the sampler's
     chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
+
+    def options(self, temperature: Any, values: Mapping[str, Any]) -> SamplingOptions:
+        """SamplingOptions of this program with a value for each of its truncations."""
+        return SamplingOptions(temperature, **values, **{f"max_{name}": bound for name, bound in self.bounds})
 
     def requests(self, rows: int, width: int) -> loop.Requests:
         """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
@@ -63,9 +66,7 @@ class Plan:
             return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
         levels, numbers = self.sampler.level, array(jnp.float32)
-        options = SamplingOptions(numbers, numbers if self.top_p else None,
-                                  array(jnp.int32) if self.max_top_k else None,
-                                  numbers if self.min_p else None, self.max_top_k)
+        options = self.options(numbers, {name: array(TRUNCATIONS[name].dtype) for name in self.truncations})
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         whole = array(jnp.int32)
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
@@ -217,7 +218,7 @@ class Programs:
 
 
 def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
-    """loop.run() without top-k, top-p and min-p, which stay in the state for other rows."""
+    """loop.run() without truncations, which stay in the state for other rows."""
     options = state.rows.options
     plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
     done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
@@ -239,12 +240,6 @@ def refill(sampler: Sampler, state: loop.State, fresh: loop.State, slots: Int[ja
 def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
     """`state` with the rows where `stopped` [B] finished."""
     return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
-
-
-def largest_top_k(asked: Iterable[int | None]) -> int | None:
-    """A plan's max_top_k for rows that ask for these: a power of two, and all up to 64 share a program."""
-    most = max((top_k or 0 for top_k in asked), default=0)
-    return max(1 << (most - 1).bit_length(), 64) if most else None
 
 
 def shardings(shapes: Any) -> Any:

@@ -10,19 +10,17 @@
 Files, evaluation and streaming are its clients; nothing else loops over batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from speccascade_jax.baselines.sequence import Trace
-from speccascade_jax.baselines.tally import Tally
-from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import Origin
-from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.samplers.proposals import Proposals
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
@@ -87,6 +85,15 @@ class Lane(NamedTuple):
         return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
 
+class Proposer(Protocol):
+    """Drafts on the host, between two rounds, for a sampler whose first model is a core.samplers.Proposed."""
+
+    def __call__(self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
+                 ) -> Proposals:
+        """The next drafts of the rows that run; written_by(row): the tokens that a row has written."""
+        ...
+
+
 class Scheduler:
     """Rows of a batch, `batch_size` on each device, and the requests that wait for one.
 
@@ -96,7 +103,8 @@ class Scheduler:
     """
 
     def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int]):
+                 bucket: Callable[[int], int], proposer: Proposer | None = None):
+        self.proposer = proposer
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
         # How many of a device's rows are idle before others take them.
         self.share = max(batch_size // 4, 1)
@@ -158,9 +166,17 @@ class Scheduler:
         self._take_finished()
 
     def _rounds(self, enough: np.int32, most: np.int32) -> None:
-        """Up to `most` rounds, until `enough` rows are finished."""
+        """Up to `most` rounds, until `enough` rows are finished; one, where drafts are proposed before each."""
+        if self.proposer is not None:
+            proposals = self.programs.place(self.proposer(self.running, self._written))
+            self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
+            most = np.int32(1)
         program = self.programs.run(self.batch_size, self.width, self._plain())
         self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
+
+    def _written(self, row: int) -> list[int]:
+        """The tokens that a row had written when it was last looked at."""
+        return self.seen[0][row, :int(self.seen[2][row])].tolist()
 
     def _plain(self) -> bool:
         """Whether a program without truncations will do."""
@@ -194,7 +210,7 @@ class Scheduler:
                   counts_at(history, row, len(kept)))
         levels, origins = np.divmod(origin[row, :len(kept)], len(Origin))
         names = [Origin(one).name.lower() for one in origins]
-        return Result(kept, names, levels.tolist(), row_counts(counts)), stopped is not None
+        return Result(kept, names, levels.tolist(), self.programs.plan.sampler.plain(counts)), stopped is not None
 
     def _stop(self, rows: list[int]) -> None:
         """Frees these rows before their ends."""
@@ -297,10 +313,8 @@ def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> 
             return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
 
     inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
-    options = SamplingOptions(
-        column("temperature", 0, np.float32), column("top_p", 1, np.float32) if plan.top_p else None,
-        column("top_k", 0, np.int32) if plan.max_top_k else None,
-        column("min_p", 0, np.float32) if plan.min_p else None, plan.max_top_k)
+    options = plan.options(column("temperature", 0, np.float32), {
+        name: column(name, TRUNCATIONS[name].off, TRUNCATIONS[name].dtype) for name in plan.truncations})
     inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
     rows, levels = len(asked), plan.sampler.level
     alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
@@ -317,20 +331,3 @@ def counts_at(history: Any, row: int, size: int) -> Any:
     last = (n % kept for n in range(max(rounds - kept, 0), rounds))
     at = next(n for n in last if history.emitted[row, n] >= size)
     return jax.tree.map(lambda x: x[row, at], history.counts)
-
-
-def row_counts(counts: Any) -> dict[str, Any]:
-    """One row's counts as plain numbers."""
-    if isinstance(counts, Tally):
-        return {name: int(value) for name, value in counts._asdict().items()}
-    if isinstance(counts, Trace):
-        return {"log_q": counts.log_q[counts.drawn > 0].tolist()}
-    if isinstance(counts, tuple) and not isinstance(counts, Counters):
-        levels = []
-        while isinstance(counts, tuple):
-            counts, own = counts
-            levels.append({name: np.asarray(value).tolist() for name, value in own._asdict().items()})
-        passes = int(jax.tree.leaves(counts)[0])
-        below = {"below": [{"passes": passes}, *reversed(levels[1:])]} if len(levels) > 1 else {}
-        return {"drafter_passes": passes, **levels[0], **below}
-    return {"model_passes": int(counts)}

@@ -98,9 +98,10 @@ class ServedLane:
         self.scheduler.precompile(widths)
         self.scorer.precompile()
         settings = dataclasses.replace(self.settings, max_new_tokens=2)
-        for width, top_p in zip([*widths, widths[0]], [*[None] * len(widths), 0.9], strict=True):
+        truncations: list[dict[str, Any]] = [*[{}] * len(widths), {"top_p": 0.9}]
+        for width, truncation in zip([*widths, widths[0]], truncations, strict=True):
             eos = self.lane.plan.eos_id
-            request = Request([eos] * width, dataclasses.replace(settings, top_p=top_p), 0, stop=("\n",))
+            request = Request([eos] * width, dataclasses.replace(settings, **truncation), 0, stop=("\n",))
             self.scheduler.admit([request])
             while self.scheduler.busy:
                 self.scheduler.run()

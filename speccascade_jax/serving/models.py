@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.methods import METHODS, SINGLE_MODEL
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.scheduler import Request
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import Asked, Refused
-from speccascade_jax.settings import Settings, with_router
+from speccascade_jax.settings import Settings, resolved
 from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -59,10 +61,11 @@ class ServedModel:
             known = [*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL]
             if one not in known:  # log probabilities are those of a law by prefix
                 raise ValueError(f"--methods: {one} cannot be served; known: {', '.join(known)}.")
-        settings = dataclasses.replace(self.defaults, method=method, top_k=self.max_top_k, top_p=1.0,
-                                       min_p=0.0, stop=("\n",))
+        truncations: dict[str, Any] = {name: self.max_top_k if truncation.bounded else truncation.off
+                       for name, truncation in TRUNCATIONS.items()}
+        settings = dataclasses.replace(self.defaults, method=method, stop=("\n",), **truncations)
         settings.of_levels("method", max(self.cascade.levels, 1))
-        return with_router(settings, self.cascade.router)
+        return resolved(settings, self.cascade.named)
 
     def settings(self, asked: Asked) -> Settings:
         """How a request is decoded. Raises Refused."""

@@ -35,7 +35,7 @@ from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
 from speccascade_jax.training.reporting import Reporter, loss_curve, portable
 from speccascade_jax.training.steps import make_steps, one_step
-from speccascade_jax.vocabularies.joining import cut_as
+from speccascade_jax.vocabularies.matching import cut_as
 
 Array = jax.Array
 Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]

@@ -11,9 +11,8 @@ from rich.progress import track
 
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.protocols import Cache, LanguageModel, Params, Prefix
-from speccascade_jax.core.rules import Scores, total_variation
+from speccascade_jax.core.rules import METHODS, Scores, total_variation
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.inference.text import Cascade

@@ -1,1 +1,13 @@
 """How a drafter of another vocabulary drafts for a verifier."""
+
+from typing import Literal
+
+from speccascade_jax.vocabularies.slem import SLEM
+from speccascade_jax.vocabularies.slrs import SLRS
+from speccascade_jax.vocabularies.strategy import Strategy
+from speccascade_jax.vocabularies.tli import TLI
+from speccascade_jax.vocabularies.union import UNION
+
+VOCABULARIES: dict[str, Strategy] = {"auto": TLI, "tli": TLI, "union": UNION, "slem": SLEM, "slrs": SLRS}
+"""By what --vocabulary calls them."""
+Vocabulary = Literal[tuple(VOCABULARIES)]

@@ -2,7 +2,7 @@
 arXiv 2502.05202).
 
 Ids are translated going in, laws come out over the target vocabulary, and so every sampler and every rule
-works unchanged. Which laws depends on the tables (inference.vocabularies makes them of two tokenizers):
+works unchanged. Which laws depends on the tables (vocabularies.joining makes them of two tokenizers):
 
     TLI (Algorithm 4)    q(t) of the tokens that both have, renormalised; the head has no other columns
     SLRS (Algorithm 3)   psi(t), how probable it is that what the drafter writes begins with t
@@ -17,20 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.nests import covered, insert, insert_rows, network_of, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Params, Prefix
 from speccascade_jax.models.cache import write
-from speccascade_jax.models.decoder import DecoderModel
 from speccascade_jax.models.layers import Branches
-from speccascade_jax.models.quantization import columns_of, tied_kernel
-from speccascade_jax.models.t5 import T5Model
 
 Array = jax.Array
-NONE = np.iinfo(np.int32).max  # the place of a token that there is not
+NONE = np.iinfo(np.int32).max  # the place of a token that the drafter has not
 CHUNK = 16  # tokens that a drafter reads at once, at most
 
 
@@ -263,16 +259,3 @@ class Resized:
 
     def insert(self, cache: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
         return insert(self.model, cache, fresh, slots, like_fresh)
-
-
-def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
-    """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams' `own`
-    and `head`; False where the model's head cannot be cut, and gives all columns."""
-    if isinstance(model, T5Model | DecoderModel) and not model.config.tied_embeddings:
-        flat = dict(nnx.to_flat_state(params))
-        kernel = flat["head", "kernel"]
-        flat["head", "kernel"] = kernel.replace(columns_of(kernel.get_value(), keep))
-        return nnx.from_flat_state(flat), None, True
-    if isinstance(model, T5Model | DecoderModel):
-        return params, columns_of(tied_kernel(params["embedding"].get_value()), keep), True
-    return params, None, False

@@ -12,14 +12,13 @@ from shapes import TINY_T5
 from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.nests import fitted
 from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
-from speccascade_jax.settings import lookahead
 
 MODEL, MOST = TableLM(VOCAB), 4
 
@@ -132,7 +131,7 @@ class Watched(TableLM):
         return super().extend(params, tokens, cache)
 
 
-@pytest.mark.parametrize("rule,widths", [(METHODS["opt"], {5, 9, 13}), (lookahead(0.8, 2.0), {13})],
+@pytest.mark.parametrize("rule,widths", [(METHODS["opt"], {5, 9, 13}), (METHODS["lookahead"], {13})],
                          ids=["opt", "lookahead"])
 def test_drafts_are_scored_in_three_widths(rule, widths):
     """By a rule that reads its place in the round in one: another would tell how long the draft is."""

@@ -12,12 +12,12 @@ from toys import TableLM, chi_square, pair, sequence_law, table, transform
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.baselines.bild import Bild
 from speccascade_jax.baselines.oracle import Oracle
-from speccascade_jax.baselines.sequence import CONFIDENCES, QUANTILE
+from speccascade_jax.baselines.sequence import QUANTILE
 from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.baselines.token_cascade import TokenCascade
 from speccascade_jax.core import loop
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally
@@ -281,7 +281,7 @@ def test_limits_are_the_models_alone(method):
     def tokens(**options):
         return [o.tokens for o in pair().generate(["1", "12", "2", "0"], batch_size=4, **options)]
 
-    if method in CONFIDENCES or method in ("token_cascade", "oracle"):
+    if BASELINES[method].confidence or method in ("token_cascade", "oracle"):
         assert tokens(method=method, alpha=1.0) == tokens(method="drafter")
     if method not in ("bild_compat", "oracle"):
         assert tokens(method=method, alpha=0.0) == tokens(method="verifier")
@@ -301,7 +301,7 @@ def test_bild_refuses_to_sample():
 
 
 def test_names_are_all_different():
-    assert not METHODS.keys() & BASELINES.keys() and CONFIDENCES.keys() <= BASELINES.keys()
+    assert not METHODS.keys() & BASELINES.keys()
 
 
 def test_a_broken_tally_is_seen():

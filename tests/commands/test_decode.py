@@ -11,7 +11,7 @@ from corpora import SENTENCES
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.tokenizers.tokenizer import train_tokenizer
 

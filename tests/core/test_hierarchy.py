@@ -15,9 +15,9 @@ from toys import TableCache, TableLM, sequence_law, table
 
 from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.loop import advance, begin, generate, requests
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.core.randomness import Role, noise
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative, hierarchy
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions

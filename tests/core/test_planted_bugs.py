@@ -21,7 +21,7 @@ from joint_laws import (
 from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core import loop, verification
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative, hierarchy
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from toys import lookahead, target
 
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.randomness import draw, noise
-from speccascade_jax.core.rules import Scores, lossy_law, target_probs, total_variation, tuned_beta
+from speccascade_jax.core.rules import METHODS, Scores, lossy_law, target_probs, total_variation, tuned_beta
 from speccascade_jax.core.transforms import SamplingOptions, largest, token_probs
 from speccascade_jax.core.verification import Draft, accepted_prefix, residual, verify
 

@@ -7,7 +7,7 @@ import pytest
 from toys import TableLM, table
 
 from speccascade_jax.core import loop
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import profiling

@@ -158,7 +158,7 @@ def test_truncation_sorts_nothing(devices):
         return " sort(" in lowered.compile().as_text()
 
     assert sorts(lambda logits: jax.lax.top_k(logits, 64))  # what TPU's compiler makes of it
-    assert not sorts(lambda logits: token_probs(logits, SamplingOptions(1.0, 0.9, 40, 0.01)))
+    assert not sorts(lambda logits: token_probs(logits, SamplingOptions(1.0, top_p=0.9, top_k=40, min_p=0.01)))
 
 
 @pytest.mark.full
@@ -167,7 +167,7 @@ def test_truncation_of_many_rows_reads_their_logits_once(devices):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=SingleDeviceSharding(devices[0]))
 
     logits = described(128, 2, 65_536)  # 67 MB: not all fits on the chip
-    lowered = jax.jit(lambda *given: token_probs(given[0], SamplingOptions(1.0, given[1]))).trace(
+    lowered = jax.jit(lambda *given: token_probs(given[0], SamplingOptions(1.0, top_p=given[1]))).trace(
         logits, described(128)).lower(lowering_platforms=("tpu",))
     program = compiled.Program(lowered.compile().as_text())
     assert program.bytes_read(program.entry) < 2 * logits.size * logits.dtype.itemsize

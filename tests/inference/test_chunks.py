@@ -8,7 +8,7 @@ import pytest
 from schedules import Letters, alone, calls
 from shapes import TINY_GEMMA, TINY_T5
 
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.models import model_of
 from speccascade_jax.models.exits import ExitsConfig

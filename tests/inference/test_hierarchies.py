@@ -10,7 +10,7 @@ from corpora import SENTENCES
 from flax import nnx
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.members import Member

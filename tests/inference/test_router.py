@@ -12,8 +12,7 @@ from toys import TableLM, chi_square, entropy, pair, sequence_law, target, trans
 
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
-from speccascade_jax.core.methods import METHODS
-from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.learned import router

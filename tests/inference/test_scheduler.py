@@ -9,7 +9,7 @@ from schedules import Letters, calls, run
 from schedules import alone as alone_in
 from shapes import TINY_GEMMA, TINY_T5
 
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.models import model_of
 from speccascade_jax.scheduling.continuous import Continuous

@@ -77,7 +77,7 @@ sys.path.insert(0, {tests!r})
 from shapes import DECODERS, LENGTH, SOURCE, TINY_T5GEMMA
 from speccascade_jax import checkpoints
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of

@@ -13,8 +13,8 @@ import pytest
 from corpora import SENTENCES
 from processes import devices
 
-from speccascade_jax.core.methods import METHODS, Method
-from speccascade_jax.core.rules import target_probs
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.rules import METHODS, target_probs
 from speccascade_jax.inference import text
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.programs import crowded

@@ -13,8 +13,8 @@ from toys import TableLM, chi_square, sequence_law, table
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.randomness import draw
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.samplers.proposals import Matched, Proposed
@@ -22,9 +22,9 @@ from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import verify
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.scheduling import text_level
-from speccascade_jax.scheduling.text_level import TextDrafter, going_on, longest_matches, whole_characters
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
+from speccascade_jax.vocabularies import slem
+from speccascade_jax.vocabularies.slem import TextDrafter, going_on, longest_matches, whole_characters
 from speccascade_jax.vocabularies.translated import Translated, TranslatedParams
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
@@ -95,10 +95,10 @@ def foreign(tmp_path_factory):
     return folder / "model"
 
 
-@pytest.mark.parametrize("stop_below", [0.0, text_level.STOP_BELOW])
+@pytest.mark.parametrize("stop_below", [0.0, slem.LEAST_CHANCE])
 def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monkeypatch):
     """With drafts as long as may be; and as they come: of one own token, so unsure is this drafter."""
-    monkeypatch.setattr(text_level, "STOP_BELOW", stop_below)
+    monkeypatch.setattr(slem, "LEAST_CHANCE", stop_below)
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
     alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
     for batch_size in (1, 4) if full else (4,):
@@ -122,7 +122,7 @@ def test_a_draft_ends_where_it_will_hardly_stand():
     table = jnp.asarray(np.broadcast_to(logits, (8, 8, 8)), jnp.float32)
     _, cache = model.prefill(table, first[:, None], jnp.ones(4, jnp.int32), 16)
     allowed, keep, size = np.ones(8, bool), np.zeros(4, np.int32), np.array([1, 1, 1, 0])
-    tokens, length, _ = text_level.draft(model, 6, 7, table, allowed, cache, keep, first[:, None], size)
+    tokens, length, _ = slem.draft(model, 6, 7, table, allowed, cache, keep, first[:, None], size)
     assert length.tolist() == [5, 4, 3, 0]  # 0.9 0.9 0.8 0.5 0.75 < 0.3; 0.9 0.8 0.5 0.75 < 0.3; to the end
     for row, begin in enumerate(first[:3]):
         drafted = tokens[row, :length[row]].tolist()

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of, presets, t5

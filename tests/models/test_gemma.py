@@ -16,8 +16,8 @@ from speccascade_jax.checkpoints import deepmind, huggingface
 from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.decoder import describe
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.protocols import LanguageModel
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import decoder

@@ -15,9 +15,9 @@ from toys import TableLM, chi_square, table
 
 from speccascade_jax.core import verification
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.nests import insert
 from speccascade_jax.core.protocols import LanguageModel
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions

@@ -7,7 +7,7 @@ import pytest
 from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.rates import check_identities

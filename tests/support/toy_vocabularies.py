@@ -10,10 +10,11 @@ import numpy as np
 from toys import TableLM, table, table_law, text_law
 
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.methods import METHODS
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer
+from speccascade_jax.vocabularies import SLRS, TLI, UNION
 from speccascade_jax.vocabularies.joining import translated
 from speccascade_jax.vocabularies.translated import Resized, Source
 
@@ -147,9 +148,9 @@ class Pair:
         return law
 
     def models(self, union=False, slrs=False):
-        vocabulary = "union" if union else "slrs" if slrs else "tli"
+        strategy = UNION if union else SLRS if slrs else TLI
         drafter, params = translated(BranchingTable(self.tables[0].shape[0]), self.tables[0], self.own,
-                                     self.target, self.size, None, vocabulary=vocabulary)
+                                     self.target, self.size, None, strategy=strategy)
         verifier = TableLM(self.size)
         if union:
             verifier = Resized(verifier, drafter.vocab_size, self.size)

@@ -98,7 +98,7 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     config = RouterConfig("toy", "toy.json", "toy", places=2)
     with pytest.raises(ValueError, match="unknown metric"):
         tried(cascade, "blue", examples, [SamplingOptions(0.0)], config, replaced)
-    options = SamplingOptions(0.0), SamplingOptions(1.0, 0.5)
+    options = SamplingOptions(0.0), SamplingOptions(1.0, top_p=0.5)
     found = tried(cascade, "rouge1", examples, options, config, replaced)
     places = [(option, place) for option, some in zip(options, seen, strict=True) for place in some]
     assert found.features.shape == (len(places), len(FEATURES)) and len(places) > 3

@@ -113,6 +113,9 @@ class Adaptive(Narrowed):
     stop_below: float = STOP_BELOW
     remembers: ClassVar[bool] = True
 
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        return {"drafter_passes": int(counts[0].passes), **counts[1].plain()}
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         block, caches, ((passes, sure), counts) = super().step(params, caches, rows, eos_id)
         tested = counts.accepted + (counts.accepted < counts.drafted)

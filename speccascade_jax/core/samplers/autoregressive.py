@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.nests import network_of, roll_back
 from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows
 from speccascade_jax.core.randomness import Role, draw
@@ -27,6 +28,9 @@ class Autoregressive:
     def models(self) -> Any:
         return network_of(self.model)
 
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        return {"model_passes": int(counts)}
+
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         logits, caches = read(self.model, params, caches, rows, self.behind, rows.recent[:, :0])
         probs = token_probs(logits, rows.options)
@@ -35,3 +39,8 @@ class Autoregressive:
         block = Block(token[:, None], probs, jax.nn.softmax(logits, axis=-1),
                       jnp.full_like(token, Origin.MODEL)[:, None], size)
         return block, roll_back(self.models, caches, rows.start - 1 + size), size
+
+
+VERIFIER = Scheme(lambda models: Autoregressive(models[-1]), "the large model alone")
+DRAFTER = Scheme(lambda models: Autoregressive(models[0]), "the small model alone")
+SINGLE_MODEL = {"verifier": VERIFIER, "drafter": DRAFTER}

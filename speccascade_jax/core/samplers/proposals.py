@@ -15,8 +15,6 @@ from speccascade_jax.core.samplers.adaptive import Narrowed
 from speccascade_jax.core.verification import Draft
 
 Array = jax.Array
-NEEDS_NO_DRAFTER = ("speculative", "token_v2", "token_v3", "lossy_greedy")
-"""The methods whose pi and delta are made of p and the drafted token alone."""
 
 
 class Proposals(NamedTuple):

@@ -77,6 +77,15 @@ class Speculative:
     def methods(self) -> tuple[Method, ...]:
         return self.method if isinstance(self.method, tuple) else (self.method,)
 
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        below, numbers = self.drafter.plain(counts[0]), counts[1].plain()
+        passes = below.get("model_passes", below.get("drafter_passes"))
+        if "drafter_passes" not in below:
+            return {"drafter_passes": passes, **numbers}
+        lower = {name: value for name, value in below.items() if name not in ("drafter_passes", "below")}
+        return {"drafter_passes": passes, **numbers,
+                "below": [*below.get("below", [{"passes": passes}]), lower]}
+
     @property
     def capacity(self) -> int:
         """The most tokens it drafts."""
@@ -98,8 +107,7 @@ class Speculative:
     def spares(self) -> bool:
         """The spared bonus pass: a lossless pi needs no q at the bonus position, so in rows of such methods
         the drafter does not read its last token, and where that is kept, the next draft begins with it."""
-        return (any(method.lossless for method in self.methods)
-                and isinstance(self.drafter, Autoregressive | Speculative))
+        return any(method.lossless for method in self.methods) and hasattr(self.drafter, "behind")
 
     @property
     def reader(self) -> Sampler:

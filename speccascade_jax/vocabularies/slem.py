@@ -7,7 +7,7 @@ tokens follow its law whatever is proposed.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,18 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int
 
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import covered, insert, network_of, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Params
-from speccascade_jax.core.samplers.proposals import Proposals
-from speccascade_jax.scheduling.programs import Programs
-from speccascade_jax.scheduling.scheduler import Scheduler
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.samplers.proposals import Matched, Proposals, Proposed
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, pad
+from speccascade_jax.vocabularies.strategy import Strategy
 from speccascade_jax.vocabularies.translated import CHUNK, Translated, TranslatedParams
 
-STOP_BELOW = 0.3  # the chance of a whole draft below which no more is drafted
+LEAST_CHANCE = 0.3  # the chance of a whole draft below which no more is drafted
 WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
 LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
 
@@ -98,12 +101,12 @@ def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[Any
     draft's last.
 
     A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
-    chance that all of it stands falls below STOP_BELOW: the product of what the drafter's law gives them.
+    chance that all of it stands falls below LEAST_CHANCE: the product of what the drafter's law gives them.
     """
     def written(logits: Array, at: Any, tokens: Array, length: Array, chance: Array) -> Any:
         law = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
         token = jnp.argmax(law, axis=-1).astype(jnp.int32)
-        length = jnp.where(chance >= STOP_BELOW, at + 1, length)
+        length = jnp.where(chance >= LEAST_CHANCE, at + 1, length)
         chance = chance * jnp.where(token == eos_id, 0, jnp.max(law, axis=-1))
         return at + 1, tokens.at[:, at].set(token), length, chance
 
@@ -118,7 +121,7 @@ def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[Any
     first = written(last, 0, jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32),
                     jnp.where(size > 0, 1.0, 0.0))
     cache, _, tokens, length, _ = lax.while_loop(
-        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= STOP_BELOW), step,
+        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= LEAST_CHANCE), step,
         (roll_back(network, cache, keep + size), *first))
     return tokens, length, cache
 
@@ -140,6 +143,15 @@ class TextDrafter:
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
         self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
+
+    def sampler(self, verifier: Any, methods: tuple[Method, ...], block_size: int) -> Matched:
+        """What verifies its drafts."""
+        drafts = Proposed(verifier.vocab_size, block_size, self.translated.start_id)
+        return Matched(Autoregressive(drafts), verifier, methods if len(methods) > 1 else methods[0], block_size)
+
+    def proposer(self, programs: Any, batch_size: int) -> "TextProposer":
+        """What drafts for a scheduler's rows."""
+        return TextProposer(self, programs, batch_size)
 
     def passes(self, most: int) -> int:
         """How many own tokens usually are `most` target tokens. The commonest pieces have the lowest numbers,
@@ -206,57 +218,33 @@ class Row:
     tokens: list[int]
 
 
-class TextScheduler(Scheduler):
-    """A Scheduler whose drafts are made between the rounds: on the host, and in the drafter's program."""
+Running = Mapping[int, tuple[int, Any]]
+"""(number, request) of the rows that run, by row."""
 
-    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int], drafter: TextDrafter):
-        super().__init__(programs, batch_size, tokenizer, bucket)
+
+class TextProposer:
+    """Drafts for the rows of one scheduler: on the host, and in the drafter's program."""
+
+    def __init__(self, drafter: TextDrafter, programs: Any, batch_size: int):
         if programs.devices > 1:
-            raise ValueError("slem decodes on one device: take vocabulary tli, or one device.")
-        self.drafter, self.most = drafter, programs.plan.sampler.models[0].most
+            raise FieldError("vocabulary", "slem", "take vocabulary tli, or one device.",
+                             "slem decodes on one device")
+        self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
+        self.most = programs.plan.sampler.models[0].most
         self.count = drafter.passes(self.most)
         self.cache: Any = None
         self.drafting: dict[int, Row] = {}
 
-    def _rounds(self, enough: Any, most: Any) -> None:
-        """One round, with new drafts."""
-        self._begin_rows()
-        caches = self.programs.place(self._proposals()), self.state.caches[1]
-        self.state = self.state._replace(caches=caches)
-        super()._rounds(enough, np.int32(1))
-
-    def _begin_rows(self) -> None:
-        """The drafter reads the sources of the rows that are new."""
-        drafter, rows = self.drafter, self.batch_size
-        fresh = [row for row, (number, _) in self.running.items()
-                 if row not in self.drafting or self.drafting[row].number != number]
-        if not fresh:
-            return
-        own = [self.running[row][1].own[drafter.translated] for row in fresh]
-        source, length = pad(own + [[]] * (rows - len(own)), drafter.source_width, 0)
-        last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
-        slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)
-        if self.cache is None:
-            cache, self.cache = cache, cache
-        self.cache = self.programs.call(drafter.insert, self.cache, cache, slots, False)
-        last, begun = self.programs.fetch((last, begun))
-        drafter.precompile(self.cache, rows, self.count)
-        for n, row in enumerate(fresh):
-            self.drafting[row] = Row(self.running[row][0], int(begun[n]), int(last[n]), [])
-
-    def _written(self, row: int) -> list[int]:
-        if not self.drafting[row].tokens:  # nothing was drafted, and so nothing is written
-            return []
-        return self.seen[0][row, :int(self.seen[2][row])].tolist()
-
-    def _proposals(self) -> Proposals:
+    def __call__(self, running: Running, written_by: Callable[[int], list[int]]) -> Proposals:
+        """The next drafts of the running rows; written_by(row): the tokens that a row has written."""
+        self._begin_rows(running)
         drafter, rows = self.drafter, self.batch_size
         written, held = {}, {}
         keep, reads = np.zeros(rows, np.int32), [[0] for _ in range(rows)]
-        for row in self.running:
+        for row in running:
             known = self.drafting[row]
-            written[row] = self._written(row)
+            # Nothing was drafted, and so nothing is written.
+            written[row] = written_by(row) if known.tokens else []
             ids, held[row] = drafter.own_tokens(written[row])
             wanted = [known.last, *ids][:drafter.longest]
             same = next((n for n, (a, b) in enumerate(zip(known.tokens, wanted, strict=False)) if a != b),
@@ -271,7 +259,7 @@ class TextScheduler(Scheduler):
         needed = max(map(len, reads))
         *drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
         (drafted, passes), proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
-        for row, (_, request) in self.running.items():
+        for row, (_, request) in running.items():
             own = drafted[row, :passes[row]].tolist()
             found = drafter.candidates(request.tokens, written[row], held[row], own)
             proposed[row] = found[:self.most]
@@ -279,7 +267,37 @@ class TextScheduler(Scheduler):
         tokens, size = pad(proposed, self.most, 0)
         return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
 
+    def _begin_rows(self, running: Running) -> None:
+        """The drafter reads the sources of the rows that are new."""
+        drafter, rows = self.drafter, self.batch_size
+        fresh = [row for row, (number, _) in running.items()
+                 if row not in self.drafting or self.drafting[row].number != number]
+        if not fresh:
+            return
+        own = [running[row][1].own[drafter.translated] for row in fresh]
+        source, length = pad(own + [[]] * (rows - len(own)), drafter.source_width, 0)
+        last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
+        slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)
+        if self.cache is None:
+            cache, self.cache = cache, cache
+        self.cache = self.programs.call(drafter.insert, self.cache, cache, slots, False)
+        last, begun = self.programs.fetch((last, begun))
+        drafter.precompile(self.cache, rows, self.count)
+        for n, row in enumerate(fresh):
+            self.drafting[row] = Row(running[row][0], int(begun[n]), int(last[n]), [])
+
     def _drafted(self, keep: np.ndarray, reads: list[list[int]], width: int) -> Any:
         drafter, (read, size) = self.drafter, pad(reads, width, 0)
         return self.programs.call(drafter.draft, self.count, drafter.params, drafter.allowed, self.cache,
                                   keep, read, size)
+
+
+def refusal(name: str, method: Method) -> str:
+    """Drafts that come as text have no law: a method must do with p and the drafted token."""
+    return f"{name} needs the drafter's distribution, which slem has not: take vocabulary tli, or one of {FOLLOWED}." \
+        if method.needs_q else ""
+
+
+FOLLOWED = ", ".join(name for name, method in METHODS.items() if not method.needs_q)
+SLEM = Strategy("slem", "the drafter writes text, which is read in the verifier's tokens and matched",
+                drafts=TextDrafter, refusal=refusal, most_models=2, adaptive=False)

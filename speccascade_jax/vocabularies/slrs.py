@@ -1,0 +1,24 @@
+"""String-level rejection sampling (Timor et al., ICML 2025, arXiv 2502.05202, Algorithm 3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.tokenizers.tokenizer import Surface
+from speccascade_jax.vocabularies.prefix_tree import strings
+from speccascade_jax.vocabularies.strategy import Strategy
+
+
+def tree(model: Any, target: Sequence[Surface], own: Sequence[Surface], rows: int, size: int) -> Any:
+    """The drafter's texts by which the next target token is told. Raises FieldError for a network's member."""
+    if not hasattr(model, "extend_branches"):
+        raise FieldError("vocabulary", "slrs", "take vocabulary tli.",
+                         "slrs is for drafters by themselves, not for members of a network")
+    return jax.tree.map(jnp.asarray, strings(target, own, rows, size))
+
+
+SLRS = Strategy("slrs", "a token's chance is that of all texts of the drafter's that begin with it", tree=tree,
+                smallest_only=True)

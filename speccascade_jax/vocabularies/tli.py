@@ -1,0 +1,30 @@
+"""Token-level intersection (Timor et al., ICML 2025, arXiv 2502.05202, Algorithm 4)."""
+
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from speccascade_jax.core.protocols import Params
+from speccascade_jax.models.decoder import DecoderModel
+from speccascade_jax.models.quantization import columns_of, tied_kernel
+from speccascade_jax.models.t5 import T5Model
+from speccascade_jax.vocabularies.strategy import Strategy
+
+
+def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
+    """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams' `own`
+    and `head`; False where the model's head cannot be cut, and gives all columns."""
+    if isinstance(model, T5Model | DecoderModel) and not model.config.tied_embeddings:
+        flat = dict(nnx.to_flat_state(params))
+        kernel = flat["head", "kernel"]
+        flat["head", "kernel"] = kernel.replace(columns_of(kernel.get_value(), keep))
+        return nnx.from_flat_state(flat), None, True
+    if isinstance(model, T5Model | DecoderModel):
+        return params, columns_of(tied_kernel(params["embedding"].get_value()), keep), True
+    return params, None, False
+
+
+TLI = Strategy("tli", "the drafter writes the tokens that both vocabularies have, its law renormalised over them",
+               head=pruned)

@@ -1,0 +1,22 @@
+"""The union of both vocabularies (Timor et al., ICML 2025, arXiv 2502.05202, Algorithm 1)."""
+
+import numpy as np
+from jaxtyping import Int
+
+from speccascade_jax.core.methods import Method
+from speccascade_jax.vocabularies.strategy import Strategy
+
+
+def drafter_only(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]:
+    """The drafter's tokens that the verifier has not."""
+    return np.setdiff1d(np.arange(size), pairs[:, 0])
+
+
+def refusal(name: str, method: Method) -> str:
+    """A law that is not the verifier's may give mass to tokens that only the drafter has."""
+    return "" if method.lossless else (f"{name} would write tokens that only the drafter has: take vocabulary "
+                                       "tli, or speculative at the lowest level.")
+
+
+UNION = Strategy("union", "the drafter writes all of its tokens, and the verifier refuses those it has not",
+                 others=drafter_only, refusal=refusal, smallest_only=True)
