@@ -20,7 +20,8 @@ __all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel",
 _HOMES = {
     "baselines": ("BASELINES",),
     "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
-    "core.methods": ("Method",), "core.rules": ("METHODS",), "core.protocols": ("LanguageModel",), "core.transforms": ("SamplingOptions",),
+    "core.methods": ("Method",), "core.rules": ("METHODS",), "core.protocols": ("LanguageModel",),
+    "core.transforms": ("SamplingOptions",),
     "settings": ("Settings",), "inference.text": ("Cascade", "Output")}
 
 

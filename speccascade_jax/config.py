@@ -20,7 +20,7 @@ from tyro.conf import AvoidSubcommands, Suppress
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import TRAINED
 from speccascade_jax.models import Config
-from speccascade_jax.settings import NAMED, NO_FILE, Settings
+from speccascade_jax.settings import NAMED, NO_FILE, Settings, named
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
 DTYPES = "float32", "bfloat16", "int8"
@@ -193,8 +193,8 @@ class DecodeConfig(Settings):
     tensor_parallel: int = 1       # devices that share each model's parameters
     dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
-    samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # further names of methods:
-    # samplers, or functions from the models, the smallest first, to one
+    # Further names of methods: samplers, or functions from the models, the smallest first, to one.
+    samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
@@ -211,6 +211,14 @@ class DecodeConfig(Settings):
             return [(f"model {n}", path) for n, path in enumerate(self.models)]
         return [("the drafter", self.drafter), ("the verifier", self.verifier)]
 
+    def record(self, *without: str) -> dict[str, Any]:
+        """Its fields as JSON holds them, without these: what an output was decoded by."""
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}
+        samplers = {name: getattr(made, "__qualname__", type(made).__qualname__)
+                    for name, made in self.samplers.items()}
+        del fields["samplers"]
+        return fields | ({"samplers": samplers} if samplers else {})
+
     @property
     def settings(self) -> Settings:
         """How each text is decoded."""
@@ -223,7 +231,7 @@ class DecodeConfig(Settings):
         if self.planned_for and paths != self.planned_for:
             raise ValueError(f"this is a plan for the models {', '.join(self.planned_for)}, not for "
                              f"{', '.join(paths)}: plan for these with scripts/plan.py.")
-        super().check(vocab_size, levels, {**known, **self.samplers})
+        super().check(vocab_size, levels, {**known, **named(self.samplers)})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError("method", min(untrained), NO_FILE,
                              f"method {min(untrained)} is a trained network")

@@ -27,7 +27,8 @@ NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
 """What some methods read besides alpha."""
 Choice = str | Method | Scheme | Sampler
-"""What decodes: a name, or an object that stands where a name does."""
+"""What decodes: a name, or an object that stands where a name does. A function is called with the models, the
+smallest first, and returns a sampler."""
 NO_FILE = "give its file with --router; scripts/finetune.py trains it."
 ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
 
@@ -126,8 +127,8 @@ class Settings(Declared):
             "block_size", levels) if self.adaptive else self.of_levels("block_size", levels)
 
     def scheme(self, levels: int) -> Scheme | None:
-        """What decodes in place of a method for each of `levels` verifiers; None where these have one. A model
-        by itself is a verifier alone."""
+        """What decodes in place of a method for each of `levels` verifiers; None where each has a method. A
+        model by itself is a verifier alone."""
         entries = self._entries
         if len(entries) == 1 and isinstance(entries[0], Scheme):
             return entries[0]
@@ -144,8 +145,8 @@ class Settings(Declared):
 
     def check(self, vocab_size: float = math.inf, levels: int | None = None,
               known: Mapping[str, Any] = NAMED) -> None:
-        """Raises FieldError for an unknown method or a value out of its range, or values for another number
-        of verifiers than `levels`; None: what can be told before models are loaded. known: names of methods."""
+        """Raises FieldError for a method that is not `known`, a value out of its range, or values for another
+        number of verifiers than `levels`; None: what can be told before models are loaded."""
         fields = ("method", "alpha", "block_size")
         most = levels or max(len(_each(getattr(self, field))) for field in fields)
         for method, alpha, block_size in zip(*(self.of_levels(field, most) for field in fields), strict=True):
@@ -176,7 +177,8 @@ class Settings(Declared):
             raise FieldError("method", _name(method), "give two models or more.",
                              f"{_name(method)} needs a drafter and a verifier")
         if not entry.low <= alpha <= entry.high:
-            raise FieldError("alpha", alpha, f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}].")
+            raise FieldError("alpha", alpha,
+                             f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}].")
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
             raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")
         if not isinstance(block_size, str) and block_size < 1:
@@ -200,8 +202,8 @@ def check_range(name: str, value: Any, about: Mapping[str, Any]) -> None:
             (low < value if about["above"] else low <= value) and value <= high and abs(value) < math.inf):
         return
     if high == math.inf:
-        raise FieldError(name, value, f"it must be {'above' if about['above'] else 'at least'} {low:g}, and a "
-                                      "finite number.")
+        least = f"{'above' if about['above'] else 'at least'} {low:g}"
+        raise FieldError(name, value, f"it must be {least}, and a finite number.")
     low, high = (f"{end:g}" if abs(end) < 10**6 else str(end) for end in (low, high))
     raise FieldError(name, value, f"it lies in {'(' if about['above'] else '['}{low}, {high}].")
 
@@ -212,7 +214,25 @@ def entry_of(method: Any) -> Method | Scheme | None:
         return NAMED.get(method)
     if isinstance(method, Method | Scheme):
         return method
-    return Scheme(Fixed(method), type(method).__name__) if isinstance(method, Sampler) else None
+    if isinstance(method, Sampler):
+        return Scheme(Fixed(method), f"the sampler {type(method).__name__}")
+    return Scheme(method, "a sampler of a config's") if callable(method) else None
+
+
+def named(objects: Mapping[str, Any]) -> dict[str, Method | Scheme]:
+    """A config's `samplers` by name. Raises FieldError for what does not decode, and for a name that is
+    taken."""
+    entries: dict[str, Method | Scheme] = {}
+    for name, value in objects.items():
+        entry = None if isinstance(value, str) else entry_of(value)
+        if entry is None:
+            raise FieldError("samplers", value, "give a sampler, or a function from the models to one.",
+                             f"samplers[{name!r}] is {value!r}")
+        if name in NAMED:
+            raise FieldError("samplers", name, "choose another name.",
+                             f"samplers names {name!r}, which is a method")
+        entries[name] = dataclasses.replace(entry, name=name)
+    return entries
 
 
 def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:
@@ -246,5 +266,4 @@ def _each(value: Any) -> tuple[Any, ...]:
 def _name(method: Any) -> str:
     if isinstance(method, str):
         return method
-    name = getattr(method, "name", "")
-    return name or next((name for name, known in NAMED.items() if known is method), "custom")
+    return getattr(method, "name", "") or "custom"

@@ -1,4 +1,4 @@
-"""The documentation keeps its word: its code runs, its links lead somewhere, and the README stays short."""
+"""The documentation keeps its word: its code runs, its links lead somewhere, and every page is found."""
 
 import re
 import subprocess
@@ -49,10 +49,6 @@ def modules():
         del sys.modules[name]
         if hasattr(sys.modules[package], leaf):
             delattr(sys.modules[package], leaf)
-
-
-def test_the_readme_is_short():
-    assert len(README.read_bytes()) <= 9 * 1024
 
 
 @pytest.mark.full

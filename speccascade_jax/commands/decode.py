@@ -232,7 +232,7 @@ def decode_on_ray(arguments: Arguments, address: str) -> None:
 
 def settings_of(run: DecodeConfig) -> dict[str, Any]:
     """What the lines of an output are made of."""
-    return {k: v for k, v in dataclasses.asdict(run).items() if k not in ("missing", "examples")}
+    return run.record("missing", "examples")
 
 
 def parse(argv: list[str]) -> Arguments:

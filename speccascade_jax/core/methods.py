@@ -20,7 +20,8 @@ Target = Callable[..., tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A number that a method has besides alpha: a field of Settings and a flag. Static: each value compiles."""
+    """A number that a method reads besides alpha: a field of Settings and a flag. It is static: each value
+    compiles a program."""
 
     default: float
     low: float
@@ -32,7 +33,7 @@ class Knob:
         """Raises FieldError for a value out of range."""
         if not (self.low < value < self.high if self.above else self.low <= value <= self.high):
             left, right = "()" if self.above else "[]"
-            raise FieldError(name, value, f"it lies in {left}{self.low:g}, {self.high:g}{right}: {self.summary}.")
+            raise FieldError(name, value, f"it lies in {left}{self.low:g}, {self.high:g}{right}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Scheme:
     greedy: bool = False       # decodes only greedily
     confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
     # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
+    name: str = ""             # for people
 
 
 @dataclasses.dataclass(frozen=True)

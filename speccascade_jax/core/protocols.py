@@ -135,8 +135,8 @@ class Sampler(Protocol):
         ...
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        """One row's counts as plain numbers, by name. `model_passes` or `drafter_passes`: how often the smallest
-        model has read."""
+        """One row's counts as plain numbers, by name. `model_passes` or `drafter_passes` says how often the
+        smallest model has read."""
         ...
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:

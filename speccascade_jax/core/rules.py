@@ -1,5 +1,6 @@
-"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1), and METHODS: each of them
-declared once. Settings, flags, the HTTP schema, sweeps, tables and law tests derive from an entry.
+"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1).
+
+METHODS declares each of them once. Flags, the HTTP schema, sweeps, tables and law tests derive from it.
 
 A rule says delta = 1 where the drafter's token is not good enough. One formula turns it into
 the target distribution that the output follows:

@@ -47,10 +47,11 @@ class Truncation:
         return jnp.int32 if self.kind is int else jnp.float32
 
     def check(self, name: str, value: Any, vocab_size: float = math.inf) -> None:
-        """Raises FieldError for a value out of range; the values of an integer end at the vocabulary's size."""
+        """Raises FieldError for a value out of range; an integer counts tokens: there are `vocab_size`."""
         high = min(self.high, vocab_size) if self.kind is int else self.high
-        if value is not None and not (self.low < value if self.above else self.low <= value) & (value <= high):
-            raise FieldError(name, value, f"it lies in {'(' if self.above else '['}{self.low:g}, {high:g}].")
+        if value is None or (value <= high and (self.low < value if self.above else self.low <= value)):
+            return
+        raise FieldError(name, value, f"it lies in {'(' if self.above else '['}{self.low:g}, {high:g}].")
 
 
 def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:
@@ -120,7 +121,8 @@ class SamplingOptions:
                                  f"the {rows} rows.")
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
-        values = {name: of_row(name, value, TRUNCATIONS[name].dtype) for name, value in self.truncations.items()}
+        values = {name: of_row(name, value, TRUNCATIONS[name].dtype)
+                  for name, value in self.truncations.items()}
         bounds = {f"max_{name}": bound for name, bound in self.bounds}
         return SamplingOptions(of_row("temperature", self.temperature, jnp.float32), **values, **bounds)
 
@@ -134,8 +136,8 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once:
                 ) -> Float[Array, "*B V"]:
     """softmax(logits / temperature) with the truncations of `options`, renormalised.
 
-    Temperature 0, and any below float32's least normal number, is the one-hot argmax (the first index on ties).
-    An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
+    Temperature 0, and any below float32's least normal number, is the one-hot argmax (the first index on
+    ties). An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
     """
     if logits.ndim > 2 and options.truncations and not at_once:
         return lax.platform_dependent(default=lambda: token_probs(logits, options, True), tpu=lambda: lax.map(
@@ -180,7 +182,8 @@ def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[A
 
 
 def nucleus(probs: Float[Array, "*B V"], mass: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The smallest set whose mass reaches `mass`, the token that crosses it included (Holtzman et al. 2020)."""
+    """The smallest set whose mass reaches `mass`, the token that crosses it included (Holtzman et al.
+    2020)."""
     return largest(probs, probs, jnp.maximum(mass, jnp.finfo(jnp.float32).tiny))
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from speccascade_jax import checkpoints
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.methods import Method, Scheme
+from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
 from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import LanguageModel, Sampler
@@ -34,7 +34,7 @@ from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
-from speccascade_jax.settings import NAMED, Settings, resolved
+from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.vocabularies import VOCABULARIES
 from speccascade_jax.vocabularies.joining import joined, readings
@@ -78,8 +78,8 @@ class Cascade:
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: str = "auto"      # the drafters of another vocabulary; how these draft, of VOCABULARIES
     router: Method | None = None  # a trained method, which stands for its name: see learned.router
-    samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further names of methods: samplers,
-    # or functions from the models, the smallest first, to one
+    # Further names of methods: samplers, or functions from the models, the smallest first, to one.
+    samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
@@ -88,13 +88,13 @@ class Cascade:
         self.models = tuple(copy.copy(model) if any(model is other for other in self.models[:n]) else model
                             for n, model in enumerate(self.models))
         self.named = {**({self.router.name: self.router} if self.router else {}),
-                      **{name: scheme_of(made) for name, made in self.samplers.items()}}
+                      **named(self.samplers)}
         if self.chat:
             self.tokenizer.template()
         if self.mesh is not None:
             placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
             self.params = tuple(placed[id(own)] for own in self.params)
-        self.clock, self.programs = Clock(), dict[Plan, Programs]()
+        self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.strategy = VOCABULARIES[self.vocabulary]
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
@@ -181,7 +181,8 @@ class Cascade:
         sampler: Sampler = Autoregressive(self.drafter)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
         for model, several, size in zip(self.models[1:], levels, sizes, strict=True):
-            sampler = kind(sampler, model, several if len(several) > 1 else several[0], size, settings.hand_over)
+            method = several if len(several) > 1 else several[0]
+            sampler = kind(sampler, model, method, size, settings.hand_over)
         return sampler
 
     def _params_of(self, model: Any) -> Any:
@@ -193,8 +194,8 @@ class Cascade:
             for known, params in zip(networks, self.params, strict=True):
                 if same(known):
                     return params
-        raise FieldError("sampler", model, "make it of cascade.models.", "the sampler has a model that is not one "
-                         "of the cascade's")
+        raise FieldError("sampler", model, "make it of cascade.models.",
+                         "the sampler has a model that is not one of the cascade's")
 
     def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
                ) -> tuple[list[list[int]], list[bool]]:
@@ -375,12 +376,14 @@ class Cascade:
     def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device, a server's for requests of up to `steady_width`
         where that is given; its programs are kept for the next one."""
-        programs = self.programs.pop(plan, None)
+        # Models of one shape make equal plans: a program is also known by its parameters.
+        key = plan, *map(id, jax.tree.leaves(params))
+        programs = self.programs.pop(key, None)
         if programs is None:
             while self.programs and crowded():
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
-        self.programs[plan] = programs
+        self.programs[key] = programs
         if steady_width:
             return Continuous(programs, batch_size, self.tokenizer, self.bucket, steady_width)
         drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
@@ -424,11 +427,3 @@ def truncations_of(settings: Sequence[Settings]) -> tuple[tuple[str, ...], tuple
     names = tuple(name for name, row in values.items() if any(value is not None for value in row))
     bounds = {name: static_bound(values[name]) for name in names if TRUNCATIONS[name].bounded}
     return names, tuple((name, bound) for name, bound in bounds.items() if bound)
-
-
-def scheme_of(made: Any) -> Any:
-    """A config's sampler as what stands where a method's name does: a function from models to a sampler is a
-    Scheme's."""
-    if isinstance(made, Method | Scheme | Sampler):
-        return made
-    return Scheme(made, made.__doc__ or "a sampler of the config's")

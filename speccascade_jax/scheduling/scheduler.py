@@ -166,7 +166,7 @@ class Scheduler:
         self._take_finished()
 
     def _rounds(self, enough: np.int32, most: np.int32) -> None:
-        """Up to `most` rounds, until `enough` rows are finished; one, where drafts are proposed before each."""
+        """Up to `most` rounds, until `enough` rows are finished; a single one where drafts are proposed."""
         if self.proposer is not None:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
@@ -210,7 +210,8 @@ class Scheduler:
                   counts_at(history, row, len(kept)))
         levels, origins = np.divmod(origin[row, :len(kept)], len(Origin))
         names = [Origin(one).name.lower() for one in origins]
-        return Result(kept, names, levels.tolist(), self.programs.plan.sampler.plain(counts)), stopped is not None
+        numbers = self.programs.plan.sampler.plain(counts)
+        return Result(kept, names, levels.tolist(), numbers), stopped is not None
 
     def _stop(self, rows: list[int]) -> None:
         """Frees these rows before their ends."""

@@ -160,7 +160,8 @@ def gains(weights: Weights, seen: Tried) -> dict[str, float]:
 
 def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
     """Each temperature with each top-p, once where it is greedy."""
-    return [SamplingOptions(temperature, top_p=None if top_p == 1 else top_p) for temperature in config.temperatures
+    return [SamplingOptions(temperature, top_p=None if top_p == 1 else top_p)
+            for temperature in config.temperatures
             for top_p in (config.top_ps if temperature > 0 else (1.0,))]
 
 

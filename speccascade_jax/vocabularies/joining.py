@@ -28,7 +28,8 @@ from speccascade_jax.vocabularies.translated import (
 
 def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows: int, start_id: int | None, *,
                strategy: Strategy = TLI, number: int = 0) -> tuple[Translated, TranslatedParams]:
-    """The drafter over the verifier's vocabulary of `rows` logits, or, with a strategy that adds `others`, over both together; its
+    """The drafter over the verifier's vocabulary of `rows` logits, or over both together where the strategy
+    adds `others`; its
     parameters with the tables. start_id, number: see Translated.
 
     Raises ValueError where the vocabularies have no text in common.

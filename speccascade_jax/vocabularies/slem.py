@@ -147,7 +147,8 @@ class TextDrafter:
     def sampler(self, verifier: Any, methods: tuple[Method, ...], block_size: int) -> Matched:
         """What verifies its drafts."""
         drafts = Proposed(verifier.vocab_size, block_size, self.translated.start_id)
-        return Matched(Autoregressive(drafts), verifier, methods if len(methods) > 1 else methods[0], block_size)
+        method = methods if len(methods) > 1 else methods[0]
+        return Matched(Autoregressive(drafts), verifier, method, block_size)
 
     def proposer(self, programs: Any, batch_size: int) -> "TextProposer":
         """What drafts for a scheduler's rows."""
@@ -292,10 +293,10 @@ class TextProposer:
                                   keep, read, size)
 
 
-def refusal(name: str, method: Method) -> str:
+def refusal(name: str, method: Method) -> tuple[str, str] | None:
     """Drafts that come as text have no law: a method must do with p and the drafted token."""
-    return f"{name} needs the drafter's distribution, which slem has not: take vocabulary tli, or one of {FOLLOWED}." \
-        if method.needs_q else ""
+    return (f"{name} needs the drafter's distribution, which slem has not",
+            f"take vocabulary tli, or one of {FOLLOWED}.") if method.needs_q else None
 
 
 FOLLOWED = ", ".join(name for name, method in METHODS.items() if not method.needs_q)

@@ -13,12 +13,15 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 
 def tree(model: Any, target: Sequence[Surface], own: Sequence[Surface], rows: int, size: int) -> Any:
-    """The drafter's texts by which the next target token is told. Raises FieldError for a network's member."""
+    """The drafter's texts by which the next target token is told.
+
+    Raises FieldError for a network's member.
+    """
     if not hasattr(model, "extend_branches"):
         raise FieldError("vocabulary", "slrs", "take vocabulary tli.",
                          "slrs is for drafters by themselves, not for members of a network")
     return jax.tree.map(jnp.asarray, strings(target, own, rows, size))
 
 
-SLRS = Strategy("slrs", "a token's chance is that of all texts of the drafter's that begin with it", tree=tree,
-                smallest_only=True)
+SLRS = Strategy("slrs", "a token's chance is that of all texts of the drafter's that begin with it",
+                tree=tree, smallest_only=True)

@@ -23,39 +23,42 @@ def no_others(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]
     return np.zeros(0, np.int64)
 
 
-def no_reason(name: str, method: Method) -> str:
+def follows_all(name: str, method: Method) -> None:
     """Every method can be followed."""
-    return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How a drafter of another vocabulary drafts for a verifier: the laws it drafts from, and their limits."""
+    """How a drafter of another vocabulary drafts for a verifier: the laws it drafts from, and their
+    limits."""
 
     name: str
     summary: str  # for people
-    head: Callable[..., tuple[Params, Any, bool]] = whole  # (model, params, ids of common tokens) -> params,
-    # columns of a tied head, whether the logits have these columns only
-    others: Callable[..., Int[np.ndarray, " N"]] = no_others  # (drafter's size, pairs) -> its tokens that are
-    # put after the verifier's
+    # (model, params, ids of common tokens) -> params, columns of a tied head, whether these are all columns
+    head: Callable[..., tuple[Params, Any, bool]] = whole
+    # (drafter's size, pairs) -> its tokens that are put after the verifier's
+    others: Callable[..., Int[np.ndarray, " N"]] = no_others
+    # (model, target's surfaces, its own, rows of logits, drafter's size) -> TranslatedParams.strings
     tree: Callable[[Any, Sequence[Surface], Sequence[Surface], int, int], Any] | None = None
-    # (model, target's surfaces, own surfaces, rows of logits, drafter's size) -> TranslatedParams.strings
-    drafts: Callable[..., Any] | None = None  # makes what drafts on the host, between rounds (slem.TextDrafter)
-    refusal: Callable[[str, Method], str] = no_reason  # (name, method of the lowest level) -> why it cannot be
-    # followed, "" where it can
+    # What drafts on the host, between rounds: slem.TextDrafter is an example.
+    drafts: Callable[..., Any] | None = None
+    # (name, method of the lowest level) -> why it cannot be followed, and the remedy; None where it can
+    refusal: Callable[[str, Method], tuple[str, str] | None] = follows_all
     smallest_only: bool = False  # no other model may have another vocabulary
     most_models: int | None = None
     adaptive: bool = True        # its drafts may end where more are not worth their time
 
     def check(self, name: str, methods: Sequence[Method], scheme: Scheme | None, adaptive: bool) -> None:
-        """Raises FieldError for methods, from the smallest verifier's up, or a scheme that cannot be followed."""
+        """Raises FieldError for methods, the smallest verifier's first, or a scheme that cannot be
+        followed."""
         if scheme is not None and scheme.models is None:
             return  # it decodes by one model, or knows what it does
         if adaptive and not self.adaptive:
             raise FieldError("block_size", "adaptive", "give a number, or take vocabulary tli.",
                              f"block_size is 'adaptive', which {self.name}'s drafts are not")
-        if reason := self.refusal(name, methods[0] if methods else UNSTATED):
-            raise FieldError("method", name, reason.partition(": ")[2], reason.partition(": ")[0])
+        if refused := self.refusal(name, methods[0] if methods else UNSTATED):
+            problem, remedy = refused
+            raise FieldError("method", name, remedy, problem)
 
 
 UNSTATED = Method(lambda scores, alpha: (scores.p, None), 0, 0, "a law that nobody has stated")

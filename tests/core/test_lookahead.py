@@ -87,7 +87,8 @@ def test_prices_by_hand():
     scores = [jnp.asarray(np.tile(x, (1, 3, 1)), jnp.float32) for x in (q, p)]
     price = 3 * 0.4 * np.array([1.5, 1.0, 0.0]) / 1.75  # TV is 0.4
     for alpha in (0.05, 0.09, 0.12, 0.2):  # the gain of deferring is 0.1
-        _, delta = METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0).target(Scores(*scores, *scores, jnp.asarray(False)), alpha)
+        method = METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
+        _, delta = method.target(Scores(*scores, *scores, jnp.asarray(False)), alpha)
         np.testing.assert_array_equal(np.asarray(delta)[0, :, 0], alpha * price < 0.1)
         for j, deferred in enumerate(np.asarray(delta)[0, :, 0]):
             np.testing.assert_array_equal(lookahead(j, 2, alpha, 0.5, 3.0, q, p, q, p), p if deferred else q)
@@ -95,7 +96,8 @@ def test_prices_by_hand():
 
 def test_settings_make_the_rule():
     (own,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
-    assert own is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0) and Settings(method=own).name == "lookahead"
+    assert own is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
+    assert Settings(method=own).name == "lookahead"
     rng = np.random.default_rng(0)
     q, p = (jnp.asarray(rng.dirichlet(np.ones(5), (8, 4)), jnp.float32) for _ in range(2))
     scores, (default,) = Scores(q, p, q, p, jnp.asarray(False)), Settings(method="lookahead").rules(1)

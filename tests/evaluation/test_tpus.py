@@ -158,7 +158,8 @@ def test_truncation_sorts_nothing(devices):
         return " sort(" in lowered.compile().as_text()
 
     assert sorts(lambda logits: jax.lax.top_k(logits, 64))  # what TPU's compiler makes of it
-    assert not sorts(lambda logits: token_probs(logits, SamplingOptions(1.0, top_p=0.9, top_k=40, min_p=0.01)))
+    options = SamplingOptions(1.0, top_p=0.9, top_k=40, min_p=0.01)
+    assert not sorts(lambda logits: token_probs(logits, options))
 
 
 @pytest.mark.full

@@ -41,6 +41,6 @@ class Autoregressive:
         return block, roll_back(self.models, caches, rows.start - 1 + size), size
 
 
-VERIFIER = Scheme(lambda models: Autoregressive(models[-1]), "the large model alone")
-DRAFTER = Scheme(lambda models: Autoregressive(models[0]), "the small model alone")
-SINGLE_MODEL = {"verifier": VERIFIER, "drafter": DRAFTER}
+VERIFIER = Scheme(lambda models: Autoregressive(models[-1]), "the large model alone", name="verifier")
+DRAFTER = Scheme(lambda models: Autoregressive(models[0]), "the small model alone", name="drafter")
+SINGLE_MODEL = {scheme.name: scheme for scheme in (VERIFIER, DRAFTER)}
