@@ -28,7 +28,7 @@ from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.quality import check_references
-from speccascade_jax.evaluation.reductions import Result, best, fastest, results, table_two
+from speccascade_jax.evaluation.reductions import Comparison, best, compare, fastest, table_two
 from speccascade_jax.evaluation.sweep import (
     COMPARED,
     OneShape,
@@ -95,7 +95,7 @@ class Arguments:
     """Decode and time the pick on the test split, and say what came of its promise."""
 
 
-def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
+def show_table_two(found: list[Comparison], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
     for (temperature, top_p), methods in table_two(found).items():
         verifier = next(r for r in found if r.name == "verifier"
@@ -126,11 +126,11 @@ def _table(title: str, *columns: str) -> Table:
     return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
 
 
-def _setting(r: Result) -> tuple[str, str]:
+def _setting(r: Comparison) -> tuple[str, str]:
     return f"{r.lenience:g}", str(gamma(r.point) or "-")
 
 
-def _fields(r: Result) -> tuple[Any, ...]:
+def _fields(r: Comparison) -> tuple[Any, ...]:
     """What a sweep varies."""
     return r.name, r.lenience, gamma(r.point), r.point.temperature, r.point.top_p
 
@@ -139,7 +139,7 @@ def _difference(interval: tuple[float, float]) -> str:
     return "{:+.2f} to {:+.2f}".format(*interval)
 
 
-def show_points(found: list[Result], metric: str, screen: Console) -> None:
+def show_points(found: list[Comparison], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
     table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
                   "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
@@ -171,7 +171,7 @@ class Sweep:
         self.settings = {name: value for name, value in run.items() if name not in SWEPT}
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
-    def measure(self, points: list[Settings], folder: Path) -> list[Result]:
+    def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
         run, metric, sources = self.arguments.run, self.task.metric, self.sources
         batched = self._padded_alike(sources, local_mesh())
         for point in points:  # before any is decoded
@@ -190,7 +190,7 @@ class Sweep:
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
                 trials=self.arguments.trials, track=self._track)
             self._say("latency", single, points)
-        return results(metric, qualities, latencies)
+        return compare(metric, qualities, latencies)
 
     def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
         """The cascade, at the one source length that all of `sources` need."""
@@ -208,7 +208,7 @@ class Sweep:
                           f"decoding {clock.decode_seconds:.0f} s.")
 
 
-def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Result, str]:
+def choose(arguments: Arguments, metric: str, found: list[Comparison]) -> tuple[Comparison, str]:
     """The point that --at-quality or --at-latency asks for, and the wish in words."""
     candidates = [r for r in found if r.point.method not in SINGLE_MODEL]
     goals = {v.panel: v.quality for v in found if v.name == "verifier"}
@@ -230,7 +230,7 @@ def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Resu
     return chosen, wish
 
 
-def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | None, screen: Console
+def pick(arguments: Arguments, metric: str, found: list[Comparison], test: Sweep | None, screen: Console
          ) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
     chosen, wish = choose(arguments, metric, found)
@@ -256,14 +256,14 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
         _say_drafter(own, measured, screen)
 
 
-def _say_drafter(r: Result, found: list[Result], screen: Console) -> None:
+def _say_drafter(r: Comparison, found: list[Comparison], screen: Console) -> None:
     """The simplest rival of what was picked: no verifier."""
     drafter = next(other for other in found if other.point == alone(r.panel, "drafter"))
     screen.print(f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
                  f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}.")
 
 
-def _time(r: Result) -> str:
+def _time(r: Comparison) -> str:
     return "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(
         r.time.share, *r.time.interval) if r.time else "a time that was not measured"
 

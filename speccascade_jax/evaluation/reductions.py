@@ -22,7 +22,7 @@ class Time(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Comparison:
     """A point compared to the verifier alone. Intervals are 95%, paired over examples."""
 
     point: Settings
@@ -57,8 +57,8 @@ class Result:
         return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
-def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
-            ) -> list[Result]:
+def compare(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
+            ) -> list[Comparison]:
     """Every point of a sweep with its quality, its measured latency and the predicted one."""
     found = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
@@ -76,7 +76,7 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
             time = Time(float(own.seconds.sum() / large.seconds.sum()), interval(ratios),
                         cost_a_token(point, q, step_ratio) * float(own.tokens.sum() / large.tokens.sum()))
         accepted = q.rate("accepted", "drafted")
-        found.append(Result(
+        found.append(Comparison(
             point, _quality(metric, q),
             bootstrap(metric, q.statistics, verifier.statistics),
             bootstrap(metric, q.statistics, drafter.statistics),
@@ -110,26 +110,26 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
 
 
-def fastest(found: Sequence[Result], at_least: float) -> Result | None:
+def fastest(found: Sequence[Comparison], at_least: float) -> Comparison | None:
     """The fastest timed point whose expected quality is at least `at_least`."""
     return min((r for r in found if r.time is not None and r.expected >= at_least),
                key=lambda r: (_share(r), -r.expected), default=None)
 
 
-def best(found: Sequence[Result], at_most: float) -> Result | None:
+def best(found: Sequence[Comparison], at_most: float) -> Comparison | None:
     """The best point whose relative latency is at most `at_most`."""
     return max((r for r in found if _share(r) <= at_most),
                key=lambda r: (r.quality, -_share(r)), default=None)
 
 
-def _share(r: Result) -> float:
+def _share(r: Comparison) -> float:
     return math.inf if r.time is None else r.time.share
 
 
-Choices = tuple[Result | None, Result | None]
+Choices = tuple[Comparison | None, Comparison | None]
 
 
-def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[str, Choices]]:
+def table_two(found: Sequence[Comparison]) -> dict[tuple[float, float | None], dict[str, Choices]]:
     """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (the fastest point at no
     less than the verifier's quality, the best one within its latency), None where there is no such point."""
     tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
