@@ -114,18 +114,18 @@ def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: 
     bandwidth = [profiling.read_bandwidth()]
     for batch_size in arguments.batch_sizes:
         for gamma in arguments.block_sizes:
-            found = profiling.measure(
+            timings = profiling.measure(
                 drafter, verifier, params, METHODS[arguments.method], block_size=gamma, batch_size=batch_size,
                 alpha=arguments.alpha, temperature=arguments.temperature, source_length=run.max_source_length,
                 max_new_tokens=run.max_new_tokens)
-            middle = {name: timing.median for name, timing in found.items()}
-            read = {f"{name} step": profiling.bytes_read(model, own)
-                    for name, model, own in zip(("drafter", "verifier"), models, params, strict=True)}
+            middle = {name: timing.median for name, timing in timings.items()}
+            read = {f"{name} step": profiling.bytes_read(model, weights)
+                    for name, model, weights in zip(("drafter", "verifier"), models, params, strict=True)}
             bandwidth.append(profiling.read_bandwidth())
             best = max(bandwidth)
             figures: dict[str, Any] = {
                 f"{name}, ms": f"{1e3 * t.median:.2f} ({1e3 * t.low:.2f} .. {1e3 * t.high:.2f})"
-                for name, t in found.items()}
+                for name, t in timings.items()}
             figures |= {"read bandwidth, GB/s": best / 1e9}
             for name, size in read.items():
                 figures[f"{name}: MB read, GB/s, share of the bandwidth"] = (
@@ -161,9 +161,9 @@ def timed_elsewhere(cascade: Cascade, decode: other_libraries.Decode, index: int
 def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
                        ) -> dict[str, other_libraries.Decode]:
     """Other libraries' decoders, on float32 exports of the pair."""
-    found: dict[str, other_libraries.Decode] = {}
+    decoders: dict[str, other_libraries.Decode] = {}
     if not arguments.vs:
-        return found
+        return decoders
     for model in (cascade.drafter, cascade.verifier):
         if not isinstance(model, T5Model):
             raise ValueError(f"--vs compares T5 models; --config={arguments.config} has another one.")
@@ -171,12 +171,12 @@ def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
         drafter, verifier = (other_libraries.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
         if "hf" in arguments.vs:
-            found |= other_libraries.transformers_decoders(
+            decoders |= other_libraries.transformers_decoders(
                 verifier, run.max_new_tokens, drafter=drafter, block_size=arguments.block_sizes[0])
         if "ctranslate2" in arguments.vs:
-            found |= other_libraries.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(),
+            decoders |= other_libraries.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(),
                                                           run.max_new_tokens)
-    return found
+    return decoders
 
 
 def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, dtype: str) -> None:
@@ -254,8 +254,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
     if len(kept) < 3:  # what a slope is fitted by
         raise ValueError(f"only {len(kept)} inputs have outputs of {least} tokens or more: raise --limit or "
                          "--join.")
-    seconds = {name: [found[n][0] for n in kept] for name, found in every.items()}
-    outputs = {name: [found[n][1] for n in kept] for name, found in every.items()}
+    seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
+    outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
     step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
             for name in ("verifier", "drafter")}
@@ -295,11 +295,11 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Seque
         return counted | {"levels": rates["levels"]}
     if cascade.foreign:
         return counted
-    found = profiling.measure(
+    timings = profiling.measure(
         cascade.drafter, cascade.verifier, cascade.params, method,
         block_size=gamma, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
         max_new_tokens=cascade.max_new_tokens, source_length=cascade.bucket(int(np.median(widths))))
-    part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
+    part = {name: timing.median / timings["verifier step"].median for name, timing in timings.items()}
     beyond = part[profiling.scoring(gamma)] - 1 + part[profiling.OVERHEAD]
     if method.lossless:  # its drafter does not read its last token
         beyond -= part["drafter step"]
@@ -328,12 +328,12 @@ def check(arguments: Arguments) -> DecodeConfig:
     at_most(10_000, tokens=a.tokens, repetitions=a.repetitions)
     at_least(0, min_tokens=a.min_tokens)
     run = configs.load(a.config, DecodeConfig)
-    for name, values, most in (("block_sizes", a.block_sizes, run.max_new_tokens),
+    for name, values, limit in (("block_sizes", a.block_sizes, run.max_new_tokens),
                                ("batch_sizes", a.batch_sizes, 4096)):
         if not values:
             raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one.")
         at_least(1, **{name: min(values)})
-        at_most(most, **{name: max(values)})
+        at_most(limit, **{name: max(values)})
     if a.method not in METHODS:
         raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
     points = [Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature)

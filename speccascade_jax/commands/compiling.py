@@ -33,7 +33,7 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
     """
     a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
     drafter, verifier = shapes or tpus.shapes_of(run)
-    each = [tpus.Asked(drafter, verifier, length, a.new_tokens or run.max_new_tokens, gamma, a.method, rows,
+    each = [tpus.Shapes(drafter, verifier, length, a.new_tokens or run.max_new_tokens, gamma, a.method, rows,
                        devices, dtype)
             for devices in a.tensor_parallel or (run.tensor_parallel,)
             for length in a.source_length or (run.max_source_length,)

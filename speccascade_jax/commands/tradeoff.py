@@ -95,10 +95,10 @@ class Arguments:
     """Decode and time the pick on the test split, and say what came of its promise."""
 
 
-def show_table_two(found: list[Comparison], metric: str, screen: Console) -> None:
+def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
-    for (temperature, top_p), methods in table_two(found).items():
-        verifier = next(r for r in found if r.name == "verifier"
+    for (temperature, top_p), methods in table_two(comparisons).items():
+        verifier = next(r for r in comparisons if r.name == "verifier"
                         and (r.point.temperature, r.point.top_p) == (temperature, top_p))
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
         quickest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
@@ -139,12 +139,12 @@ def _difference(interval: tuple[float, float]) -> str:
     return "{:+.2f} to {:+.2f}".format(*interval)
 
 
-def show_points(found: list[Comparison], metric: str, screen: Console) -> None:
+def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
     table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
                   "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
                   "calls a token")
-    for r in found:
+    for r in comparisons:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
         rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
         table.add_row(*("-" if x is None else str(x) for x in _fields(r)),
@@ -208,18 +208,20 @@ class Sweep:
                           f"decoding {clock.decode_seconds:.0f} s.")
 
 
-def choose(arguments: Arguments, metric: str, found: list[Comparison]) -> tuple[Comparison, str]:
+def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
     """The point that --at-quality or --at-latency asks for, and the wish in words."""
-    candidates = [r for r in found if r.point.method not in SINGLE_MODEL]
-    goals = {v.panel: v.quality for v in found if v.name == "verifier"}
+    candidates = [r for r in comparisons if r.point.method not in SINGLE_MODEL]
+    goals = {v.panel: v.quality for v in comparisons if v.name == "verifier"}
     if arguments.at_latency is not None:
         chosen = best(candidates, arguments.at_latency)
         wish = f"at most {arguments.at_latency:g} of the verifier's time"
     else:
         target = arguments.at_quality or ""
         if target == "truncated":
-            goals = {panel: max(r.quality for r in found if r.point.name == "verifier" and r.panel == panel)
-                     for panel in goals}
+            goals = {
+                panel: max(r.quality for r in comparisons if r.point.name == "verifier" and r.panel == panel)
+                for panel in goals
+            }
         choices = [fastest([r for r in candidates if r.panel == panel],
                            goal if target in QUALITIES else float(target))
                    for panel, goal in goals.items()]
@@ -230,10 +232,10 @@ def choose(arguments: Arguments, metric: str, found: list[Comparison]) -> tuple[
     return chosen, wish
 
 
-def pick(arguments: Arguments, metric: str, found: list[Comparison], test: Sweep | None, screen: Console
+def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test: Sweep | None, screen: Console
          ) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
-    chosen, wish = choose(arguments, metric, found)
+    chosen, wish = choose(arguments, metric, comparisons)
     point = chosen.point
     quality = f"{metric} {chosen.quality:.2f}" if chosen.verifier_quality is None else (
         f"the verifier's own distribution ({metric} {chosen.verifier_quality:.2f})")
@@ -245,20 +247,20 @@ def pick(arguments: Arguments, metric: str, found: list[Comparison], test: Sweep
     screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, gamma {gamma(point) or '-'}, "
                  f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
                  f"--config={arguments.pick}")
-    _say_drafter(chosen, found, screen)
+    _say_drafter(chosen, comparisons, screen)
     if test is not None:
         name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
         points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
         measured = test.measure(points, Path(arguments.output) / name)
-        own, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
-        screen.print(f"on test: {metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
-                     f"(difference {_difference(own.gain)}), in {_time(own)}.")
-        _say_drafter(own, measured, screen)
+        tested, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
+        screen.print(f"on test: {metric} {tested.quality:.2f}, the verifier {verifier.quality:.2f} "
+                     f"(difference {_difference(tested.gain)}), in {_time(tested)}.")
+        _say_drafter(tested, measured, screen)
 
 
-def _say_drafter(r: Comparison, found: list[Comparison], screen: Console) -> None:
+def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
     """The simplest rival of what was picked: no verifier."""
-    drafter = next(other for other in found if other.point == alone(r.panel, "drafter"))
+    drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
     screen.print(f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
                  f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}.")
 
@@ -337,21 +339,21 @@ def sweep(arguments: Arguments) -> None:
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None
-    own = Sweep(arguments, task, arguments.split, screen)
+    measurements = Sweep(arguments, task, arguments.split, screen)
     test = Sweep(arguments, task, "test", screen) if picks and arguments.check else None
     make_folder(folder)
-    found = own.measure(points, folder)
-    show_table_two(found, task.metric, screen)
+    comparisons = measurements.measure(points, folder)
+    show_table_two(comparisons, task.metric, screen)
     table = io.StringIO()
     wide = console(file=table, width=175)
-    show_table_two(found, task.metric, wide)
-    show_points(found, task.metric, wide)
+    show_table_two(comparisons, task.metric, wide)
+    show_points(comparisons, task.metric, wide)
     write_whole(folder / "table.txt", table.getvalue())
     screen.print(f"every point: {folder / 'table.txt'}")
-    for path in plots.draw(found, task.metric, folder):
+    for path in plots.draw(comparisons, task.metric, folder):
         screen.print(f"drawn: {path}")
     if picks:
-        pick(arguments, task.metric, found, test, screen)
+        pick(arguments, task.metric, comparisons, test, screen)
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from speccascade_jax.checkpoints import native
 from speccascade_jax.checkpoints.files import read_json
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.models.adapters import AdaptedKernel
@@ -28,25 +29,27 @@ Array = jax.Array
 ParameterPath = tuple[Any, ...]
 ADAPTERS = "adapters"  # the part of a run's parameters that is trained
 FILE = "lora.json"     # in the run: what it adapts, and how
+REMEDY = "go on as it began, or choose another output_dir."
 
 
 def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
     """Name -> paths of the kernels that may have an adapter."""
-    found: dict[str, list[ParameterPath]] = {}
+    kernels: dict[str, list[ParameterPath]] = {}
     for path, _ in nnx.to_flat_state(model_of(model).abstract_params()):
         if path[-1] == "kernel":
-            found.setdefault(str(path[-2]), []).append(path)
-    return found
+            kernels.setdefault(str(path[-2]), []).append(path)
+    return kernels
 
 
 def chosen(config: TrainConfig) -> list[ParameterPath]:
     """The kernels that get an adapter. Raises ValueError where the model has none of a name."""
-    found = kernels_of(config.model)
-    names = config.lora_kernels or [name for name in found if name != "head"]
+    kernels = kernels_of(config.model)
+    names = config.lora_kernels or [name for name in kernels if name != "head"]
     for name in names:
-        if name not in found:
-            raise ValueError(f"lora_kernels names {name!r}, which this model has not: {', '.join(found)}.")
-    return [path for name in dict.fromkeys(names) for path in found[name]]
+        if name not in kernels:
+            raise FieldError("lora_kernels", name, f"it has {', '.join(kernels)}.",
+                             f"lora_kernels names {name!r}, which this model lacks")
+    return [path for name in dict.fromkeys(names) for path in kernels[name]]
 
 
 def check_adapters(config: TrainConfig) -> None:
@@ -54,9 +57,10 @@ def check_adapters(config: TrainConfig) -> None:
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
-        raise ValueError(f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of "
-                         f"{' by '.join(map(str, shapes[narrowest].shape))}: take at most {least}, or leave "
-                         "it out of lora_kernels.")
+        raise FieldError("lora_rank", config.lora_rank,
+                         f"take at most {least}, or leave {narrowest[-2]} out of lora_kernels.",
+                         f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of "
+                         f"{' by '.join(map(str, shapes[narrowest].shape))}")
 
 
 def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
@@ -126,24 +130,25 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):
-        raise ValueError(f"lora_rank is {config.lora_rank}, but the run in {run} began "
-                         f"{'with' if where.is_file() else 'without'} adapters: go on with that, or choose "
-                         "another output_dir.")
+        raise FieldError("lora_rank", config.lora_rank, REMEDY,
+                         f"lora_rank is {config.lora_rank}, but the run in {run} began "
+                         f"{'with' if where.is_file() else 'without'} adapters")
     if not config.lora_rank:
         where.unlink(missing_ok=True)
         return
     sums = native.checksums(nnx.to_pure_dict(base))
-    own = {"rank": config.lora_rank, "alpha": config.lora_alpha,
+    fields = {"rank": config.lora_rank, "alpha": config.lora_alpha,
            "kernels": sorted({str(path[-2]) for path in chosen(config)}), "base": config.lora_base}
     if not resumed:
         if jax.process_index() == 0:
-            write_whole(where, json.dumps(own | {"init": config.init, "crc32": sums}, indent=1) + "\n")
+            write_whole(where, json.dumps(fields | {"init": config.init, "crc32": sums}, indent=1) + "\n")
         return
     begun = read_json(where)
-    for name, value in own.items():
+    for name, value in fields.items():
         if begun.get(name) != value:
-            raise ValueError(f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}: "
-                             "go on with that, or choose another output_dir.")
+            raise FieldError(f"lora_{name}", value, REMEDY,
+                             f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}")
     if begun.get("crc32") != sums:
-        raise ValueError(f"init is {config.init}, whose parameters are not those that the run in {run} began "
-                         f"with ({begun.get('init')}): go on with these, or choose another output_dir.")
+        raise FieldError("init", config.init, REMEDY,
+                         f"init is {config.init}, whose parameters are not those that the run in {run} began "
+                         f"with ({begun.get('init')})")

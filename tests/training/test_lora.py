@@ -16,6 +16,7 @@ from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_T5, TINY_T5GEMMA
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, native
 from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.adapters import AdaptedKernel
@@ -101,13 +102,15 @@ def test_the_laws_of_adapters(family):
 def test_chosen_kernels_only():
     config = dataclasses.replace(trained_like(DECODERS["llama"]), lora_kernels=("query", "head"))
     assert {path[-2] for path in lora.chosen(config)} == {"query", "head"} and len(lora.chosen(config)) == 3
-    with pytest.raises(ValueError, match=r"lora_kernels names 'q_proj', which this model has not: .*query"):
+    with pytest.raises(FieldError) as refused:
         lora.chosen(dataclasses.replace(config, lora_kernels=("q_proj",)))
+    assert (refused.value.field, refused.value.value) == ("lora_kernels", "q_proj")
+    assert "query" in refused.value.remedy
 
 
 @pytest.mark.parametrize("change,words", [
-    ({"init": None}, "name it with --init"), ({"lora_rank": 11}, "key is a matrix of 36 by 10: take at most"),
-    ({"lora_kernels": ("cross",)}, "'cross', which this model has not"), ({"lora_alpha": 0.0}, "above 0"),
+    ({"init": None}, "name it with --init"), ({"lora_rank": 11}, "lora_rank is 11"),
+    ({"lora_kernels": ("cross",)}, "'cross'"), ({"lora_alpha": 0.0}, "above 0"),
     ({"lora_base": "int8"}, "unknown lora_base 'int8': float32, bfloat16"),
     ({"lora_rank": -1}, "lora_rank is -1"),
     ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "are for one model")])
@@ -157,12 +160,10 @@ def test_a_killed_run_ends_as_an_uninterrupted_one_and_decodes(toy, tmp_path, mo
         patch.setattr(TrainingBatches, "from_step", dying)
         with pytest.raises(KeyboardInterrupt):
             train(again)
-    with pytest.raises(ValueError, match=r"lora_alpha is 4.0, but the run in .* began with 16.0"):
-        train(dataclasses.replace(again, lora_alpha=4.0))
-    with pytest.raises(ValueError, match=r"lora_rank is 0, but the run in .* began with adapters"):
-        train(dataclasses.replace(again, lora_rank=0))
-    with pytest.raises(ValueError, match="whose parameters are not those that the run"):
-        train(dataclasses.replace(again, init=str(whole)))
+    for change in ({"lora_alpha": 4.0}, {"lora_rank": 0}, {"init": str(whole)}):
+        with pytest.raises(FieldError) as refused:
+            train(dataclasses.replace(again, **change))
+        assert {refused.value.field: refused.value.value} == change
     resumed = train(again)
     first, second = map(saved, (whole, resumed))
     for item in (lora.ADAPTERS, "optimizer", "params"):
