@@ -26,6 +26,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.quality import check_references
 from speccascade_jax.evaluation.reductions import Comparison, best, compare, fastest, table_two
@@ -39,18 +40,18 @@ from speccascade_jax.evaluation.sweep import (
     measure_quality,
 )
 from speccascade_jax.inference.outputs import check_targets, write_whole
-from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.text import Cascade, scheme_of
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings, entry_of
 from speccascade_jax.training.data import joined_examples
 
 # Fields of a config that stand with each point, or that change no result.
 SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
-         "examples")
+         "examples", "samplers")
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
-POINT = ("method", "alpha", "block_size", "temperature", "top_k", "top_p", "min_p")  # what a sweep varies
+POINT = ("method", "alpha", "block_size", "temperature", *TRUNCATIONS)  # what a sweep varies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,15 @@ class Arguments:
     methods: tuple[str, ...] = COMPARED
     """The verifier and the drafter alone are always there."""
     alphas: tuple[float, ...] | None = None
-    """Leniences in [0, 1], tenths and more where a method bends; BiLD's thresholds are ten times as large."""
+    """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
+    such as BiLD's, they are multiplied by the method's scale."""
     gammas: tuple[int | Literal["adaptive"], ...] | None = None
     """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
     top_ps: tuple[float, ...] = (1.0,)
     """1 keeps all tokens."""
-    truncations: tuple[Literal["top_p", "top_k", "min_p"], ...] = ("top_p", "top_k", "min_p")
+    truncations: tuple[Literal[*TRUNCATIONS], ...] = tuple(TRUNCATIONS)  # type: ignore[valid-type]
     """Curves of the verifier and of the lossless cascade whose lenience is this truncation."""
     join: int | None = None
     """One to this many examples are joined into one (the task's own number)."""
@@ -153,7 +155,7 @@ def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> 
     screen.print(table)
 
 
-class Sweep:
+class Measurements:
     """The measurements of one split: quality batched, latency one at a time.
 
     Raises ValueError where the split has no examples or references that its metric cannot use.
@@ -232,8 +234,8 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
     return chosen, wish
 
 
-def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test: Sweep | None, screen: Console
-         ) -> None:
+def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test: Measurements | None,
+         screen: Console) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
     chosen, wish = choose(arguments, metric, comparisons)
     point = chosen.point
@@ -334,13 +336,13 @@ def sweep(arguments: Arguments) -> None:
         gammas = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
     points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
-                  arguments.truncations)
+                  arguments.truncations, known_methods(arguments.run))
     check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None
-    measurements = Sweep(arguments, task, arguments.split, screen)
-    test = Sweep(arguments, task, "test", screen) if picks and arguments.check else None
+    measurements = Measurements(arguments, task, arguments.split, screen)
+    test = Measurements(arguments, task, "test", screen) if picks and arguments.check else None
     make_folder(folder)
     comparisons = measurements.measure(points, folder)
     show_table_two(comparisons, task.metric, screen)
@@ -354,6 +356,11 @@ def sweep(arguments: Arguments) -> None:
         screen.print(f"drawn: {path}")
     if picks:
         pick(arguments, task.metric, comparisons, test, screen)
+
+
+def known_methods(run: DecodeConfig) -> dict[str, Any]:
+    """What each name of a method stands for, the config's samplers among them."""
+    return {**NAMED, **{name: entry_of(scheme_of(made)) for name, made in run.samplers.items()}}
 
 
 def parse(argv: list[str]) -> Arguments:

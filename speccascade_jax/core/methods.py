@@ -45,7 +45,7 @@ class Sweep(NamedTuple):
     timed: bool = True               # False: its time means nothing
 
 
-TENTHS = Sweep()
+USUAL = Sweep()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Method:
     knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
     name: str = ""          # for people
     label: str = ""         # in pictures; "": the name in words
-    sweep: Sweep = TENTHS
+    sweep: Sweep = USUAL
 
     def tuned(self, **values: float) -> "Method":
         """The method with its knobs at these values; the same object for the same values."""
@@ -91,7 +91,7 @@ class Scheme:
     # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
     name: str = ""             # for people
     label: str = ""            # in pictures; "": the name in words
-    sweep: Sweep = TENTHS
+    sweep: Sweep = USUAL
 
 
 @dataclasses.dataclass(frozen=True)

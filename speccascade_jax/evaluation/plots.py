@@ -8,6 +8,7 @@ from typing import Any
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.evaluation.reductions import Comparison
 from speccascade_jax.evaluation.sweep import COMPARED, gamma
@@ -18,11 +19,10 @@ AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
     "rejected": ("Drafted tokens rejected (share)", lambda r: r.rejection_rate),
     "deferred": ("Drafted tokens deferred (share)", lambda r: r.deferral_rate),
     "calls": ("Verifier calls per token", lambda r: r.calls_per_token)}
-INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
+INK, GREY, PAPER = "#1a1a1a", "#7F7F7F", "#ffffff"  # opaque: a dark page shows it as a white card
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C", "#C2185B", "#6B8E23")  # apart for most kinds of colour blindness; markers
 MARKERS = "osD^vXPphd<>"                               # tell the rest
-LETTERS = {"top_p": ("$p$", "top-p"), "top_k": ("$k$", "top-k"), "min_p": ("$m$", "min-p")}
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
@@ -79,7 +79,7 @@ def _title(name: str) -> str:
     method, _, kind = name.partition(", ")
     entry = METHODS.get(method) or BASELINES.get(method)
     shown = (entry.label if entry else "") or method.replace("_", " ").capitalize()
-    shown += f", {LETTERS[kind][1]}" if kind else ""
+    shown += f", {kind.replace('_', '-')}" if kind else ""
     return f"{shown} (lossless)" if _lossless(name) else shown
 
 
@@ -105,8 +105,9 @@ def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     for name in every:  # what is only truncated, in grey
         method, _, kind = name.partition(", ")
         if kind:
-            style[name] = {"ls": ":" if method == "verifier" else "-", "color": "#7F7F7F", "lw": 1.2, "ms": 6,
-                           "marker": LETTERS[kind][0], "mec": INK if method == "verifier" else "#7F7F7F"}
+            single = method in SINGLE_MODEL
+            style[name] = {"ls": ":" if single else "-", "color": GREY, "lw": 1.2, "ms": 6,
+                           "mec": INK if single else GREY, "marker": f"${TRUNCATIONS[kind].letter}$"}
     return style
 
 

@@ -40,53 +40,57 @@ class Metric:
 
     def __call__(self, texts: Texts, references: References) -> float:
         """Raises FieldError where the references are not one list of texts for each text."""
-        check_references(self.name, references, len(texts))
-        return self.score(self.statistics(texts, references).sum(axis=0))
+        return self.score(statistics(self, texts, references).sum(axis=0))
+
+    def check(self, references: References, texts: int | None = None) -> None:
+        """Raises FieldError where `references` are not what it needs: for each of `texts` texts (any number
+        where it is None) one reference or more."""
+        if not references:
+            raise FieldError("references", references, "give at least one.",
+                             f"{self.name} of no texts is undefined")
+        if texts is not None and texts != len(references):
+            raise FieldError("references", len(references), "give one list for each.",
+                             f"{texts} texts have {len(references)} lists of references")
+        for number, group in enumerate(references):
+            if isinstance(group, str) or not isinstance(group, Sequence) or not all(
+                    isinstance(reference, str) for reference in group):
+                raise FieldError("references", group, "give a list of texts.",
+                                 f"the references of text {number} are {group!r}")
+            if not group or (self.words and not any(group)):
+                raise FieldError("references", group, f"{self.name} needs one.",
+                                 f"text {number} has no reference, or only empty ones")
 
 
-def check_references(metric: str, references: References, texts: int | None = None) -> None:
-    """Raises FieldError for an unknown metric, and where `references` are not what it needs: for each of
-    `texts` texts (any number where it is None) one reference or more."""
-    words = metric_of(metric).words
-    if not references:
-        raise FieldError("references", references, "give at least one.", f"{metric} of no texts is undefined")
-    if texts is not None and texts != len(references):
-        raise FieldError("references", len(references), "give one list for each.",
-                         f"{texts} texts have {len(references)} lists of references")
-    for number, group in enumerate(references):
-        if isinstance(group, str) or not isinstance(group, Sequence) or not all(
-                isinstance(reference, str) for reference in group):
-            raise FieldError("references", group, "give a list of texts.",
-                             f"the references of text {number} are {group!r}")
-        if not group or (words and not any(group)):
-            raise FieldError("references", group, f"{metric} needs one.",
-                             f"text {number} has no reference, or only empty ones")
+def metric_of(metric: str | Metric) -> Metric:
+    """An entry of METRICS by its name; a Metric itself. Raises FieldError for a name that METRICS lacks."""
+    entry = METRICS.get(metric) if isinstance(metric, str) else metric
+    if entry is None:
+        raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
+    return entry
 
 
-def metric_of(name: str) -> Metric:
-    """Raises FieldError for a metric that METRICS lacks."""
-    metric = METRICS.get(name)
-    if metric is None:
-        raise FieldError("metric", name, f"known: {', '.join(METRICS)}.", f"unknown metric {name!r}")
-    return metric
+def check_references(metric: str | Metric, references: References, texts: int | None = None) -> None:
+    """Raises FieldError for an unknown metric, and as Metric.check does."""
+    metric_of(metric).check(references, texts)
 
 
-def statistics(metric: str, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
+def statistics(metric: str | Metric, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
     """What each text adds to the sums that `score` turns into the metric.
 
     Raises FieldError where the references are not one list of texts for each text.
     """
-    check_references(metric, references, len(texts))
-    return METRICS[metric].statistics(texts, references)
+    entry = metric_of(metric)
+    entry.check(references, len(texts))
+    return entry.statistics(texts, references)
 
 
-def score(metric: str, total: Float[np.ndarray, " K"]) -> float:
+def score(metric: str | Metric, total: Float[np.ndarray, " K"]) -> float:
     """The metric of a set of texts, from the sum of their statistics."""
-    return METRICS[metric].score(total)
+    return metric_of(metric).score(total)
 
 
-def replaced(metric: str, texts: Texts, references: References, numbers: Sequence[int], others: Texts
-             ) -> Float[np.ndarray, " N"]:
+def replaced(metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int],
+             others: Texts) -> Float[np.ndarray, " N"]:
     """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises FieldError as
     `statistics` does."""
     before = statistics(metric, texts, references)
@@ -104,7 +108,7 @@ def bleu(texts: Texts, references: References, tokenize: str = "13a") -> float:
 
     tokenize="intl" is the BLEU of the T5 papers.
     """
-    check_references(BLEU.name, references, len(texts))
+    BLEU.check(references, len(texts))
     return _corpus_bleu(texts, references, tokenize)[0]
 
 
@@ -142,8 +146,9 @@ def _bleu(name: str, label: str, tokenize: str, summary: str) -> Metric:
 
 # Means over texts
 
-def _mean(name: str, label: str, summary: str, of_text: Callable[[str, Sequence[str]], float]) -> Metric:
-    """The mean of a number in [0, 1] for each text and its references, in per cent."""
+def mean_metric(name: str, label: str, summary: str,
+                of_text: Callable[[str, Sequence[str]], float]) -> Metric:
+    """The mean over texts of of_text(text, its references), which lies in [0, 1], in per cent."""
     def statistics(texts: Texts, references: References) -> Float[np.ndarray, "N 2"]:
         values = [of_text(text, group) for text, group in zip(texts, references, strict=True)]
         return np.stack([np.array(values, np.float64), np.ones(len(values))], axis=1)
@@ -173,11 +178,11 @@ BLEU = _bleu("bleu", "BLEU", "13a", "BLEU of all texts together, words cut as at
 METRICS = {metric.name: metric for metric in (
     BLEU,
     _bleu("bleu_intl", "BLEU (intl)", "intl", "BLEU with words cut as in the T5 papers."),
-    _mean("rouge1", "ROUGE-1", "F-measure of single words.", _rouge("rouge1")),
-    _mean("rouge2", "ROUGE-2", "F-measure of pairs of words.", _rouge("rouge2")),
-    _mean("rougeLsum", "ROUGE-Lsum", "F-measure of common subsequences, sentences on lines.",
+    mean_metric("rouge1", "ROUGE-1", "F-measure of single words.", _rouge("rouge1")),
+    mean_metric("rouge2", "ROUGE-2", "F-measure of pairs of words.", _rouge("rouge2")),
+    mean_metric("rougeLsum", "ROUGE-Lsum", "F-measure of common subsequences, sentences on lines.",
           _rouge("rougeLsum")),
-    _mean("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
+    mean_metric("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
 )}
 """By name."""
 
@@ -196,7 +201,7 @@ def resamples(count: int, samples: int = 1000, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, count, (samples, count))
 
 
-def bootstrap(metric: str, system: Float[np.ndarray, "N K"],
+def bootstrap(metric: str | Metric, system: Float[np.ndarray, "N K"],
               baseline: Float[np.ndarray, "N K"] | None = None) -> tuple[float, float]:
     """The 95% interval of the metric, or of its difference to `baseline` on the same examples."""
     drawn = resamples(len(system))

@@ -7,31 +7,27 @@ example; both go on where a killed run left them. A point is a Settings.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.quality import METRICS, statistics
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings
 
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
             "sequence", "mixture", "typical")  # what a sweep compares unless told otherwise
 LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
-TRUNCATIONS: dict[str, tuple[float, ...]] = {
-    "top_p": (0.9, 0.7, 0.5, 0.3), "top_k": (16, 4, 2), "min_p": (0.05, 0.15, 0.4)}
-"""What any sampler can have without a rule: the lossless cascade's and the verifier's leniences. With less
-cut than by the first of each little changes, with more than by the last one decoding is nearly greedy."""
 WARM = 5  # examples decoded untimed: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
           # those of each width
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
@@ -41,7 +37,7 @@ Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 def gamma(point: Settings) -> Any:
     """The block size of a point, which may be "adaptive"; 0 where its method has none."""
-    return 0 if point.name in BASELINES or point.name in SINGLE_MODEL else point.block_size
+    return point.block_size if all(name in METHODS for name in point.name.split("+")) else 0
 
 
 def alone(point: Settings, model: str) -> Settings:
@@ -73,14 +69,15 @@ def contests(point: Settings, points: Any) -> Iterator[Contest]:
 
 def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, gammas: Sequence[Any],
          temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,),
-         truncations: Sequence[str] = ()) -> list[Settings]:
+         truncations: Sequence[str] = (), known: Mapping[str, Method | Scheme] = NAMED) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are
     those of `base`. Where nothing is truncated, the verifier and the LOSSLESS methods at all values of the
     `truncations`.
 
     alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
     `scale`, and those in [0, 1] are kept within the method's range. Greedy methods appear at temperature 0
-    only, methods without a block size once for all gammas, lossless ones once for all alphas.
+    only, methods without a block size once for all gammas, lossless ones once for all alphas. known: what
+    each name of `methods` stands for.
 
     Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
@@ -91,7 +88,7 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
         if not values:
             raise FieldError(name.replace("-", "_"), values, "give at least one.", f"--{name} is empty")
     points: dict[Settings, None] = {}
-    rules = {method: _rule(method) for method in methods}
+    rules = {method: _rule(method, known) for method in methods}
     if len(rules) < len(methods):
         twice = next(method for method in methods if methods.count(method) > 1)
         raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
@@ -100,7 +97,7 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
         chosen = dataclasses.replace(base, **changes)
         points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
         for method, rule in rules.items():
-            if rule is None or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
+            if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
             for block_size in gammas if method in METHODS else (1,):
                 leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
@@ -108,22 +105,20 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
                     points[dataclasses.replace(chosen, method=method, block_size=block_size,
                                                alpha=_lenience(method, rule, alpha))] = None
         for kind in truncations if temperature > 0 else ():
-            for value in TRUNCATIONS[kind] if getattr(chosen, kind) is None and top_p is None else ():
+            for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
                 changed: dict[str, Any] = {kind: value, "alpha": 0.0}
                 cuts = [dataclasses.replace(chosen, **changed, method=method, block_size=size)
                         for method in LOSSLESS for size in gammas]
                 points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
-        point.check(10**9)  # how many tokens there are is known once the models are loaded
+        point.check(10**9, known=known)  # how many tokens there are is known once the models are loaded
     return list(points)
 
 
-def _rule(method: str) -> Method | Scheme | None:
-    """None: one model alone."""
-    known: dict[str, Method | Scheme] = {**METHODS, **BASELINES}
-    if method not in known and method not in SINGLE_MODEL:
+def _rule(method: str, known: Mapping[str, Method | Scheme]) -> Method | Scheme:
+    if method not in known:
         raise FieldError("methods", method, f"known: {', '.join(known)}.", f"unknown method {method!r}")
-    return known.get(method)
+    return known[method]
 
 
 def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
@@ -134,8 +129,8 @@ def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
 
 
 def _is_timed(point: Settings) -> bool:
-    rule = _rule(point.name) if isinstance(point.method, str) else None
-    return rule is None or rule.sweep.timed
+    entry = NAMED.get(point.name)
+    return entry is None or entry.sweep.timed
 
 
 class OneShape(Cascade):

@@ -15,9 +15,8 @@ from jaxtyping import Float
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.methods import METHODS
 from speccascade_jax.core.protocols import AnyArray, Params
-from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation import plots
-from speccascade_jax.evaluation.sweep import COMPARED, TRUNCATIONS, Contest
+from speccascade_jax.evaluation.sweep import COMPARED, Contest
 
 RNG = np.random.default_rng(0)
 CROWDED = [*FOUND[:2], *(

@@ -3,9 +3,21 @@
 import numpy as np
 import pytest
 import sacrebleu
+from made_by_hand import FOUND
 
+from speccascade_jax.commands.evaluate import figures_of
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.evaluation.quality import METRICS, bootstrap, check_references, score, statistics
+from speccascade_jax.evaluation import plots
+from speccascade_jax.evaluation.quality import (
+    METRICS,
+    bootstrap,
+    check_references,
+    mean_metric,
+    replaced,
+    score,
+    statistics,
+)
+from speccascade_jax.inference.text import Output
 
 HYPOTHESES = ["the cat sat on the mat", "a dog barks", "birds sing", "nothing of it, really"]
 TEXTS = [["the cat sat on a mat", "the cat is on the mat"], ["a dog barks loudly"],
@@ -72,3 +84,20 @@ def test_what_bleu_cannot_use_is_known_before_anything_is_decoded():
     with pytest.raises(FieldError) as refused:
         check_references("blue", [["a"]])
     assert (refused.value.field, refused.value.value) == ("metric", "blue")
+
+
+def test_one_more_entry_is_all_that_a_metric_takes(monkeypatch):
+    """Checks, statistics, intervals, what one other text changes, a sweep's lines and an axis go by it."""
+    shorter = mean_metric("shorter", "Shorter texts (%)", "Texts shorter than all their references.",
+                          lambda text, group: float(len(text) < min(map(len, group))))
+    monkeypatch.setitem(METRICS, "shorter", shorter)
+    check_references("shorter", TEXTS)
+    rows = statistics("shorter", HYPOTHESES, TEXTS)
+    assert rows.tolist() == [[0, 1], [1, 1], [0, 1], [0, 1]]
+    assert score("shorter", rows.sum(axis=0)) == shorter(HYPOTHESES, TEXTS) == 25.0
+    assert bootstrap("shorter", rows) == bootstrap(shorter, rows) and bootstrap(shorter, rows)[1] > 25
+    assert replaced("shorter", HYPOTHESES, TEXTS, [0], [""])[0] == shorter(["", *HYPOTHESES[1:]], TEXTS)
+    [axes] = plots.page(FOUND, "shorter", "latency").axes
+    assert axes.get_ylabel() == "Shorter texts (%)"
+    figures, _ = figures_of("shorter", [Output(0, "", "a", [], [], {})], [["bc"]], None)
+    assert figures["shorter"] == 100.0

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from made_by_hand import FOUND
 
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.reductions import best, compare, fastest, table_two
-from speccascade_jax.evaluation.sweep import TRUNCATIONS, Latency, Quality, alone, grid
+from speccascade_jax.evaluation.sweep import Latency, Quality, alone, grid
 from speccascade_jax.settings import Settings
 
 
@@ -73,7 +74,7 @@ def test_what_is_truncated_stands_against_the_plain_verifier():
     points = grid(Settings(), ["opt", "speculative"], [0.1], [5], [0.0, 1.0], truncations=["top_p", "min_p"])
     cut = [p for p in points if p.top_p is not None or p.min_p is not None]
     assert all(p.temperature == 1 and p.method in ("verifier", "speculative") for p in cut)
-    assert {p.top_p for p in cut if p.method == "verifier"} == {None, *TRUNCATIONS["top_p"]}
+    assert {p.top_p for p in cut if p.method == "verifier"} == {None, *TRUNCATIONS["top_p"].sweep}
     rng = np.random.default_rng(0)
     qualities = {p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9)
                  for p in points}
