@@ -210,7 +210,7 @@ def evaluate(arguments: Arguments) -> None:
         if arguments.summary is not None:
             append_line(arguments.summary, {
                 "config": arguments.config, "method": method, "alpha": run.alpha,
-                "temperature": run.temperature, "gamma": run.block_size, **figures})
+                "temperature": run.temperature, "block_size": run.block_size, **figures})
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -148,7 +148,7 @@ def evaluate(arguments: Arguments) -> None:
         cascade = None
         for method in dict.fromkeys(arguments.methods):
             described = {"config": arguments.config, "task": arguments.task, "method": method,
-                         "alpha": run.alpha, "temperature": run.temperature, "gamma": run.block_size,
+                         "alpha": run.alpha, "temperature": run.temperature, "block_size": run.block_size,
                          "seed": run.seed, "shot_seed": arguments.shot_seed, "shots": prompts.shots}
             title = f"{method}, alpha {run.alpha}, temperature {run.temperature}"
             if method in finished:

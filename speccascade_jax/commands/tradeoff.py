@@ -34,7 +34,7 @@ from speccascade_jax.evaluation.sweep import (
     COMPARED,
     OneShape,
     alone,
-    gamma,
+    block_size_of,
     grid,
     measure_latency,
     measure_quality,
@@ -70,7 +70,7 @@ class Arguments:
     alphas: tuple[float, ...] | None = None
     """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
     such as BiLD's, they are multiplied by the method's scale."""
-    gammas: tuple[int | Literal["adaptive"], ...] | None = None
+    block_sizes: tuple[int | Literal["adaptive"], ...] | None = None
     """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
@@ -125,16 +125,16 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
 
 
 def _table(title: str, *columns: str) -> Table:
-    return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
+    return Table("method", "alpha", "block size", *columns, title=title, title_justify="left")
 
 
 def _setting(r: Comparison) -> tuple[str, str]:
-    return f"{r.lenience:g}", str(gamma(r.point) or "-")
+    return f"{r.lenience:g}", str(block_size_of(r.point) or "-")
 
 
 def _fields(r: Comparison) -> tuple[Any, ...]:
     """What a sweep varies."""
-    return r.name, r.lenience, gamma(r.point), r.point.temperature, r.point.top_p
+    return r.name, r.lenience, block_size_of(r.point), r.point.temperature, r.point.top_p
 
 
 def _difference(interval: tuple[float, float]) -> str:
@@ -143,7 +143,7 @@ def _difference(interval: tuple[float, float]) -> str:
 
 def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
-    table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
+    table = Table("method", "alpha", "block size", "temp.", "top-p", metric, "over the verifier (95%)",
                   "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
                   "calls a token")
     for r in comparisons:
@@ -205,7 +205,7 @@ class Measurements:
 
     def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
         clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
-        self.screen.print(f"{what}: {len(points)} points of {programs} methods and gammas; "
+        self.screen.print(f"{what}: {len(points)} points of {programs} methods and block sizes; "
                           f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
                           f"decoding {clock.decode_seconds:.0f} s.")
 
@@ -246,9 +246,9 @@ def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test:
         arguments.run, batch_size=configs.load(arguments.config).batch_size,
         **{name: getattr(point, name) for name in POINT})
     write_config(Path(arguments.pick), arguments.config, run, promise)
-    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, gamma {gamma(point) or '-'}, "
-                 f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
-                 f"--config={arguments.pick}")
+    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, block size "
+                 f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Run it: "
+                 f"python scripts/decode.py --config={arguments.pick}")
     _say_drafter(chosen, comparisons, screen)
     if test is not None:
         name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
@@ -289,8 +289,8 @@ def check(arguments: Arguments) -> None:
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
     at_most(1000, trials=a.trials)
-    numbers = [size for size in a.gammas or () if isinstance(size, int)]
-    at_most(a.run.max_new_tokens, gammas=max(numbers, default=1))  # no draft is longer than a text
+    numbers = [size for size in a.block_sizes or () if isinstance(size, int)]
+    at_most(a.run.max_new_tokens, block_sizes=max(numbers, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
         raise ValueError("--at-quality and --at-latency exclude each other: give one.")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
@@ -331,10 +331,10 @@ def make_folder(folder: Path) -> None:
 
 def sweep(arguments: Arguments) -> None:
     check(arguments)
-    gammas: Any = arguments.gammas
-    if gammas is None:
-        gammas = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
-    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
+    block_sizes: Any = arguments.block_sizes
+    if block_sizes is None:
+        block_sizes = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
+    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, block_sizes,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
                   arguments.truncations, known_methods(arguments.run))
     check_methods(arguments.run, points)

@@ -1,4 +1,4 @@
-"""The pictures of a sweep: quality against what it costs, a panel for each gamma, temperature and top-p."""
+"""The pictures of a sweep: quality against its cost, a panel for each block size, temperature and top-p."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -11,7 +11,7 @@ from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.evaluation.reductions import Comparison
-from speccascade_jax.evaluation.sweep import COMPARED, gamma
+from speccascade_jax.evaluation.sweep import COMPARED, block_size_of
 
 Axis = Callable[[Comparison], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
@@ -50,7 +50,7 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     if not any(x(r) is not None for r in results if r.name not in SINGLE_MODEL):
         return None
     rows = list(dict.fromkeys((r.panel.temperature, r.panel.top_p) for r in results))
-    columns = sorted({gamma(r.point) for r in results if gamma(r.point)},
+    columns = sorted({block_size_of(r.point) for r in results if block_size_of(r.point)},
                      key=lambda size: (type(size).__name__, size)) or [0]
     style = _styles(results)
     placed = {r.name for r in results if x(r) is not None}
@@ -63,11 +63,11 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
         for axes, size in zip(line, columns, strict=True):
             title = f"Temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
             axes.set(xlabel=label, ylabel=METRICS[metric].label, facecolor=PAPER)
-            axes.set_title(title + (f", gamma {size}" if size else ""), fontsize=10)
+            axes.set_title(title + (f", block size {size}" if size else ""), fontsize=10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             _curves(axes, [r for r in results if (r.panel.temperature, r.panel.top_p) == (temperature, top_p)
-                           and gamma(r.point) in (0, size)], x, style)
+                           and block_size_of(r.point) in (0, size)], x, style)
     figure.legend(handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
                   loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.9, handlelength=3)
     return figure

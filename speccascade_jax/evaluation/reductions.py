@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
-from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, contests, gamma
+from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, block_size_of, contests
 from speccascade_jax.settings import Settings
 
 
@@ -102,8 +102,8 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     """
     if "passes of model 1" in quality.counts:
         return math.nan  # of a hierarchy: planning.planner predicts it from measured costs
-    if gamma(point) and not point.adaptive:
-        return relative_cost(quality.acceptance, gamma(point), step_ratio)
+    if block_size_of(point) and not point.adaptive:
+        return relative_cost(quality.acceptance, block_size_of(point), step_ratio)
     if point.name in SINGLE_MODEL:
         return {"verifier": 1.0, "drafter": step_ratio}[point.name]
     counts = quality.counts

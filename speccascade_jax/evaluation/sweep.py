@@ -35,7 +35,7 @@ References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
-def gamma(point: Settings) -> Any:
+def block_size_of(point: Settings) -> Any:
     """The block size of a point, which may be "adaptive"; 0 where its method has none."""
     return point.block_size if all(name in METHODS for name in point.name.split("+")) else 0
 
@@ -67,7 +67,7 @@ def contests(point: Settings, points: Any) -> Iterator[Contest]:
             yield Contest(f"{point.name}, {kind}", value, plain)
 
 
-def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, gammas: Sequence[Any],
+def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, block_sizes: Sequence[Any],
          temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,),
          truncations: Sequence[str] = (), known: Mapping[str, Method | Scheme] = NAMED) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are
@@ -76,15 +76,15 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
 
     alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
     `scale`, and those in [0, 1] are kept within the method's range. Greedy methods appear at temperature 0
-    only, methods without a block size once for all gammas, lossless ones once for all alphas. known: what
-    each name of `methods` stands for.
+    only, methods without a block size once for all `block_sizes`, lossless ones once for all alphas.
+    known: what each name of `methods` stands for.
 
     Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
-    if (least := min((size for size in gammas if isinstance(size, int)), default=1)) < 1:
-        raise FieldError("gammas", least, "a block size is at least 1.", f"--gammas holds {least}")
+    if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
+        raise FieldError("block_sizes", least, "each is at least 1.", f"--block-sizes holds {least}")
     for name, values in (("methods", methods), ("alphas", TENTHS if alphas is None else alphas),
-                         ("gammas", gammas), ("temperatures", temperatures), ("top-ps", top_ps)):
+                         ("block-sizes", block_sizes), ("temperatures", temperatures), ("top-ps", top_ps)):
         if not values:
             raise FieldError(name.replace("-", "_"), values, "give at least one.", f"--{name} is empty")
     points: dict[Settings, None] = {}
@@ -99,7 +99,7 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
         for method, rule in rules.items():
             if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
-            for block_size in gammas if method in METHODS else (1,):
+            for block_size in block_sizes if method in METHODS else (1,):
                 leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
                 for alpha in (0.0,) if method in LOSSLESS else leniences:
                     points[dataclasses.replace(chosen, method=method, block_size=block_size,
@@ -108,7 +108,7 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
             for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
                 changed: dict[str, Any] = {kind: value, "alpha": 0.0}
                 cuts = [dataclasses.replace(chosen, **changed, method=method, block_size=size)
-                        for method in LOSSLESS for size in gammas]
+                        for method in LOSSLESS for size in block_sizes]
                 points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
         point.check(10**9, known=known)  # how many tokens there are is known once the models are loaded

@@ -265,7 +265,7 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
     """
     chip, shapes = checked(name), pair.shapes
     where = (f"{shapes.devices} of {name}, source {shapes.source_length}, batch {shapes.rows}, "
-             f"gamma {shapes.block_size}")
+             f"block size {shapes.block_size}")
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
     for what, seconds, program in pair.compiled():

@@ -91,7 +91,7 @@ def test_benchmark(run, tmp_path, capsys):
     assert benchmark.main([f"--config={run}", "--input", str(run.with_name("split.jsonl.gz")),
                            "--min-tokens", "1", "--block-sizes", "2", f"--output={out}"]) == 0
     figures = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"gamma 2"}
+    assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"block size 2"}
     assert benchmark.main([f"--config={run}"]) == 2
     assert "give --input alone" in " ".join(capsys.readouterr().err.split())
 

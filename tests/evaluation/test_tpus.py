@@ -128,7 +128,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     for line in map(json.loads, path.read_text().splitlines()):
-        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, gamma 2")[0]
+        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, block size 2")[0]
         figures.setdefault(title, {})[line["figure"]] = line
     values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
     own = values.pop("a round")
