@@ -50,14 +50,10 @@ def locked(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")
     except OSError as error:
-        raise FieldError(
-            "output_dir",
-            run,
-            "choose another.",
-            f"output_dir is {run}, which cannot be written to ({error.strerror})",
-        ) from None
+        raise FieldError("output_dir", str(run), "choose another.", f"output_dir is {run}, which cannot be "
+                         f"written to ({error.strerror})") from None
     except ValueError:
-        raise FieldError("output_dir", run, "wait for its end, or choose another --output-dir.",
+        raise FieldError("output_dir", str(run), "wait for its end, or choose another --output-dir.",
                          f"another process trains into {run} (it holds {run / 'lock'})") from None
     with file:
         try:

@@ -29,27 +29,26 @@ Array = jax.Array
 ParameterPath = tuple[Any, ...]
 ADAPTERS = "adapters"  # the part of a run's parameters that is trained
 FILE = "lora.json"     # in the run: what it adapts, and how
-REMEDY = "go on as it began, or choose another output_dir."
 
 
 def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
     """Name -> paths of the kernels that may have an adapter."""
-    kernels: dict[str, list[ParameterPath]] = {}
+    found: dict[str, list[ParameterPath]] = {}
     for path, _ in nnx.to_flat_state(model_of(model).abstract_params()):
         if path[-1] == "kernel":
-            kernels.setdefault(str(path[-2]), []).append(path)
-    return kernels
+            found.setdefault(str(path[-2]), []).append(path)
+    return found
 
 
 def chosen(config: TrainConfig) -> list[ParameterPath]:
     """The kernels that get an adapter. Raises ValueError where the model has none of a name."""
-    kernels = kernels_of(config.model)
-    names = config.lora_kernels or [name for name in kernels if name != "head"]
+    found = kernels_of(config.model)
+    names = config.lora_kernels or [name for name in found if name != "head"]
     for name in names:
-        if name not in kernels:
-            raise FieldError("lora_kernels", name, f"it has {', '.join(kernels)}.",
-                             f"lora_kernels names {name!r}, which this model lacks")
-    return [path for name in dict.fromkeys(names) for path in kernels[name]]
+        if name not in found:
+            raise FieldError("lora_kernels", names, f"known: {', '.join(found)}.",
+                             f"lora_kernels names {name!r}, which this model has not")
+    return [path for name in dict.fromkeys(names) for path in found[name]]
 
 
 def check_adapters(config: TrainConfig) -> None:
@@ -57,10 +56,10 @@ def check_adapters(config: TrainConfig) -> None:
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
+        size = " by ".join(map(str, shapes[narrowest].shape))
         raise FieldError("lora_rank", config.lora_rank,
-                         f"take at most {least}, or leave {narrowest[-2]} out of lora_kernels.",
-                         f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of "
-                         f"{' by '.join(map(str, shapes[narrowest].shape))}")
+                         f"take at most {least}, or leave it out of lora_kernels.",
+                         f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}")
 
 
 def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
@@ -130,25 +129,25 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):
-        raise FieldError("lora_rank", config.lora_rank, REMEDY,
+        raise FieldError("lora_rank", config.lora_rank, "resume with that, or choose another output_dir.",
                          f"lora_rank is {config.lora_rank}, but the run in {run} began "
                          f"{'with' if where.is_file() else 'without'} adapters")
     if not config.lora_rank:
         where.unlink(missing_ok=True)
         return
     sums = native.checksums(nnx.to_pure_dict(base))
-    fields = {"rank": config.lora_rank, "alpha": config.lora_alpha,
+    own = {"rank": config.lora_rank, "alpha": config.lora_alpha,
            "kernels": sorted({str(path[-2]) for path in chosen(config)}), "base": config.lora_base}
     if not resumed:
         if jax.process_index() == 0:
-            write_whole(where, json.dumps(fields | {"init": config.init, "crc32": sums}, indent=1) + "\n")
+            write_whole(where, json.dumps(own | {"init": config.init, "crc32": sums}, indent=1) + "\n")
         return
     begun = read_json(where)
-    for name, value in fields.items():
+    for name, value in own.items():
         if begun.get(name) != value:
-            raise FieldError(f"lora_{name}", value, REMEDY,
+            raise FieldError(f"lora_{name}", value, "resume with that, or choose another output_dir.",
                              f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}")
     if begun.get("crc32") != sums:
-        raise FieldError("init", config.init, REMEDY,
+        raise FieldError("init", config.init, "resume with these, or choose another output_dir.",
                          f"init is {config.init}, whose parameters are not those that the run in {run} began "
                          f"with ({begun.get('init')})")

@@ -21,7 +21,6 @@ from processes import SCRIPTS
 from speccascade_jax import checkpoints, parallel
 from speccascade_jax.commands import finetune
 from speccascade_jax.config import Task
-from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import connect
@@ -123,16 +122,6 @@ def test_empty_and_damaged_splits_are_named(refused, tmp_path, split):
         assert f"cannot read {path}" in refused(f"--{split}={path}")
 
 
-@pytest.mark.parametrize("example,field,value", [
-    ({"source": None, "target": "x"}, "source", None), ({"source": "one"}, "target", None),
-    ({"source": "one", "targets": "abc"}, "targets", "abc")])
-def test_a_field_that_an_example_lacks_is_the_errors(tmp_path, example, field, value):
-    (tmp_path / "bad.jsonl").write_text(json.dumps(example) + "\n")
-    with pytest.raises(FieldError) as refused:
-        list(texts(Task("", "", ""), str(tmp_path / "bad.jsonl")))
-    assert (refused.value.field, refused.value.value) == (field, value)
-
-
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     for name, text in (("a.jsonl", '{"source": "one", "target": "eins"}\n'), ("a.tsv", "one\teins\n")):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -141,9 +130,8 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
 
 def test_examples_are_joined_by_ones_and_more(toy):
     for join in (0, -1):
-        with pytest.raises(FieldError) as refused:
+        with pytest.raises(ValueError, match=f"join is {join}"):
             joined_examples(Task("", "", "", join=join), str(toy / "train.jsonl"))
-        assert (refused.value.field, refused.value.value) == ("join", join)
 
 
 @pytest.mark.parametrize("flags,said", [
@@ -221,9 +209,6 @@ def test_parameters_that_are_no_numbers_are_never_saved(toy, tmp_path, capsys):
 def test_a_run_has_one_process(toy, refused, tmp_path):
     with locked(tmp_path / "run"):
         assert "another process trains into" in refused()
-        with pytest.raises(FieldError) as error, locked(tmp_path / "run"):
-            pass
-        assert (error.value.field, error.value.value) == ("output_dir", tmp_path / "run")
     assert finetune.main([f"--config={toy / 'toy.py'}", f"--output-dir={tmp_path / 'run'}"]) == 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(checkpoints.load(tmp_path / "run").params))
     assert not (tmp_path / "run" / "lock").exists()
