@@ -40,7 +40,7 @@ FLAGS = {
     "decode": DECODING | flags(WORDS, "text") | flags(PATHS, "input output summary"),
     "evaluate": SCORING | flags(WORDS, "cluster") | flags(PATHS, "summary"),
     "tradeoff": SCORING | flags(PATHS, "pick") | flags(WORDS, "truncations") |
-        flags(NUMBERS, "alphas gammas temperatures top-ps timed trials at-quality at-latency"),
+        flags(NUMBERS, "alphas block-sizes temperatures top-ps timed trials at-quality at-latency"),
     "fewshot": DECODING | flags(WORDS, "task methods") | flags(PATHS, "inputs shot-pool output") |
         flags(NUMBERS, "shots shot-seed"),
     "finetune": flags(WORDS, "config cluster dtype optimizer") | flags(WRONG, "steps batch-tokens") |

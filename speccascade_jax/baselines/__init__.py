@@ -14,7 +14,7 @@ from speccascade_jax.baselines.drafting import CAP
 from speccascade_jax.baselines.oracle import Oracle
 from speccascade_jax.baselines.sequence import QUANTILE, Scored, mean_probability, probability, quantile
 from speccascade_jax.baselines.token_cascade import TokenCascade
-from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.methods import Scheme, Sweep
 from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive
 
@@ -43,11 +43,12 @@ BASELINES: dict[str, Scheme] = {
                             f"drafter until max q < 1 - alpha or {CAP} tokens, then one of the verifier's", 1,
                             **PAIR),
     "oracle": Scheme(_pair(Oracle, drafts=False),
-                     "diff with both models at every token: for its quality, not its time", 1, **PAIR),
+                     "diff with both models at every token: for its quality, not its time", 1,
+                     sweep=Sweep(timed=False), **PAIR),
     "bild": Scheme(_pair(Bild),
                    "greedy: drafter until max q < 0.6; back to the first token with -log p > alpha",
-                   greedy=True, **PAIR),
+                   greedy=True, label="BiLD", sweep=Sweep(scale=10.0), **PAIR),
     "bild_compat": Scheme(_pair(Bild, compat=True), "as bild, with the deviations of its released code",
-                          greedy=True, **PAIR),
+                          greedy=True, label="BiLD (as released)", sweep=Sweep(scale=10.0), **PAIR),
 }
 BASELINES = {name: dataclasses.replace(scheme, name=name) for name, scheme in BASELINES.items()}

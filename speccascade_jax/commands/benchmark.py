@@ -85,7 +85,7 @@ class Arguments:
     alpha: float = 0.0
     """Its lenience."""
     block_sizes: tuple[int, ...] = (5,)
-    """The gammas to time."""
+    """The block sizes to time."""
     batch_sizes: tuple[int, ...] = (1,)
     """Rows side by side, for the parts."""
     temperature: float = 0.0
@@ -109,33 +109,41 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> str:
 
 def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: tuple[Any, Any],
                params: tuple[Any, Any]) -> None:
-    """The parts of a round, a table for each batch size and gamma, and what the whole program takes."""
+    """The parts of a round, a table for each batch size and block size, and what the whole program takes."""
     drafter, verifier = models
     bandwidth = [profiling.read_bandwidth()]
     for batch_size in arguments.batch_sizes:
-        for gamma in arguments.block_sizes:
-            found = profiling.measure(
-                drafter, verifier, params, METHODS[arguments.method], block_size=gamma, batch_size=batch_size,
-                alpha=arguments.alpha, temperature=arguments.temperature, source_length=run.max_source_length,
-                max_new_tokens=run.max_new_tokens)
-            middle = {name: timing.median for name, timing in found.items()}
-            read = {f"{name} step": profiling.bytes_read(model, own)
-                    for name, model, own in zip(("drafter", "verifier"), models, params, strict=True)}
+        for block_size in arguments.block_sizes:
+            timings = profiling.measure(
+                drafter,
+                verifier,
+                params,
+                METHODS[arguments.method],
+                block_size=block_size,
+                batch_size=batch_size,
+                alpha=arguments.alpha,
+                temperature=arguments.temperature,
+                source_length=run.max_source_length,
+                max_new_tokens=run.max_new_tokens,
+            )
+            middle = {name: timing.median for name, timing in timings.items()}
+            read = {f"{name} step": profiling.bytes_read(model, weights)
+                    for name, model, weights in zip(("drafter", "verifier"), models, params, strict=True)}
             bandwidth.append(profiling.read_bandwidth())
             best = max(bandwidth)
             figures: dict[str, Any] = {
                 f"{name}, ms": f"{1e3 * t.median:.2f} ({1e3 * t.low:.2f} .. {1e3 * t.high:.2f})"
-                for name, t in found.items()}
+                for name, t in timings.items()}
             figures |= {"read bandwidth, GB/s": best / 1e9}
             for name, size in read.items():
                 figures[f"{name}: MB read, GB/s, share of the bandwidth"] = (
                     f"{size / 1e6:.1f}, {size / middle[name] / 1e9:.1f}, {size / middle[name] / best:.0%}")
-            scoring = profiling.scoring(gamma)
+            scoring = profiling.scoring(block_size)
             figures |= {
                 f"{scoring} / verifier step": middle[scoring] / middle["verifier step"],
                 "drafter step / verifier step": middle["drafter step"] / middle["verifier step"],
                 f"{profiling.OVERHEAD}, share of a round": middle[profiling.OVERHEAD] / middle["round"]}
-            report.table(f"parts, batch {batch_size}, {arguments.method}, gamma {gamma}", figures)
+            report.table(f"parts, batch {batch_size}, {arguments.method}, block size {block_size}", figures)
     sampler = Speculative(Autoregressive(drafter), verifier, METHODS[arguments.method],
                           arguments.block_sizes[-1])
     inputs, lengths = jnp.ones((1, run.max_source_length), jnp.int32), jnp.full(1, run.max_source_length)
@@ -161,9 +169,9 @@ def timed_elsewhere(cascade: Cascade, decode: other_libraries.Decode, index: int
 def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
                        ) -> dict[str, other_libraries.Decode]:
     """Other libraries' decoders, on float32 exports of the pair."""
-    found: dict[str, other_libraries.Decode] = {}
+    decoders: dict[str, other_libraries.Decode] = {}
     if not arguments.vs:
-        return found
+        return decoders
     for model in (cascade.drafter, cascade.verifier):
         if not isinstance(model, T5Model):
             raise ValueError(f"--vs compares T5 models; --config={arguments.config} has another one.")
@@ -171,12 +179,12 @@ def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
         drafter, verifier = (other_libraries.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
         if "hf" in arguments.vs:
-            found |= other_libraries.transformers_decoders(
+            decoders |= other_libraries.transformers_decoders(
                 verifier, run.max_new_tokens, drafter=drafter, block_size=arguments.block_sizes[0])
         if "ctranslate2" in arguments.vs:
-            found |= other_libraries.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(),
+            decoders |= other_libraries.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(),
                                                           run.max_new_tokens)
-    return found
+    return decoders
 
 
 def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, dtype: str) -> None:
@@ -233,13 +241,13 @@ def with_widths(texts: Sequence[str], cascade: Cascade) -> list[tuple[str, int]]
 
 def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, texts: Sequence[str],
                    report: Report) -> None:
-    """Whole decodings of --input: every gamma against the verifier alone and other libraries."""
+    """Whole decodings of --input: every block size against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
     base = Settings(temperature=arguments.temperature, hand_over=run.hand_over)
-    gammas = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
+    block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
-    settings |= {f"gamma {g}": dataclasses.replace(base, method=arguments.method, block_size=g,
-                                                   alpha=arguments.alpha) for g in gammas}
+    settings |= {f"block size {size}": dataclasses.replace(base, method=arguments.method, block_size=size,
+                                                   alpha=arguments.alpha) for size in block_sizes}
     others = decoders_elsewhere(arguments, run, cascade)
     contestants: dict[str, Contestant] = {
         **{name: partial(timed, cascade, chosen) for name, chosen in settings.items()},
@@ -254,8 +262,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
     if len(kept) < 3:  # what a slope is fitted by
         raise ValueError(f"only {len(kept)} inputs have outputs of {least} tokens or more: raise --limit or "
                          "--join.")
-    seconds = {name: [found[n][0] for n in kept] for name, found in every.items()}
-    outputs = {name: [found[n][1] for n in kept] for name, found in every.items()}
+    seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
+    outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
     step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
             for name in ("verifier", "drafter")}
@@ -264,12 +272,12 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
         "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
         "verifier step, ms": 1e3 * step["verifier"], "drafter step, ms": 1e3 * step["drafter"],
         "verifier step / drafter step": step["verifier"] / step["drafter"]})
-    for gamma in gammas:
-        name = f"gamma {gamma}"
+    for block_size in block_sizes:
+        name = f"block size {block_size}"
         figures = {"times as fast as the verifier alone": ratios(seconds["verifier"], seconds[name]),
                    **{f"as {other}": ratios(seconds[other], seconds[name]) for other in others},
                    "ms an input, median": 1e3 * float(np.median(seconds[name])),
-                   **rounds_of(arguments, cascade, gamma, outputs[name], widths, seconds[name],
+                   **rounds_of(arguments, cascade, block_size, outputs[name], widths, seconds[name],
                                step["verifier"])}
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
@@ -280,9 +288,9 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
         report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
 
 
-def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Sequence[Output],
+def rounds_of(arguments: Arguments, cascade: Cascade, block_size: Any, outputs: Sequence[Output],
               widths: Sequence[int], seconds: Sequence[float], verifier_step: float) -> dict[str, Any]:
-    """What a round costs in decodings of one gamma, as measured and as predicted from its parts."""
+    """What a round costs in decodings with one block size, as measured and as predicted from its parts."""
     method = METHODS[arguments.method]
     rates = summarize([o.counts for o in outputs])
     per_call = sum(o.counts["emitted"] for o in outputs) / sum(o.counts["rounds"] for o in outputs)
@@ -295,21 +303,21 @@ def rounds_of(arguments: Arguments, cascade: Cascade, gamma: Any, outputs: Seque
         return counted | {"levels": rates["levels"]}
     if cascade.foreign:
         return counted
-    found = profiling.measure(
+    timings = profiling.measure(
         cascade.drafter, cascade.verifier, cascade.params, method,
-        block_size=gamma, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
+        block_size=block_size, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
         max_new_tokens=cascade.max_new_tokens, source_length=cascade.bucket(int(np.median(widths))))
-    part = {name: timing.median / found["verifier step"].median for name, timing in found.items()}
-    beyond = part[profiling.scoring(gamma)] - 1 + part[profiling.OVERHEAD]
+    part = {name: timing.median / timings["verifier step"].median for name, timing in timings.items()}
+    beyond = part[profiling.scoring(block_size)] - 1 + part[profiling.OVERHEAD]
     if method.lossless:  # its drafter does not read its last token
         beyond -= part["drafter step"]
-    predicted, with_parts = (relative_cost(acceptance, gamma, part["drafter step"], overhead)
+    predicted, with_parts = (relative_cost(acceptance, block_size, part["drafter step"], overhead)
                              for overhead in (0.0, beyond))
     return counted | {
         "predicted, a scoring call as one step": predicted,
-        f"predicted, with {profiling.scoring(gamma)} and the rules as timed": with_parts,
+        f"predicted, with {profiling.scoring(block_size)} and the rules as timed": with_parts,
         "the same, by the tokens a call as counted":  # without ends of texts and dependent acceptances
-            with_parts * expected_tokens(acceptance, gamma) / per_call,
+            with_parts * expected_tokens(acceptance, block_size) / per_call,
         "and with whole rounds as timed":  # what both models in one round cost besides their parts
             part["round"] / per_call}
 
@@ -328,16 +336,16 @@ def check(arguments: Arguments) -> DecodeConfig:
     at_most(10_000, tokens=a.tokens, repetitions=a.repetitions)
     at_least(0, min_tokens=a.min_tokens)
     run = configs.load(a.config, DecodeConfig)
-    for name, values, most in (("block_sizes", a.block_sizes, run.max_new_tokens),
+    for name, values, limit in (("block_sizes", a.block_sizes, run.max_new_tokens),
                                ("batch_sizes", a.batch_sizes, 4096)):
         if not values:
             raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one.")
         at_least(1, **{name: min(values)})
-        at_most(most, **{name: max(values)})
+        at_most(limit, **{name: max(values)})
     if a.method not in METHODS:
         raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
-    points = [Settings(method=a.method, alpha=a.alpha, block_size=gamma, temperature=a.temperature)
-              for gamma in a.block_sizes]
+    points = [Settings(method=a.method, alpha=a.alpha, block_size=block_size, temperature=a.temperature)
+              for block_size in a.block_sizes]
     for point in points:
         point.check(1)
     if a.input is not None:

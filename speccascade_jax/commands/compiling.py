@@ -26,18 +26,18 @@ def check(arguments: Any) -> None:
 
 
 def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config] | None) -> None:
-    """Tables for every number of chips, source length, batch size and gamma; without shapes, of the config's
-    own models.
+    """Tables for every number of chips, source length, batch size and block size; without shapes, of the
+    config's models.
 
     Raises ValueError before anything is compiled where one of them cannot be.
     """
     a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
     drafter, verifier = shapes or tpus.shapes_of(run)
-    each = [tpus.Asked(drafter, verifier, length, a.new_tokens or run.max_new_tokens, gamma, a.method, rows,
-                       devices, dtype)
+    each = [tpus.Shapes(drafter, verifier, length, a.new_tokens or run.max_new_tokens, block_size, a.method,
+                        rows, devices, dtype)
             for devices in a.tensor_parallel or (run.tensor_parallel,)
             for length in a.source_length or (run.max_source_length,)
-            for rows in a.batch_sizes for gamma in a.block_sizes]
+            for rows in a.batch_sizes for block_size in a.block_sizes]
     described = tpus.devices_of(a.tpu)
     for asked in each:
         tpus.check_pair(asked, described)

@@ -29,8 +29,9 @@ from speccascade_jax.commands.commandline import (
     task_of,
 )
 from speccascade_jax.config import DecodeConfig, Task
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.coverage import shown as shared
-from speccascade_jax.evaluation.quality import TOKENIZERS, bleu_and_signature, bootstrap, score, statistics
+from speccascade_jax.evaluation.quality import METRICS, bootstrap, score, statistics
 from speccascade_jax.evaluation.rates import check_counts, summarize
 from speccascade_jax.inference.outputs import (
     OutputFile,
@@ -80,7 +81,7 @@ class Arguments:
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
     """What the lines of a method's outputs are made of."""
     settings = {k: v for k, v in dataclasses.asdict(arguments.run).items()
-                if k not in ("task", "missing", "examples", "method", "batch_size")}
+                if k not in ("task", "missing", "examples", "samplers", "method", "batch_size")}
     return settings | {"method": method, "split": arguments.split, "first": first}
 
 
@@ -130,22 +131,20 @@ def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence
                baseline: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray]:
     """What is shown of one method, and its statistics; `baseline`: those of the first method."""
     check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
-    texts = [o.text for o in outputs]
-    own = statistics(metric, texts, references)
-    figures: dict[str, Any] = {metric: score(metric, own.sum(axis=0)), "95%": bootstrap(metric, own)}
+    texts, entry = [o.text for o in outputs], METRICS[metric]
+    sums = statistics(metric, texts, references)
+    figures: dict[str, Any] = {metric: score(metric, sums.sum(axis=0)), "95%": bootstrap(metric, sums)}
     if baseline is not None:
-        figures["over the first, 95%"] = bootstrap(metric, own, baseline)
-    if metric in TOKENIZERS:
-        for tokenizer in TOKENIZERS.values():  # 13a, and intl as in the T5 papers
-            value, signature = bleu_and_signature(texts, references, tokenizer)
-            figures[f"BLEU {tokenizer}"] = f"{value:.2f} ({signature})"
-    return figures, own
+        figures["over the first, 95%"] = bootstrap(metric, sums, baseline)
+    if entry.details is not None:
+        figures |= entry.details(texts, references)
+    return figures, sums
 
 
 def check(arguments: Arguments, task: Task) -> None:
     """Raises ValueError where something is wrong that hours of decoding would only find later."""
     if not arguments.methods:
-        raise ValueError("--methods names none: give one or more.")
+        raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:
         dataclasses.replace(arguments.run, method=method).check()
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
@@ -198,8 +197,8 @@ def evaluate(arguments: Arguments) -> None:
             with file:
                 for output in outputs[len(done):]:
                     file.add(dataclasses.asdict(output))
-        figures, own = figures_of(task.metric, outputs, references, first)
-        first = own if first is None else first
+        figures, sums = figures_of(task.metric, outputs, references, first)
+        first = sums if first is None else first
         figures |= {
             **summarize([o.counts for o in outputs]), "examples": len(outputs),
             "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
@@ -211,7 +210,7 @@ def evaluate(arguments: Arguments) -> None:
         if arguments.summary is not None:
             append_line(arguments.summary, {
                 "config": arguments.config, "method": method, "alpha": run.alpha,
-                "temperature": run.temperature, "gamma": run.block_size, **figures})
+                "temperature": run.temperature, "block_size": run.block_size, **figures})
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -7,7 +7,7 @@
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.progress import track
@@ -15,33 +15,37 @@ from rich.progress import track
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, table_of
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.evaluation.fewshot import TASKS, Scored, Task, build_prompts
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation.fewshot import TASKS, FewShotTask, Marks, build_prompts, task_of
 from speccascade_jax.evaluation.rates import summarize
-from speccascade_jax.evaluation.sandbox import check_sandbox, parse_tests
+from speccascade_jax.evaluation.sandbox import check_sandbox
 from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
 from speccascade_jax.inference.text import Cascade, Output
+
+EXECUTED = ", ".join(name for name, task in TASKS.items() if task.executes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
-    task: str
-    """gsm8k, mbpp, squad2, webquestions, naturalquestions, triviaqa, wmt or cnndm."""
+    task: Annotated[str, tyro.conf.arg(help="; ".join(
+        f"{name}: {task.summary}" for name, task in TASKS.items()) + ".")]
     config: str = "gemma2_2b_9b"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     methods: tuple[str, ...] = ("verifier", "drafter")
     """Decoded one after the other, all at the same alpha, temperature and so on."""
     inputs: str | None = None
-    """The examples that are asked, in place of the task's own file."""
+    """The examples with the questions, in place of the task's file."""
     shot_pool: str | None = None
-    """The examples that are shown, in place of the task's own file."""
+    """The examples that are shown, in place of the task's file."""
     shots: int | None = None
+    """How many are shown, in place of the task's number."""
     shot_seed: int = 0
     """Which of the pool are shown."""
     limit: int | None = None
     """Ask only the first so many examples."""
-    execute_code: bool = False
-    """Run what the models wrote, in a sandbox (bubblewrap): mbpp is scored by nothing else."""
+    execute_code: Annotated[bool, tyro.conf.arg(
+        help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}.")] = False
     output: str | None = None
     """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
 
@@ -50,22 +54,20 @@ ROW = {"method", "index", "output", "answer", "result", "counts"}
 """The fields of an answer's line in --output."""
 
 
-def task_of(arguments: Arguments) -> Task:
-    """The task with the files and the shots of the command line. Raises ValueError where it cannot be run."""
-    if arguments.task not in TASKS:
-        raise ValueError(f"unknown task {arguments.task!r}: {', '.join(TASKS)}.")
-    if arguments.task == "mbpp" and not arguments.execute_code:
-        raise ValueError("mbpp is scored by running what the models wrote: allow that, in a sandbox, with "
-                         "--execute-code.")
-    if arguments.task == "mbpp":
+def chosen_task(arguments: Arguments) -> FewShotTask:
+    """The task with the files and the shots of the command line. Raises FieldError where it cannot be run."""
+    task = task_of(arguments.task)
+    if task.executes and not arguments.execute_code:
+        raise FieldError("execute_code", False, "allow that, in a sandbox, with --execute-code.",
+                         f"{task.name} is scored by running what the models wrote")
+    if task.executes:
         check_sandbox()
     at_least(0, shots=arguments.shots)
     at_least(1, limit=arguments.limit)
-    own = TASKS[arguments.task]
     return dataclasses.replace(
-        own, examples=arguments.inputs or own.examples, shot_pool=arguments.shot_pool or own.shot_pool,
-        shots=own.shots if arguments.shots is None else arguments.shots,
-        fixed_shots=None if arguments.shot_pool else own.fixed_shots)
+        task, examples=arguments.inputs or task.examples, shot_pool=arguments.shot_pool or task.shot_pool,
+        shots=task.shots if arguments.shots is None else arguments.shots,
+        fixed_shots=None if arguments.shot_pool else task.fixed_shots)
 
 
 def part_of(output: str, method: str) -> Path:
@@ -73,10 +75,10 @@ def part_of(output: str, method: str) -> Path:
     return Path(f"{output}.{method}.part")
 
 
-def check(arguments: Arguments, task: Task, run: DecodeConfig) -> None:
+def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
     """Raises ValueError where something is wrong that hours of decoding would only find later."""
     if not arguments.methods:
-        raise ValueError("--methods names none: give one or more.")
+        raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:
         dataclasses.replace(run, method=method).check()
     if arguments.output is None:
@@ -129,16 +131,13 @@ def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | N
 
 
 def evaluate(arguments: Arguments) -> None:
-    task, screen = task_of(arguments), console()
+    task, screen = chosen_task(arguments), console()
     run = dataclasses.replace(arguments.run, stop=(*arguments.run.stop, *task.stop),
                               max_new_tokens=task.max_new_tokens)
     check(arguments, task, run)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
-    if arguments.task == "mbpp":
-        for example in prompts.examples:
-            parse_tests(example["test_list"])  # one that cannot be judged is found before models are loaded
     kept = {k: v for k, v in dataclasses.asdict(run).items()
-            if k not in ("task", "missing", "examples", "method", "batch_size")}
+            if k not in ("task", "missing", "examples", "samplers", "method", "batch_size")}
     kept |= {"task": arguments.task, "inputs": task.examples, "shot_pool": task.shot_pool,
              "shots": prompts.shots, "limit": arguments.limit}
     with contextlib.ExitStack() as stack:
@@ -148,9 +147,8 @@ def evaluate(arguments: Arguments) -> None:
             stack.enter_context(file)
         cascade = None
         for method in dict.fromkeys(arguments.methods):
-            own = dataclasses.replace(run, method=method)
             described = {"config": arguments.config, "task": arguments.task, "method": method,
-                         "alpha": run.alpha, "temperature": run.temperature, "gamma": run.block_size,
+                         "alpha": run.alpha, "temperature": run.temperature, "block_size": run.block_size,
                          "seed": run.seed, "shot_seed": arguments.shot_seed, "shots": prompts.shots}
             title = f"{method}, alpha {run.alpha}, temperature {run.temperature}"
             if method in finished:
@@ -162,27 +160,27 @@ def evaluate(arguments: Arguments) -> None:
                 if not run.truncate:  # better now than after hours of decoding
                     cascade.encode(prompts.texts)
             part = None if arguments.output is None else part_of(arguments.output, method)
-            outputs = decode(cascade, own, prompts.texts, part, kept)
+            outputs = decode(cascade, dataclasses.replace(run, method=method), prompts.texts, part, kept)
             answers = [task.read(output.text) for output in outputs]
-            scored = task.score(answers, prompts.examples)
-            figures = figures_of(scored, outputs)
+            marks = task.score(answers, prompts.examples)
+            figures = figures_of(marks, outputs)
             screen.print(table_of(figures, title))
             if file is None or part is None:
                 continue
-            each = scored.each or [None] * len(outputs)
+            results = marks.answers or [None] * len(outputs)
             rows = [{"method": method, "index": output.index, "output": output.text, "answer": answer,
                      "result": result, "counts": output.counts}
-                    for output, answer, result in zip(outputs, answers, each, strict=True)]
+                    for output, answer, result in zip(outputs, answers, results, strict=True)]
             for line in (*rows[written.get(method, 0):], {**described, **figures}):
                 file.add(line)
             for path in (part, settings_file(part)):
                 path.unlink(missing_ok=True)
 
 
-def figures_of(scored: Scored, outputs: list[Output]) -> dict[str, Any]:
+def figures_of(marks: Marks, outputs: list[Output]) -> dict[str, Any]:
     rates = summarize([output.counts for output in outputs])
     accepted = rates["acceptance_rate"]
-    return {**scored.figures, "rejection_rate": None if accepted is None else 1 - accepted, **rates,
+    return {**marks.figures, "rejection_rate": None if accepted is None else 1 - accepted, **rates,
             "examples": len(outputs), "truncated": sum(output.truncated for output in outputs)}
 
 

@@ -126,8 +126,8 @@ class Alone:
         scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
         rows, _ = cascade.encode(self.texts)
         read = cascade.own_readings(self.texts)
-        scheduler.admit([Request(row, settings, n, lane.numbers(settings), own=own)
-                         for n, (row, own) in enumerate(zip(rows, read, strict=True))])
+        scheduler.admit([Request(row, settings, n, lane.numbers(settings), own=reading)
+                         for n, (row, reading) in enumerate(zip(rows, read, strict=True))])
         spent, placed = list[float](), list[tuple[float, int]]()
         for _ in range(ROUNDS):
             before, began = len(scheduler.waiting), time.perf_counter()
@@ -185,18 +185,18 @@ def load(arguments: Arguments) -> None:
     if arguments.vs_transformers:
         check_installed(["hf"])
     run = configs.load(arguments.config, DecodeConfig)
-    given = read_texts(arguments.input) if arguments.input else list(run.examples)
-    given = [text for text in given if text.strip()]
-    if not given:
+    inputs = read_texts(arguments.input) if arguments.input else list(run.examples)
+    inputs = [text for text in inputs if text.strip()]
+    if not inputs:
         raise ValueError("there are no texts: give --input.")
-    texts = [given[n % len(given)] for n in range(arguments.requests)]
+    texts = [inputs[n % len(inputs)] for n in range(arguments.requests)]
     bodies: list[Body] = [{"prompt": text, "seed": n} for n, text in enumerate(texts)]
     screen, figures = console(), dict[str, Any]()
 
-    def say(name: str, found: dict[str, Any]) -> None:
-        figures[name] = found
+    def say(name: str, summary: dict[str, Any]) -> None:
+        figures[name] = summary
         shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                 for key, value in found.items())
+                 for key, value in summary.items())
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
     def body_of(number: int) -> Body:
@@ -204,9 +204,9 @@ def load(arguments: Arguments) -> None:
 
     seconds, queue, alone = 60 * arguments.minutes, 2 * arguments.clients, Alone(run, arguments.rows, texts)
     with contextlib.ExitStack() as stack:
-        server, one = (stack.enter_context(served(arguments.config, rows, queue))
+        server, single = (stack.enter_context(served(arguments.config, rows, queue))
                        for rows in (arguments.rows, 1))
-        urls = {"saturated": server.url, "one_at_a_time": one.url}
+        urls = {"saturated": server.url, "one_at_a_time": single.url}
         if arguments.vs_transformers:
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
@@ -222,11 +222,11 @@ def load(arguments: Arguments) -> None:
         times = alone.times()
         say("decode.py", {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
         ours = [load.tokens_per_second for load in loads["saturated"]]
-        for name, found in loads.items():
-            others = speeds if name == "saturated" else [load.tokens_per_second for load in found]
+        for name, measured in loads.items():
+            others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
             ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
             against = "decode.py" if name == "saturated" else "it"
-            say(name, merged(found).summary() | {
+            say(name, merged(measured).summary() | {
                 f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]})
         rate = median(load.requests_per_second for load in loads["saturated"])
         half = asyncio.run(open_loop(server.url, body_of, rate / 2, min(seconds, 60)))
@@ -235,7 +235,7 @@ def load(arguments: Arguments) -> None:
         memory: list[float] = []
         over = asyncio.run(open_loop(server.url, body_of, 1.2 * rate, seconds,
                                      watch=lambda: memory.append(server.megabytes())))
-        say("load_120", over.summary() | {"megabytes": [round(one) for one in memory]})
+        say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
     if arguments.output is not None:
         write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
 

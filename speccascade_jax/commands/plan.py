@@ -30,7 +30,7 @@ from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
-from speccascade_jax.planning.prediction import Candidates, Plan, predict, triangle_violations
+from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
 from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -39,6 +39,8 @@ PLANNED = "Planned by scripts/plan.py"
 STEP = "a token of the target's"
 TRIALS = 3  # times that a text is decoded where plans are compared
 BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # what a planned config says of them
+Runs = dict[str, tuple[PlannedHierarchy, Settings]]
+"""By name: a hierarchy and how it decodes."""
 STOPS = (0.25, 0.12, 0.06)  # stop_below of the adaptive blocks that are compared with them
 
 
@@ -109,8 +111,8 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
                          len(texts), transient=True, console=screen))
     accepted = acceptances(cascade, outputs, settings)
     rows = cascade.encode(texts, truncate=True)[0]
-    most = arguments.max_block + 1
-    widths = sorted({width for width in WIDTHS if width < most} | {most})
+    widest = arguments.max_block + 1
+    widths = sorted({width for width in WIDTHS if width < widest} | {widest})
 
     def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
         return track(work, name, transient=True, console=screen)
@@ -144,18 +146,18 @@ def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.nda
     for name in names[:-1]:
         pair = of_models(cascade, names, (name, names[-1]))
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
-    found = in_turn_here(contestants, cascade, texts, screen)
-    pace = float(np.median(found[STEP][0]) / seconds[-1, 1])
+    runs = in_turn_here(contestants, cascade, texts, screen)
+    pace = float(np.median(runs[STEP][0]) / seconds[-1, 1])
 
-    def besides(name: str, own: Float[np.ndarray, " N"], a_round: float) -> float:
-        spent, outputs = found[name]
+    def besides(name: str, calls: Float[np.ndarray, " N"], a_round: float) -> float:
+        spent, outputs = runs[name]
         a_round += seconds[-1, block + 1]
         return float(np.mean(spent - pace * np.array([
-            output.counts["drafter_passes"] * own[1] + output.counts["rounds"] * a_round
-            if "rounds" in output.counts else len(output.tokens) * own[1] for output in outputs])))
+            output.counts["drafter_passes"] * calls[1] + output.counts["rounds"] * a_round
+            if "rounds" in output.counts else len(output.tokens) * calls[1] for output in outputs])))
 
     *drafters, once = map(besides, names, seconds, rounds[:, -1])
-    return pace, np.maximum([*(own - once for own in drafters), once], 0)
+    return pace, np.maximum([*(drafter - once for drafter in drafters), once], 0)
 
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
@@ -209,23 +211,23 @@ def in_turn_here(contestants: dict[str, Contestant], cascade: Cascade, texts: li
     for contestant in track(contestants.values(), "compiling", transient=True, console=screen):
         for text in shapes.values():
             contestant(0, text)
-    numbered = {name: (lambda n, text, own=own: own(n % len(texts), text))
-                for name, own in contestants.items()}
-    found = in_turn(numbered, track(texts * TRIALS, "timing", transient=True, console=screen))
+    numbered = {name: (lambda n, text, contestant=contestant: contestant(n % len(texts), text))
+                for name, contestant in contestants.items()}
+    results = in_turn(numbered, track(texts * TRIALS, "timing", transient=True, console=screen))
     return {name: (np.median(np.reshape([seconds for seconds, _ in runs], (TRIALS, -1)), axis=0),
-                   [output for _, output in runs[:len(texts)]]) for name, runs in found.items()}
+                   [output for _, output in runs[:len(texts)]]) for name, runs in results.items()}
 
 
-def runs_of(plans: dict[str, Plan], settings: Settings) -> dict[str, tuple[Plan, Settings]]:
+def runs_of(plans: dict[str, PlannedHierarchy], settings: Settings) -> Runs:
     """How each plan decodes."""
     return {name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings),
                                              hand_over=plan.hand_over)) for name, plan in plans.items()}
 
 
-def adaptive_runs(pair: Plan, settings: Settings, most: int) -> dict[str, tuple[Plan, Settings]]:
+def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) -> Runs:
     """The pair in adaptive blocks of at most `most` tokens."""
     lossless = dataclasses.replace(settings, method="speculative", alpha=0.0, block_size="adaptive",
-                                   max_block_size=most)
+                                   max_block_size=max_block)
     return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
 
 
@@ -237,22 +239,22 @@ class Measured(NamedTuple):
     speedup: tuple[float, float]          # quartiles over texts: how many times as fast as the target
 
 
-def measured_times(runs: dict[str, tuple[Plan, Settings]], cascade: Cascade, names: tuple[str, ...],
+def measured_times(runs: Runs, cascade: Cascade, names: tuple[str, ...],
                    texts: list[str], step: Contestant, screen: Console) -> tuple[float, dict[str, Measured]]:
     """The seconds of a `step` meanwhile, and each run's."""
     contestants = {STEP: step}
     for name, (plan, settings) in runs.items():
         contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings)
-    found = in_turn_here(contestants, cascade, texts, screen)
-    now, times = float(np.median(found.pop(STEP)[0])), {}
-    for name, (seconds, outputs) in found.items():
+    results = in_turn_here(contestants, cascade, texts, screen)
+    now, times = float(np.median(results.pop(STEP)[0])), {}
+    for name, (seconds, outputs) in results.items():
         tokens = np.array([len(output.tokens) for output in outputs])
-        low, high = np.percentile((found["target"][0] / seconds)[tokens > 0], [25, 75])
+        low, high = np.percentile((results["target"][0] / seconds)[tokens > 0], [25, 75])
         times[name] = Measured(seconds, float(seconds.sum() / tokens.sum()), (float(low), float(high)))
     return now, times
 
 
-def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[str, Measured],
+def show_runs(runs: Runs, pace: float, times: dict[str, Measured],
               screen: Console) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
     at that pace: what is left between the two is not the machine's. Of adaptive blocks there are none."""
@@ -267,8 +269,11 @@ def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[s
                        f"{1e3 * pace * plan.seconds_per_token:.3f}",
                        f"{whole / plan.seconds_per_token:.2f}")
         if times:
-            own, (low, high) = times[name].per_token, times[name].speedup
-            row += [f"{1e3 * own:.3f}", f"{times['target'].per_token / own:.2f} ({low:.2f} to {high:.2f})"]
+            seconds, (low, high) = times[name].per_token, times[name].speedup
+            row += [
+                f"{1e3 * seconds:.3f}",
+                f"{times['target'].per_token / seconds:.2f} ({low:.2f} to {high:.2f})",
+            ]
         table.add_row(*row)
     screen.print(table)
     if times:
@@ -276,7 +281,7 @@ def show_runs(runs: dict[str, tuple[Plan, Settings]], pace: float, times: dict[s
                      "made: predictions are at that pace.", soft_wrap=True)
 
 
-def of_lookahead(candidates: Candidates, plan: Plan) -> dict[str, float]:
+def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
     """What the method lookahead reads of a pair: its acceptance, and a round's time in verifier steps."""
     if len(plan.models) != 2:
         return {}
@@ -287,7 +292,7 @@ def of_lookahead(candidates: Candidates, plan: Plan) -> dict[str, float]:
             "round_cost": round(float(cost / seconds[verifier, 1]), 3)}
 
 
-def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, str], told: str,
+def write_config(path: str, arguments: Arguments, plan: PlannedHierarchy, paths: dict[str, str], told: str,
                  changes: dict[str, Any]) -> None:
     """A config file that loads `config` with the plan's models and with `changes`; told: its time."""
     loaded = configs.load(arguments.config)
@@ -303,13 +308,13 @@ def write_config(path: str, arguments: Arguments, plan: Plan, paths: dict[str, s
         + ")\n")
 
 
-def fastest(runs: dict[str, tuple[Plan, Settings]], times: dict[str, Measured]) -> str:
+def fastest(runs: Runs, times: dict[str, Measured]) -> str:
     """The planned hierarchy; adaptive blocks where they are surely faster than it and the best pair were
     (95%, paired over texts), the fastest of those."""
     def surely(name: str) -> bool:
         drawn = resamples(len(times[name].seconds))
-        own, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, "hierarchy", "pair"))
-        return all(interval(other / own)[0] > 1 for other in planned)
+        rival, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, "hierarchy", "pair"))
+        return all(interval(other / rival)[0] > 1 for other in planned)
 
     rivals = [name for name, (_, settings) in runs.items() if settings.adaptive and surely(name)]
     return min(rivals, key=lambda name: times[name].per_token, default="hierarchy")
@@ -350,7 +355,7 @@ def plan(arguments: Arguments) -> None:
         screen.print(f"written: {arguments.output} ({name}); decode with --config={arguments.output}")
 
 
-def _any_pair(candidates: Candidates, max_block: int) -> Plan:
+def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
     """The best pair, where the target alone is better."""
     names = candidates.names
     return min((predict(candidates, (name, names[-1]), (size,)) for name in names[:-1]

@@ -26,14 +26,15 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.quality import check_references
-from speccascade_jax.evaluation.reductions import Result, best, fastest, results, table_two
+from speccascade_jax.evaluation.reductions import Comparison, best, compare, fastest, table_two
 from speccascade_jax.evaluation.sweep import (
     COMPARED,
     OneShape,
     alone,
-    gamma,
+    block_size_of,
     grid,
     measure_latency,
     measure_quality,
@@ -42,15 +43,15 @@ from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings, named
 from speccascade_jax.training.data import joined_examples
 
 # Fields of a config that stand with each point, or that change no result.
 SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
-         "examples")
+         "examples", "samplers")
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
-POINT = ("method", "alpha", "block_size", "temperature", "top_k", "top_p", "min_p")  # what a sweep varies
+POINT = ("method", "alpha", "block_size", "temperature", *TRUNCATIONS)  # what a sweep varies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,15 @@ class Arguments:
     methods: tuple[str, ...] = COMPARED
     """The verifier and the drafter alone are always there."""
     alphas: tuple[float, ...] | None = None
-    """Leniences in [0, 1], tenths and more where a method bends; BiLD's thresholds are ten times as large."""
-    gammas: tuple[int | Literal["adaptive"], ...] | None = None
+    """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
+    such as BiLD's, they are multiplied by the method's scale."""
+    block_sizes: tuple[int | Literal["adaptive"], ...] | None = None
     """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
     top_ps: tuple[float, ...] = (1.0,)
     """1 keeps all tokens."""
-    truncations: tuple[Literal["top_p", "top_k", "min_p"], ...] = ("top_p", "top_k", "min_p")
+    truncations: tuple[Literal[*TRUNCATIONS], ...] = tuple(TRUNCATIONS)  # type: ignore[valid-type]
     """Curves of the verifier and of the lossless cascade whose lenience is this truncation."""
     join: int | None = None
     """One to this many examples are joined into one (the task's own number)."""
@@ -95,10 +97,10 @@ class Arguments:
     """Decode and time the pick on the test split, and say what came of its promise."""
 
 
-def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
+def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
-    for (temperature, top_p), methods in table_two(found).items():
-        verifier = next(r for r in found if r.name == "verifier"
+    for (temperature, top_p), methods in table_two(comparisons).items():
+        verifier = next(r for r in comparisons if r.name == "verifier"
                         and (r.point.temperature, r.point.top_p) == (temperature, top_p))
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
         quickest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
@@ -123,28 +125,28 @@ def show_table_two(found: list[Result], metric: str, screen: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    return Table("method", "alpha", "gamma", *columns, title=title, title_justify="left")
+    return Table("method", "alpha", "block size", *columns, title=title, title_justify="left")
 
 
-def _setting(r: Result) -> tuple[str, str]:
-    return f"{r.lenience:g}", str(gamma(r.point) or "-")
+def _setting(r: Comparison) -> tuple[str, str]:
+    return f"{r.lenience:g}", str(block_size_of(r.point) or "-")
 
 
-def _fields(r: Result) -> tuple[Any, ...]:
+def _fields(r: Comparison) -> tuple[Any, ...]:
     """What a sweep varies."""
-    return r.name, r.lenience, gamma(r.point), r.point.temperature, r.point.top_p
+    return r.name, r.lenience, block_size_of(r.point), r.point.temperature, r.point.top_p
 
 
 def _difference(interval: tuple[float, float]) -> str:
     return "{:+.2f} to {:+.2f}".format(*interval)
 
 
-def show_points(found: list[Result], metric: str, screen: Console) -> None:
+def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
-    table = Table("method", "alpha", "gamma", "temp.", "top-p", metric, "over the verifier (95%)",
+    table = Table("method", "alpha", "block size", "temp.", "top-p", metric, "over the verifier (95%)",
                   "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
                   "calls a token")
-    for r in found:
+    for r in comparisons:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
         rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
         table.add_row(*("-" if x is None else str(x) for x in _fields(r)),
@@ -153,7 +155,7 @@ def show_points(found: list[Result], metric: str, screen: Console) -> None:
     screen.print(table)
 
 
-class Sweep:
+class Measurements:
     """The measurements of one split: quality batched, latency one at a time.
 
     Raises ValueError where the split has no examples or references that its metric cannot use.
@@ -167,11 +169,11 @@ class Sweep:
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)
-        run = dataclasses.asdict(arguments.run)
+        run = arguments.run.record()
         self.settings = {name: value for name, value in run.items() if name not in SWEPT}
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
-    def measure(self, points: list[Settings], folder: Path) -> list[Result]:
+    def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
         run, metric, sources = self.arguments.run, self.task.metric, self.sources
         batched = self._padded_alike(sources, local_mesh())
         for point in points:  # before any is decoded
@@ -190,7 +192,7 @@ class Sweep:
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
                 trials=self.arguments.trials, track=self._track)
             self._say("latency", single, points)
-        return results(metric, qualities, latencies)
+        return compare(metric, qualities, latencies)
 
     def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
         """The cascade, at the one source length that all of `sources` need."""
@@ -203,23 +205,25 @@ class Sweep:
 
     def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
         clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
-        self.screen.print(f"{what}: {len(points)} points of {programs} methods and gammas; "
+        self.screen.print(f"{what}: {len(points)} points of {programs} methods and block sizes; "
                           f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
                           f"decoding {clock.decode_seconds:.0f} s.")
 
 
-def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Result, str]:
+def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
     """The point that --at-quality or --at-latency asks for, and the wish in words."""
-    candidates = [r for r in found if r.point.method not in SINGLE_MODEL]
-    goals = {v.panel: v.quality for v in found if v.name == "verifier"}
+    candidates = [r for r in comparisons if r.point.method not in SINGLE_MODEL]
+    goals = {v.panel: v.quality for v in comparisons if v.name == "verifier"}
     if arguments.at_latency is not None:
         chosen = best(candidates, arguments.at_latency)
         wish = f"at most {arguments.at_latency:g} of the verifier's time"
     else:
         target = arguments.at_quality or ""
         if target == "truncated":
-            goals = {panel: max(r.quality for r in found if r.point.name == "verifier" and r.panel == panel)
-                     for panel in goals}
+            goals = {
+                panel: max(r.quality for r in comparisons if r.point.name == "verifier" and r.panel == panel)
+                for panel in goals
+            }
         choices = [fastest([r for r in candidates if r.panel == panel],
                            goal if target in QUALITIES else float(target))
                    for panel, goal in goals.items()]
@@ -230,10 +234,10 @@ def choose(arguments: Arguments, metric: str, found: list[Result]) -> tuple[Resu
     return chosen, wish
 
 
-def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | None, screen: Console
-         ) -> None:
+def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test: Measurements | None,
+         screen: Console) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
-    chosen, wish = choose(arguments, metric, found)
+    chosen, wish = choose(arguments, metric, comparisons)
     point = chosen.point
     quality = f"{metric} {chosen.quality:.2f}" if chosen.verifier_quality is None else (
         f"the verifier's own distribution ({metric} {chosen.verifier_quality:.2f})")
@@ -242,28 +246,28 @@ def pick(arguments: Arguments, metric: str, found: list[Result], test: Sweep | N
         arguments.run, batch_size=configs.load(arguments.config).batch_size,
         **{name: getattr(point, name) for name in POINT})
     write_config(Path(arguments.pick), arguments.config, run, promise)
-    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, gamma {gamma(point) or '-'}, "
-                 f"temperature {point.temperature:g}: {promise}. Run it: python scripts/decode.py "
-                 f"--config={arguments.pick}")
-    _say_drafter(chosen, found, screen)
+    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, block size "
+                 f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Run it: "
+                 f"python scripts/decode.py --config={arguments.pick}")
+    _say_drafter(chosen, comparisons, screen)
     if test is not None:
         name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
         points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
         measured = test.measure(points, Path(arguments.output) / name)
-        own, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
-        screen.print(f"on test: {metric} {own.quality:.2f}, the verifier {verifier.quality:.2f} "
-                     f"(difference {_difference(own.gain)}), in {_time(own)}.")
-        _say_drafter(own, measured, screen)
+        tested, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
+        screen.print(f"on test: {metric} {tested.quality:.2f}, the verifier {verifier.quality:.2f} "
+                     f"(difference {_difference(tested.gain)}), in {_time(tested)}.")
+        _say_drafter(tested, measured, screen)
 
 
-def _say_drafter(r: Result, found: list[Result], screen: Console) -> None:
+def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
     """The simplest rival of what was picked: no verifier."""
-    drafter = next(other for other in found if other.point == alone(r.panel, "drafter"))
+    drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
     screen.print(f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
                  f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}.")
 
 
-def _time(r: Result) -> str:
+def _time(r: Comparison) -> str:
     return "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(
         r.time.share, *r.time.interval) if r.time else "a time that was not measured"
 
@@ -285,8 +289,8 @@ def check(arguments: Arguments) -> None:
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
     at_most(1000, trials=a.trials)
-    numbers = [size for size in a.gammas or () if isinstance(size, int)]
-    at_most(a.run.max_new_tokens, gammas=max(numbers, default=1))  # no draft is longer than a text
+    numbers = [size for size in a.block_sizes or () if isinstance(size, int)]
+    at_most(a.run.max_new_tokens, block_sizes=max(numbers, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
         raise ValueError("--at-quality and --at-latency exclude each other: give one.")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
@@ -327,31 +331,36 @@ def make_folder(folder: Path) -> None:
 
 def sweep(arguments: Arguments) -> None:
     check(arguments)
-    gammas: Any = arguments.gammas
-    if gammas is None:
-        gammas = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
-    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, gammas,
+    block_sizes: Any = arguments.block_sizes
+    if block_sizes is None:
+        block_sizes = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
+    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, block_sizes,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
-                  arguments.truncations)
+                  arguments.truncations, known_methods(arguments.run))
     check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None
-    own = Sweep(arguments, task, arguments.split, screen)
-    test = Sweep(arguments, task, "test", screen) if picks and arguments.check else None
+    measurements = Measurements(arguments, task, arguments.split, screen)
+    test = Measurements(arguments, task, "test", screen) if picks and arguments.check else None
     make_folder(folder)
-    found = own.measure(points, folder)
-    show_table_two(found, task.metric, screen)
+    comparisons = measurements.measure(points, folder)
+    show_table_two(comparisons, task.metric, screen)
     table = io.StringIO()
     wide = console(file=table, width=175)
-    show_table_two(found, task.metric, wide)
-    show_points(found, task.metric, wide)
+    show_table_two(comparisons, task.metric, wide)
+    show_points(comparisons, task.metric, wide)
     write_whole(folder / "table.txt", table.getvalue())
     screen.print(f"every point: {folder / 'table.txt'}")
-    for path in plots.draw(found, task.metric, folder):
+    for path in plots.draw(comparisons, task.metric, folder):
         screen.print(f"drawn: {path}")
     if picks:
-        pick(arguments, task.metric, found, test, screen)
+        pick(arguments, task.metric, comparisons, test, screen)
+
+
+def known_methods(run: DecodeConfig) -> dict[str, Any]:
+    """What each name of a method stands for, the config's samplers among them."""
+    return {**NAMED, **named(run.samplers)}
 
 
 def parse(argv: list[str]) -> Arguments:

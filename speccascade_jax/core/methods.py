@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +37,17 @@ class Knob:
             raise FieldError(name, value, f"it lies in {left}{self.low:g}, {self.high:g}{right}.")
 
 
+class Sweep(NamedTuple):
+    """How a sweep goes over a method's leniences, which are tenths unless a person chooses others."""
+
+    between: tuple[float, ...] = ()  # further ones, where tenths would miss a bend
+    scale: float = 1.0               # the alpha that a sweep's 1 stands for
+    timed: bool = True               # False: its time means nothing
+
+
+USUAL = Sweep()
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`."""
@@ -51,6 +63,8 @@ class Method:
     trained: bool = False   # a network, read from a file
     knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
     name: str = ""          # for people
+    label: str = ""         # in pictures; "": the name in words
+    sweep: Sweep = USUAL
 
     def tuned(self, **values: float) -> "Method":
         """The method with its knobs at these values; the same object for the same values."""
@@ -76,6 +90,8 @@ class Scheme:
     confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
     # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
     name: str = ""             # for people
+    label: str = ""            # in pictures; "": the name in words
+    sweep: Sweep = USUAL
 
 
 @dataclasses.dataclass(frozen=True)

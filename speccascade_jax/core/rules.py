@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float
 
-from speccascade_jax.core.methods import Knob, Method, Target
+from speccascade_jax.core.methods import Knob, Method, Sweep, Target
 
 Array = jax.Array
 Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
@@ -208,34 +208,41 @@ PRICE = {"acceptance": Knob(0.8, 0, 1, "of lookahead: how likely a drafted token
          "round_cost": Knob(2.0, 0, math.inf, "of lookahead: a round's time, in steps of the verifier",
                             above=True)}
 
+BENDS = Sweep(between=(0.92, 0.94, 0.96, 0.98, 0.99))  # of what changes much where alpha is close to 1
+
 METHODS: dict[str, Method] = {
     "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless", lossless=True,
                           needs_q=False),
     "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha"),
+    "chow_log": Method(_cascade(chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha",
+                       label="Chow (log)"),
     "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha"),
-    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)"),
-    "opt_log": Method(_cascade(opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)"),
+    "diff_log": Method(_cascade(diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha",
+                       label="Diff (log)"),
+    "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)", label="OPT"),
+    "opt_log": Method(_cascade(opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)",
+                      label="OPT (log)"),
     "lookahead": Method(_cascade(lookahead, knobs=PRICE), 0, math.inf,
                         "as opt, a rejection at the price of what is lost after it", by_prefix=False,
                         knobs=PRICE),
-    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha"),
-    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha",
-                       needs_q=False),
-    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p",
-                       needs_q=False),
-    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha"),
+    "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha", label="Token V1"),
+    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha", needs_q=False,
+                       label="Token V2"),
+    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p", needs_q=False,
+                       label="Token V3", sweep=BENDS),
+    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha", label="BiLD*",
+                        sweep=Sweep(scale=10.0)),
     "router": Method(_cascade(opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)",
                      trained=True),
-    "typical": Method(_cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)"),
+    "typical": Method(_cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)", sweep=BENDS),
     "mixture": Method(mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
     "learned_mixture": Method(mixture, 0, 1, "mixture, learnt weights (--router)",
                               defers=False, trained=True),
-    "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False),
-    "lossy_tuned": Method(partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False),
+    "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False, sweep=BENDS),
+    "lossy_tuned": Method(partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False,
+                          sweep=BENDS),
     "lossy_greedy": Method(lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p",
-                           needs_q=False),
+                           needs_q=False, sweep=BENDS),
 }
 METHODS = {name: dataclasses.replace(method, name=name) for name, method in METHODS.items()}
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)

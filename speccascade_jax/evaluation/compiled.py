@@ -41,8 +41,8 @@ class Array:
     def order(self) -> tuple[int, ...]:
         """Its axes, the fastest first, without those of one entry."""
         axes = self.layout.split(":")[0]
-        found = [int(n) for n in axes.split(",") if n] or range(len(self.shape))[::-1]
-        return tuple(n for n in found if n < len(self.shape) and self.shape[n] > 1)
+        numbers = [int(n) for n in axes.split(",") if n] or range(len(self.shape))[::-1]
+        return tuple(n for n in numbers if n < len(self.shape) and self.shape[n] > 1)
 
     @property
     def count(self) -> int:
@@ -67,14 +67,14 @@ class Instruction:
     is_root: bool
 
     def called(self, how: str) -> str:
-        found = re.search(rf"{how}=%([^\s,)]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(rf"{how}=%([^\s,)]+)", self.rest)
+        return match[1] if match else ""
 
     @property
     def index(self) -> int:
         """Which part of a tuple it takes, or which parameter it is."""
-        found = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
-        return int(found[1]) if found else 0
+        match = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
+        return int(match[1]) if match else 0
 
 
     @property
@@ -92,16 +92,16 @@ class Computation(dict[str, Instruction]):
 
     @property
     def root(self) -> Instruction:
-        return next(one for one in self.values() if one.is_root)
+        return next(instruction for instruction in self.values() if instruction.is_root)
 
-    def origin(self, one: Instruction) -> Instruction:
+    def origin(self, instruction: Instruction) -> Instruction:
         """What made an array that is passed on."""
-        while one.operation in SAME and one.operands:
-            one = self[one.operands[0]]
-        return one
+        while instruction.operation in SAME and instruction.operands:
+            instruction = self[instruction.operands[0]]
+        return instruction
 
     def users(self, name: str) -> list[Instruction]:
-        return [one for one in self.values() if name in one.operands]
+        return [instruction for instruction in self.values() if name in instruction.operands]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry, current = "", Computation()
         for line in text.splitlines():
-            if line[:1] in "%E" and (found := COMPUTATION.match(line)) and line.endswith("{"):
-                current = self.computations[found[1]] = Computation()
-                self.entry = found[1] if line[0] == "E" else self.entry
-            elif found := INSTRUCTION.match(line):
-                root, name, shape, operation, rest = found.groups()
+            if line[:1] in "%E" and (match := COMPUTATION.match(line)) and line.endswith("{"):
+                current = self.computations[match[1]] = Computation()
+                self.entry = match[1] if line[0] == "E" else self.entry
+            elif match := INSTRUCTION.match(line):
+                root, name, shape, operation, rest = match.groups()
                 inner = rest[:rest.index(")")] if ")" in rest else rest
                 arrays = tuple(Array(kind, tuple(int(n) for n in sizes.split(",") if n), layout or "")
                                for kind, sizes, layout in ARRAY.findall(shape))
@@ -131,9 +131,9 @@ class Program:
 
     @cached_property
     def loops(self) -> list[Loop]:
-        return [Loop(one.called("body"), self._times(one.called("condition")), name)
-                for name, computation in self.computations.items() for one in computation.values()
-                if one.operation == "while"]
+        return [Loop(instruction.called("body"), self._times(instruction.called("condition")), name)
+                for name, computation in self.computations.items() for instruction in computation.values()
+                if instruction.operation == "while"]
 
     def _times(self, condition: str) -> int | None:
         """How often a loop runs whose condition compares a counter with a constant."""
@@ -141,9 +141,9 @@ class Program:
         root = computation.root
         if root.operation == "compare" and "direction=LT" in root.rest and root.arrays[0].shape == ():
             for name in root.operands:
-                found = re.match(r"(\d+)\)", computation[name].rest)
-                if computation[name].operation == "constant" and found:
-                    return int(found[1])
+                match = re.match(r"(\d+)\)", computation[name].rest)
+                if computation[name].operation == "constant" and match:
+                    return int(match[1])
         return None
 
     @cached_property
@@ -163,51 +163,61 @@ class Program:
         """(instruction, where it stands, how often it runs) for all that a computation does, in its loops
         and branches, too; what is fused is one instruction."""
         computation = self.computations[name]
-        for one in computation.values():
-            yield one, computation, times
-            if one.operation == "while":
-                often = self._times(one.called("condition")) or 1
-                yield from self.within(one.called("body"), times * often)
-            for branch in self._branches(one):
+        for instruction in computation.values():
+            yield instruction, computation, times
+            if instruction.operation == "while":
+                often = self._times(instruction.called("condition")) or 1
+                yield from self.within(instruction.called("body"), times * often)
+            for branch in self._branches(instruction):
                 yield from self.within(branch, times)
 
-    def _branches(self, one: Instruction) -> list[str]:
-        if one.operation not in ("call", "conditional"):
+    def _branches(self, instruction: Instruction) -> list[str]:
+        if instruction.operation not in ("call", "conditional"):
             return []
-        names = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
-        found = re.findall(r"%([^\s,]+)", names[1]) if names else [
-            one.called(how) for how in ("to_apply", "true_computation", "false_computation")]
-        return [name for name in found if name in self.computations]
+        names = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+        called = re.findall(r"%([^\s,]+)", names[1]) if names else [
+            instruction.called(how) for how in ("to_apply", "true_computation", "false_computation")]
+        return [name for name in called if name in self.computations]
 
     def bytes_read(self, name: str) -> int:
         """Bytes that a computation reads from HBM; of an array that it takes slices of only these."""
-        return sum(times * self._read(one, where) for one, where, times in self.within(name))
+        return sum(times * self._read(instruction, where) for instruction, where, times in self.within(name))
 
-    def _read(self, one: Instruction, where: Computation) -> int:
-        if (one.operation in UNREAD or one.operation.endswith("-done") or "AllocateBuffer" in one.rest
-                or "ConcatBitcast" in one.rest):
+    def _read(self, instruction: Instruction, where: Computation) -> int:
+        if (
+            instruction.operation in UNREAD
+            or instruction.operation.endswith("-done")
+            or "AllocateBuffer" in instruction.rest
+            or "ConcatBitcast" in instruction.rest
+        ):
             return 0
-        if one.operation.endswith("-start"):  # an array's way to VMEM or back, or to another chip
-            source = where[one.operands[0]].arrays[:1] if one.operands[0] in where else ()
-            moved = min((x.bytes for x in one.arrays if x.count > 1), default=0)
+        if instruction.operation.endswith("-start"):  # an array's way to VMEM or back, or to another chip
+            source = where[instruction.operands[0]].arrays[:1] if instruction.operands[0] in where else ()
+            moved = min((x.bytes for x in instruction.arrays if x.count > 1), default=0)
             return 0 if not source or source[0].fast else moved
-        body = self.computations.get(one.called("calls")) if one.operation == "fusion" else None
+        body = (
+            self.computations.get(instruction.called("calls")) if instruction.operation == "fusion" else None
+        )
         total = 0
-        for place, name in enumerate(one.operands):
-            found = where.get(name)
-            if found is None or len(found.arrays) != 1 or found.arrays[0].fast:
+        for place, name in enumerate(instruction.operands):
+            operand = where.get(name)
+            if operand is None or len(operand.arrays) != 1 or operand.arrays[0].fast:
                 continue
-            whole = found.arrays[0].bytes
+            whole = operand.arrays[0].bytes
             if body is not None:
                 total += self._read_in_fusion(body, place, whole)
-            elif one.operation in SLICES:
-                total += min(whole, sum(x.bytes for x in one.arrays)) if place == 0 else whole
-            elif one.operation not in IN_PLACE or place:
+            elif instruction.operation in SLICES:
+                total += min(whole, sum(x.bytes for x in instruction.arrays)) if place == 0 else whole
+            elif instruction.operation not in IN_PLACE or place:
                 total += whole
         return total
 
     def _read_in_fusion(self, body: Computation, place: int, whole: int) -> int:
-        names = [one.name for one in body.values() if one.operation == "parameter" and one.index == place]
+        names = [
+            instruction.name
+            for instruction in body.values()
+            if instruction.operation == "parameter" and instruction.index == place
+        ]
         total, seen = 0, set(names)
         while names:
             name = names.pop()
@@ -235,53 +245,77 @@ class Program:
     def _held(self, name: str) -> tuple[int, int]:
         where = self.computations[name]
         buffers: dict[str, list[frozenset[str]]] = {}  # of each part of a value: what made its buffers
-        for one in where.values():
-            buffers[one.name] = self._buffers(one, where, buffers)
-        last = {made: one.name for one in where.values() for operand in (one.name, *one.operands)
-                for part in buffers.get(operand, ()) for made in part}
+        for instruction in where.values():
+            buffers[instruction.name] = self._buffers(instruction, where, buffers)
+        last = {
+            made: instruction.name
+            for instruction in where.values()
+            for operand in (instruction.name, *instruction.operands)
+            for part in buffers.get(operand, ())
+            for made in part
+        }
         kept = frozenset().union(*buffers[where.root.name])
         ending: dict[str, list[str]] = {}
         for made, user in last.items():
             ending.setdefault(user, []).append(made)
-        live, most = [0, 0], [0, 0]
-        for one in where.values():
-            if buffers[one.name] == [{one.name}] and one.name not in kept:
-                live = [x + own for x, own in zip(live, one.made, strict=True)]
-            bodies = [one.called("body")] if one.operation == "while" else self._branches(one)
+        live, peak = [0, 0], [0, 0]
+        for instruction in where.values():
+            if buffers[instruction.name] == [{instruction.name}] and instruction.name not in kept:
+                live = [x + size for x, size in zip(live, instruction.made, strict=True)]
+            bodies = (
+                [instruction.called("body")]
+                if instruction.operation == "while"
+                else self._branches(instruction)
+            )
             inner = [max(sizes) for sizes in zip((0, 0), *map(self._held, bodies), strict=True)]
-            most = [max(x, now + own) for x, now, own in zip(most, live, inner, strict=True)]
-            for made in ending.get(one.name, []):
+            peak = [max(x, now + size) for x, now, size in zip(peak, live, inner, strict=True)]
+            for made in ending.get(instruction.name, []):
                 if made not in kept:
-                    live = [x - own for x, own in zip(live, where[made].made, strict=True)]
-        return most[0], most[1]
+                    live = [x - size for x, size in zip(live, where[made].made, strict=True)]
+        return peak[0], peak[1]
 
-    def _buffers(self, one: Instruction, where: Computation, known: dict[str, list[frozenset[str]]]
+    def _buffers(self, instruction: Instruction, where: Computation, known: dict[str, list[frozenset[str]]]
                  ) -> list[frozenset[str]]:
         """The instructions that made the buffers of each part of a value."""
+
         def joined(name: str) -> frozenset[str]:
             return frozenset().union(*known.get(name, ()))
 
-        if one.operation == "parameter" or (one.operation == "constant" and not one.operands):
-            return [frozenset()] * max(len(one.arrays), 1)
-        if one.operation == "tuple":
-            return [joined(name) for name in one.operands]
-        if one.operation == "get-tuple-element" and one.operands[0] in known:
-            parts = known[one.operands[0]]
-            return [parts[one.index] if one.index < len(parts) else joined(one.operands[0])]
-        if one.operation in ("while", "optimization-barrier") and one.operands[0] in known:
-            return known[one.operands[0]]
-        same = [name for place, name in enumerate(one.operands) if name in known and (
-            one.operation in SAME or one.operation.endswith("-done") or "ConcatBitcast" in one.rest
-            or self._in_place(one, place))]
-        return [frozenset().union(*map(joined, same))] if same else [frozenset({one.name})]
+        if instruction.operation == "parameter" or (
+            instruction.operation == "constant" and not instruction.operands
+        ):
+            return [frozenset()] * max(len(instruction.arrays), 1)
+        if instruction.operation == "tuple":
+            return [joined(name) for name in instruction.operands]
+        if instruction.operation == "get-tuple-element" and instruction.operands[0] in known:
+            parts = known[instruction.operands[0]]
+            return [
+                parts[instruction.index]
+                if instruction.index < len(parts)
+                else joined(instruction.operands[0])
+            ]
+        if instruction.operation in ("while", "optimization-barrier") and instruction.operands[0] in known:
+            return known[instruction.operands[0]]
+        same = [
+            name
+            for place, name in enumerate(instruction.operands)
+            if name in known
+            and (
+                instruction.operation in SAME
+                or instruction.operation.endswith("-done")
+                or "ConcatBitcast" in instruction.rest
+                or self._in_place(instruction, place)
+            )
+        ]
+        return [frozenset().union(*map(joined, same))] if same else [frozenset({instruction.name})]
 
-    def _in_place(self, one: Instruction, place: int) -> bool:
+    def _in_place(self, instruction: Instruction, place: int) -> bool:
         """Whether an instruction writes into that operand, which its result then is."""
-        if one.operation in IN_PLACE:
+        if instruction.operation in IN_PLACE:
             return place == 0
-        if one.operation != "fusion":
+        if instruction.operation != "fusion":
             return False
-        body = self.computations[one.called("calls")]
+        body = self.computations[instruction.called("calls")]
         last = body.origin(body.root)
         first = body.origin(body[last.operands[0]]) if last.operation in IN_PLACE else last
         return first is not last and first.operation == "parameter" and first.index == place
@@ -292,34 +326,34 @@ class Program:
         kept: (dtype, number of entries) of the weights and caches, those of a single layer included. Copies
         that run while something else is computed are none.
         """
-        found: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
-        for one, where, times in self.within(name):
-            if (one.operation.split("-")[0] in HOST
-                    or re.search(r"custom_call_target=\"[^\"]*callback", one.rest)):
-                found["host transfers"].append(f"{times} x {one.operation} {one.name}")
-            source = self._moved(one, where)
-            if source is None or not {(x.kind, x.count) for x in one.arrays} & kept:
+        problems: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
+        for instruction, where, times in self.within(name):
+            if (instruction.operation.split("-")[0] in HOST
+                    or re.search(r"custom_call_target=\"[^\"]*callback", instruction.rest)):
+                problems["host transfers"].append(f"{times} x {instruction.operation} {instruction.name}")
+            source = self._moved(instruction, where)
+            if source is None or not {(x.kind, x.count) for x in instruction.arrays} & kept:
                 continue
-            [array, *_] = one.arrays
+            [array, *_] = instruction.arrays
             same = array.order == source.order and array.shape == source.shape
-            found["copies" if same else "changes of layout"].append(
-                f"{times} x {one.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.2g} MB")
-        return found
+            problems["copies" if same else "changes of layout"].append(
+                f"{times} x {instruction.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.2g} MB")
+        return problems
 
-    def _moved(self, one: Instruction, where: Computation) -> Array | None:
+    def _moved(self, instruction: Instruction, where: Computation) -> Array | None:
         """What an instruction moves to another place, if it does nothing else."""
-        if one.operation == "fusion":
-            if not _only_moves(self.computations[one.called("calls")]):
+        if instruction.operation == "fusion":
+            if not _only_moves(self.computations[instruction.called("calls")]):
                 return None
-        elif one.operation not in ("copy", "transpose"):
+        elif instruction.operation not in ("copy", "transpose"):
             return None
-        source = where.get(one.operands[0])
+        source = where.get(instruction.operands[0])
         return source.arrays[0] if source and source.arrays else None
 
     def collectives(self, name: str) -> int:
         """How often the chips exchange something."""
-        return sum(times for one, _, times in self.within(name)
-                   if one.operation.removesuffix("-start") in COLLECTIVES)
+        return sum(times for instruction, _, times in self.within(name)
+                   if instruction.operation.removesuffix("-start") in COLLECTIVES)
 
 
 def _only_moves(body: Computation) -> bool:

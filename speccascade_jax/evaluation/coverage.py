@@ -12,18 +12,21 @@ from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.translated import NONE, Translated
 
 
-def coverage(cascade: Cascade, outputs: Sequence[Output], most: int = 32) -> dict[str, tuple[float, float]]:
+def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> dict[str, tuple[float, float]]:
     """For each drafter of another vocabulary, the share of the verifier's tokens that both have, and of the
     verifier's probability: the mean of sum p(t) over these, at temperature 1, over the positions of the first
-    `most` outputs (nan where all are empty)."""
-    shared = {str(n): np.asarray(own.tables.place)[:cascade.tokenizer.size] < NONE for n, (model, own) in
-              enumerate(zip(cascade.models, cascade.params, strict=True)) if isinstance(model, Translated)}
-    kept = [output for output in outputs if output.tokens][:most]
+    `limit` outputs (nan where all are empty)."""
+    shared = {
+        str(n): np.asarray(weights.tables.place)[: cascade.tokenizer.size] < NONE
+        for n, (model, weights) in enumerate(zip(cascade.models, cascade.params, strict=True))
+        if isinstance(model, Translated)
+    }
+    kept = [output for output in outputs if output.tokens][:limit]
     if not shared or not kept:
-        return {name: (float(np.mean(one)), float("nan")) for name, one in shared.items()}
+        return {name: (float(np.mean(mask)), float("nan")) for name, mask in shared.items()}
     rows, _ = cascade.encode([output.source for output in kept], truncate=True)
     width, size = cascade.bucket(max(map(len, rows))), max(len(output.tokens) for output in kept)
-    masks = jnp.stack([jnp.asarray(one, jnp.float32) for one in shared.values()])
+    masks = jnp.stack([jnp.asarray(mask, jnp.float32) for mask in shared.values()])
 
     def masses(inputs: Array, length: Array, tokens: Array, count: Array) -> Array:
         prefix, cache = cascade.verifier.prefill(cascade.params[-1], inputs, length, width + size + 1)
@@ -40,8 +43,8 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], most: int = 32) -> dic
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
         total += np.asarray(program(*map(jnp.asarray, (inputs, length, tokens, count))))
     positions = sum(len(output.tokens) for output in kept)
-    return {name: (float(np.mean(one)), float(mass / positions))
-            for (name, one), mass in zip(shared.items(), total, strict=True)}
+    return {name: (float(np.mean(mask)), float(mass / positions))
+            for (name, mask), mass in zip(shared.items(), total, strict=True)}
 
 
 def shown(cascade: Cascade, outputs: Sequence[Output]) -> dict[str, str]:

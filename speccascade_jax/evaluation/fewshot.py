@@ -1,7 +1,7 @@
 """Tasks that a model without fine-tuning does by example: prompts, stop sequences, answers, scores.
 
-The eight of the paper's Gemma 2 runs. TASKS is a literal table; a task's files are the defaults of
-scripts/fewshot.py's flags.
+TASKS declares each task once: those of the paper's Gemma 2 runs. The flags of scripts/fewshot.py, their help
+and their checks read its entry: a new task is one more entry.
 """
 
 import dataclasses
@@ -14,29 +14,34 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from speccascade_jax.config import DATA
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
-from speccascade_jax.evaluation.sandbox import run_program
+from speccascade_jax.evaluation.sandbox import parse_tests, run_program
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.training.data import read_examples
 
 Example = dict[str, Any]
 
 
-class Scored(NamedTuple):
+class Marks(NamedTuple):
+    """What the answers to a task's examples are worth."""
+
     figures: dict[str, float]  # 0 to 100
-    each: list[Any]            # what each answer got, in order; empty where only all together have a score
+    answers: list[Any]         # of each answer, in order; empty where only all together have a score
 
 
-Score = Callable[[Sequence[str], Sequence[Example]], Scored]  # of answers to examples
+Score = Callable[[Sequence[str], Sequence[Example]], Marks]  # of answers to examples
 NO_ANSWER = "unanswerable"
 TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or more"
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """How an example is asked and answered in a prompt, and how a model's answer is read and scored."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewShotTask:
+    """How an example is put and answered in a prompt, and how a model's answer is read and scored."""
 
-    examples: str                          # file with the examples that are asked (data.read_examples)
+    name: str
+    summary: str                           # one sentence for people
+    examples: str                          # file with the questions (data.read_examples)
     shot_pool: str                         # file with those that are shown
     shots: int
     question: Callable[[Example], str]     # ends where the answer begins
@@ -47,6 +52,8 @@ class Task:
     max_new_tokens: int
     fields: dict[str, str]                 # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
     fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
+    executes: bool = False                 # the score runs what the models wrote, in a sandbox
+    check: Callable[[Example], None] = lambda example: None  # raises ValueError where it cannot be scored
 
 
 class Prompts(NamedTuple):
@@ -55,8 +62,8 @@ class Prompts(NamedTuple):
     shots: list[int]  # which of the pool are shown
 
 
-def checked_examples(task: Task, path: str) -> list[Example]:
-    """The examples of a file. Raises ValueError with the line of one that lacks a field of the task's."""
+def checked_examples(task: FewShotTask, path: str) -> list[Example]:
+    """The examples of a file. Raises FieldError with the line of one that lacks a field of the task's."""
     examples = list(read_examples(path))
     for number, example in enumerate(examples, 1):
         for name, kind in task.fields.items():
@@ -65,34 +72,38 @@ def checked_examples(task: Task, path: str) -> list[Example]:
             if kind == TEXT:
                 check_text(value, where)
             elif not isinstance(value, list) or (not value and kind == SOME_TEXTS):
-                raise ValueError(f"{where} is {reprlib.repr(value)}; it must be {kind}.")
+                raise FieldError(name, value, f"it must be {kind}.", f"{where} is {reprlib.repr(value)}")
             else:
-                for n, one in enumerate(value, 1):
-                    check_text(one, f"{where}, entry {n}")
+                for entry, text in enumerate(value, 1):
+                    check_text(text, f"{where}, entry {entry}")
     return examples
 
 
-def build_prompts(task: Task, seed: int, limit: int | None = None) -> Prompts:
+def build_prompts(task: FewShotTask, seed: int, limit: int | None = None) -> Prompts:
     """The prompts of the first `limit` examples: the shots, drawn from the pool with `seed`, then the
-    question. Where both come from one file, the shots are not asked.
+    question. Where both come from one file, the shots are no questions.
 
-    Raises ValueError where the pool has too few, or nothing is left to ask.
+    Raises FieldError where the pool has too few examples, no question is left, or one cannot be scored.
     """
     pool = checked_examples(task, task.shot_pool)
     if len(pool) < task.shots:
-        raise ValueError(f"{task.shot_pool} has {len(pool)} examples, {task.shots} are to be shown: lower "
-                         "--shots, or give another --shot-pool.")
+        raise FieldError("shots", task.shots, "lower --shots, or give another --shot-pool.",
+                         f"{task.shot_pool} has {len(pool)} examples, {task.shots} are to be shown")
     if task.fixed_shots is not None and task.shots > len(task.fixed_shots):
-        raise ValueError(f"the task's authors show {len(task.fixed_shots)} examples, {task.shots} are to be "
-                         "shown: lower --shots, or give a --shot-pool.")
+        raise FieldError("shots", task.shots, "lower --shots, or give a --shot-pool.",
+                         f"the task's authors show {len(task.fixed_shots)} examples, {task.shots} are to be "
+                         "shown")
     chosen = list(task.fixed_shots or random.Random(seed).sample(range(len(pool)), task.shots))[:task.shots]
-    shown = "".join(task.question(pool[n]) + task.answer(pool[n]) for n in chosen)
+    shots = "".join(task.question(pool[n]) + task.answer(pool[n]) for n in chosen)
     same = task.examples == task.shot_pool
-    asked = pool if same else checked_examples(task, task.examples)
-    asked = [example for n, example in enumerate(asked) if not (same and n in chosen)][:limit]
-    if not asked:
-        raise ValueError(f"{task.examples} has no examples to ask: give other --inputs.")
-    return Prompts([shown + task.question(example) for example in asked], asked, chosen)
+    examples = pool if same else checked_examples(task, task.examples)
+    examples = [example for n, example in enumerate(examples) if not (same and n in chosen)][:limit]
+    if not examples:
+        raise FieldError("inputs", task.examples, "give other --inputs.",
+                         f"{task.examples} has no examples to ask")
+    for example in examples:
+        task.check(example)
+    return Prompts([shots + task.question(example) for example in examples], examples, chosen)
 
 
 # Answers and their scores
@@ -119,7 +130,7 @@ def token_f1(answer: str, gold: str) -> float:
     return 2 * same / (len(words) + len(right))
 
 
-def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
+def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
     """The official evaluation's `exact` and `f1`, over all and over those with and without an answer."""
     exact, f1 = [], []
     for answer, example in zip(answers, examples, strict=True):
@@ -133,15 +144,15 @@ def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
         if which:
             figures |= {f"{name}exact": 100 * sum(exact[n] for n in which) / len(which),
                         f"{name}f1": 100 * sum(f1[n] for n in which) / len(which)}
-    return Scored(figures, list(zip(exact, f1, strict=True)))
+    return Marks(figures, list(zip(exact, f1, strict=True)))
 
 
 def exact_match(normal: Callable[[str], str]) -> Score:
     """Share of answers that equal one of the right ones under the normalisation."""
-    def score(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
+    def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
         right = [normal(answer) in {normal(gold) for gold in example["answers"]}
                  for answer, example in zip(answers, examples, strict=True)]
-        return Scored({"exact": 100 * sum(right) / len(right)}, right)
+        return Marks({"exact": 100 * sum(right) / len(right)}, right)
 
     return score
 
@@ -157,10 +168,10 @@ def final_number(text: str) -> str:
     return plain.rstrip("0").rstrip(".") if "." in plain else plain
 
 
-def score_gsm8k(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
+def score_gsm8k(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
     right = [answer == final_number(example["final"])
              for answer, example in zip(answers, examples, strict=True)]
-    return Scored({"accuracy": 100 * sum(right) / len(right)}, right)
+    return Marks({"accuracy": 100 * sum(right) / len(right)}, right)
 
 
 def program_of(text: str) -> str:
@@ -169,18 +180,23 @@ def program_of(text: str) -> str:
     return (fenced.group(1) if fenced else text).strip("\n")
 
 
-def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
+def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
     """Runs each program and its task's tests in the sandbox: the share that pass, and of each other end."""
     verdicts = [run_program(f"{answer}\n{example.get('test_setup_code') or ''}", example["test_list"])
                 for answer, example in zip(answers, examples, strict=True)]
     ends = {"passed": 0, **Counter(verdict.outcome for verdict in verdicts)}
-    return Scored({end: 100 * count / len(verdicts) for end, count in sorted(ends.items())}, verdicts)
+    return Marks({end: 100 * count / len(verdicts) for end, count in sorted(ends.items())}, verdicts)
+
+
+def check_tests(example: Example) -> None:
+    """Raises ValueError for a test that cannot be judged."""
+    parse_tests(example["test_list"])
 
 
 def against_references(metric: str, field: str) -> Score:
-    """A metric of evaluation.METRICS against the examples' `field`."""
-    def score(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
-        return Scored({metric: METRICS[metric](answers, [[example[field]] for example in examples])}, [])
+    """A metric of quality.METRICS against the examples' `field`."""
+    def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
+        return Marks({metric: METRICS[metric](answers, [[example[field]] for example in examples])}, [])
 
     return score
 
@@ -217,38 +233,67 @@ def open_question(example: Example) -> str:
     return f"Q: {question[:1].upper()}{question[1:].rstrip('?')}?\nA:"
 
 
-def open_qa(examples: str, shot_pool: str, normal: Callable[[str], str] = normalized) -> Task:
-    return Task(examples, shot_pool, 5, open_question, lambda example: f" {example['answers'][0]}\n\n",
-                first_line, exact_match(normal), ("\n",), 32, {"question": TEXT, "answers": SOME_TEXTS})
+def _open_qa(name: str, summary: str, examples: str, shot_pool: str,
+             normal: Callable[[str], str] = normalized) -> FewShotTask:
+    return FewShotTask(
+        name=name, summary=summary, examples=examples, shot_pool=shot_pool, shots=5, question=open_question,
+        answer=lambda example: f" {example['answers'][0]}\n\n", read=first_line, score=exact_match(normal),
+        stop=("\n",), max_new_tokens=32, fields={"question": TEXT, "answers": SOME_TEXTS})
 
 
-TASKS = {
-    "gsm8k": Task(
-        f"{DATA}/gsm8k/test.jsonl.gz", f"{DATA}/gsm8k/train.jsonl.gz", 8,
-        lambda example: f"Question: {example['question'].strip()}\nAnswer:", gsm8k_answer, final_number,
-        score_gsm8k, ("\n\n", "\nQuestion:"), 320, {"question": TEXT, "answer": TEXT, "final": TEXT}),
-    "mbpp": Task(
-        f"{DATA}/mbpp/test.jsonl.gz", f"{DATA}/mbpp/prompt.jsonl.gz", 3, mbpp_question,
-        lambda example: example["code"].replace("\r", "") + "\n[DONE]\n\n", program_of, score_mbpp,
-        ("[DONE]",), 320, {"text": TEXT, "code": TEXT, "test_list": SOME_TEXTS},
-        fixed_shots=(1, 2, 3)),  # tasks 2, 3 and 4, as Austin et al. 2021
-    "squad2": Task(
-        f"{DATA}/squad2_dev_half/validation.jsonl.gz", f"{DATA}/squad2_dev_half/validation.jsonl.gz", 4,
-        squad_question, lambda example: f" {(example['answers'] or [NO_ANSWER])[0]}\n\n", squad_read,
-        score_squad, ("\n",), 48, {"context": TEXT, "question": TEXT, "answers": TEXTS}),
-    "webquestions": open_qa(f"{DATA}/webquestions/test.jsonl.gz", f"{DATA}/webquestions/train.jsonl.gz"),
-    "naturalquestions": open_qa(f"{DATA}/nq_open/validation.jsonl.gz",
-                                f"{DATA}/nq_open/efficientqa_dev.jsonl.gz"),
-    "triviaqa": open_qa(f"{DATA}/triviaqa_sample/validation.jsonl.gz",
-                        f"{DATA}/triviaqa_sample/validation.jsonl.gz", normalized_trivia),
-    "wmt": Task(
-        f"{DATA}/wmt_en_de_small/validation.jsonl.gz", f"{DATA}/wmt_en_de_small/train.jsonl.gz", 5,
-        lambda example: f"English: {example['source']}\nGerman:", lambda example: f" {example['target']}\n\n",
-        first_line, against_references("bleu", "target"), ("\n",), 128,
-        {"source": TEXT, "target": TEXT}),
-    "cnndm": Task(
-        "hf://abisee/cnn_dailymail/3.0.0:validation", "hf://abisee/cnn_dailymail/3.0.0:train", 1,
-        lambda example: f"Article: {example['article']}\nSummary:",
-        lambda example: f" {example['highlights'].replace(chr(10), ' ')}\n\n", first_line,
-        against_references("rouge2", "highlights"), ("\n",), 128, {"article": TEXT, "highlights": TEXT}),
-}
+TASKS = {task.name: task for task in (
+    FewShotTask(
+        name="gsm8k", summary="word problems of school mathematics, answered in steps",
+        examples=f"{DATA}/gsm8k/test.jsonl.gz", shot_pool=f"{DATA}/gsm8k/train.jsonl.gz", shots=8,
+        question=lambda example: f"Question: {example['question'].strip()}\nAnswer:", answer=gsm8k_answer,
+        read=final_number, score=score_gsm8k, stop=("\n\n", "\nQuestion:"), max_new_tokens=320,
+        fields={"question": TEXT, "answer": TEXT, "final": TEXT}),
+    FewShotTask(
+        name="mbpp", summary="short Python programs that pass given tests",
+        examples=f"{DATA}/mbpp/test.jsonl.gz", shot_pool=f"{DATA}/mbpp/prompt.jsonl.gz", shots=3,
+        question=mbpp_question,
+        answer=lambda example: example["code"].replace("\r", "") + "\n[DONE]\n\n", read=program_of,
+        score=score_mbpp, stop=("[DONE]",), max_new_tokens=320,
+        fields={"text": TEXT, "code": TEXT, "test_list": SOME_TEXTS},
+        fixed_shots=(1, 2, 3),  # tasks 2, 3 and 4, as Austin et al. 2021
+        executes=True, check=check_tests),
+    FewShotTask(
+        name="squad2", summary="questions on a passage, some without an answer",
+        examples=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
+        shot_pool=f"{DATA}/squad2_dev_half/validation.jsonl.gz", shots=4, question=squad_question,
+        answer=lambda example: f" {(example['answers'] or [NO_ANSWER])[0]}\n\n", read=squad_read,
+        score=score_squad, stop=("\n",), max_new_tokens=48,
+        fields={"context": TEXT, "question": TEXT, "answers": TEXTS}),
+    _open_qa("webquestions", "questions that search engines suggest",
+             f"{DATA}/webquestions/test.jsonl.gz", f"{DATA}/webquestions/train.jsonl.gz"),
+    _open_qa("naturalquestions", "questions that people have put to a search engine",
+             f"{DATA}/nq_open/validation.jsonl.gz", f"{DATA}/nq_open/efficientqa_dev.jsonl.gz"),
+    _open_qa("triviaqa", "questions of quizzes",
+             f"{DATA}/triviaqa_sample/validation.jsonl.gz", f"{DATA}/triviaqa_sample/validation.jsonl.gz",
+             normalized_trivia),
+    FewShotTask(
+        name="wmt", summary="translation from English to German",
+        examples=f"{DATA}/wmt_en_de_small/validation.jsonl.gz",
+        shot_pool=f"{DATA}/wmt_en_de_small/train.jsonl.gz", shots=5,
+        question=lambda example: f"English: {example['source']}\nGerman:",
+        answer=lambda example: f" {example['target']}\n\n", read=first_line,
+        score=against_references("bleu", "target"), stop=("\n",), max_new_tokens=128,
+        fields={"source": TEXT, "target": TEXT}),
+    FewShotTask(
+        name="cnndm", summary="summaries of news",
+        examples="hf://abisee/cnn_dailymail/3.0.0:validation",
+        shot_pool="hf://abisee/cnn_dailymail/3.0.0:train", shots=1,
+        question=lambda example: f"Article: {example['article']}\nSummary:",
+        answer=lambda example: f" {example['highlights'].replace(chr(10), ' ')}\n\n", read=first_line,
+        score=against_references("rouge2", "highlights"), stop=("\n",), max_new_tokens=128,
+        fields={"article": TEXT, "highlights": TEXT}),
+)}
+"""By name."""
+
+
+def task_of(name: str) -> FewShotTask:
+    """Raises FieldError for a task that TASKS lacks."""
+    task = TASKS.get(name)
+    if task is None:
+        raise FieldError("task", name, f"known: {', '.join(TASKS)}.", f"unknown task {name!r}")
+    return task

@@ -46,7 +46,7 @@ class Load:
     def summary(self) -> dict[str, Any]:
         """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""
         kept = self.accepted
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "requests": len(self.replies), "accepted": len(kept),
             "refused_429": sum(reply.status == 429 for reply in self.replies),
             "lost": sum(reply.status not in (200, 429) for reply in self.replies),
@@ -55,8 +55,8 @@ class Load:
         for name in ("first", "seconds"):
             times = [1000 * getattr(reply, name) for reply in kept]
             key = {"first": "first_token_ms", "seconds": "whole_ms"}[name]
-            found |= {f"{key}_p{p}": float(np.percentile(times, p)) if times else None for p in (50, 99)}
-        return found
+            figures |= {f"{key}_p{p}": float(np.percentile(times, p)) if times else None for p in (50, 99)}
+        return figures
 
 
 def merged(loads: Sequence[Load]) -> Load:
@@ -95,28 +95,28 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
 async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str = "") -> Load:
     """`clients` at a time, each sending the next body when its last one is answered."""
     waiting: Iterator[Body] = iter(bodies)
-    found: list[Reply] = []
+    replies: list[Reply] = []
 
     async def client() -> None:
         for body in waiting:
-            found.append(await ask(url, body, key))
+            replies.append(await ask(url, body, key))
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return Load(found, time.perf_counter() - began)
+    return Load(replies, time.perf_counter() - began)
 
 
 async def open_loop(url: str, body_of: Callable[[int], Body], rate: float, seconds: float, *, key: str = "",
                     seed: int = 0, watch: Callable[[], None] = lambda: None) -> Load:
     """Requests at random times, `rate` a second on average, whatever becomes of the earlier ones. `watch` is
     called ten times on the way."""
-    draw, asked, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0
+    draw, tasks, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0
     due = began
     while (due := due + draw.expovariate(rate)) < began + seconds:
         await asyncio.sleep(max(due - time.perf_counter(), 0))
-        asked.append(asyncio.create_task(ask(url, body_of(len(asked)), key)))
+        tasks.append(asyncio.create_task(ask(url, body_of(len(tasks)), key)))
         if time.perf_counter() > began + seconds * watched / 10:
             watched += 1
             watch()
-    found = await asyncio.gather(*asked)
-    return Load(list(found), time.perf_counter() - began)
+    replies = await asyncio.gather(*tasks)
+    return Load(list(replies), time.perf_counter() - began)

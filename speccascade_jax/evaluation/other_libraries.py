@@ -60,9 +60,9 @@ def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | 
             inputs = torch.tensor([source])
             began = time.perf_counter()
             with torch.inference_mode():
-                found = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+                output = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
                                        **least, **options)
-            return time.perf_counter() - began, found[0, 1:].tolist()
+            return time.perf_counter() - began, output[0, 1:].tolist()
         return decode
 
     decoders = {f"{version}, verifier": decoder()}
@@ -92,11 +92,11 @@ def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int, 
         def decode(source, translator=translator):
             words = [pieces[n] for n in source]
             began = time.perf_counter()
-            found = translator.translate_batch([words], beam_size=1, return_end_token=True,
+            output = translator.translate_batch([words], beam_size=1, return_end_token=True,
                                                min_decoding_length=max(min_new_tokens, 1),
                                                max_decoding_length=max_new_tokens)
             spent = time.perf_counter() - began
-            return spent, [ids[piece] for piece in found[0].hypotheses[0]]
+            return spent, [ids[piece] for piece in output[0].hypotheses[0]]
 
         decoders[f"ctranslate2 {ctranslate2.__version__} {kind}, verifier"] = decode
     return decoders

@@ -1,4 +1,4 @@
-"""The pictures of a sweep: quality against what it costs, a panel for each gamma, temperature and top-p."""
+"""The pictures of a sweep: quality against its cost, a panel for each block size, temperature and top-p."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -8,29 +8,25 @@ from typing import Any
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
-from speccascade_jax.evaluation.reductions import Result
-from speccascade_jax.evaluation.sweep import COMPARED, gamma
+from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.evaluation.reductions import Comparison
+from speccascade_jax.evaluation.sweep import COMPARED, block_size_of
 
-Axis = Callable[[Result], float | None]
+Axis = Callable[[Comparison], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
     "latency": ("Time relative to the verifier alone (share)", lambda r: r.time.share if r.time else None),
     "rejected": ("Drafted tokens rejected (share)", lambda r: r.rejection_rate),
     "deferred": ("Drafted tokens deferred (share)", lambda r: r.deferral_rate),
     "calls": ("Verifier calls per token", lambda r: r.calls_per_token)}
-QUALITY = {"bleu": "BLEU", "bleu_intl": "BLEU (intl)", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2",
-           "rougeLsum": "ROUGE-Lsum", "exact_match": "Exact matches (%)"}
-INK, PAPER = "#1a1a1a", "#ffffff"  # opaque: a dark page shows it as a white card
+INK, GREY, PAPER = "#1a1a1a", "#7F7F7F", "#ffffff"  # opaque: a dark page shows it as a white card
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
            "#4D4D4D", "#2F4B7C", "#C2185B", "#6B8E23")  # apart for most kinds of colour blindness; markers
 MARKERS = "osD^vXPphd<>"                               # tell the rest
-LETTERS = {"top_p": ("$p$", "top-p"), "top_k": ("$k$", "top-k"), "min_p": ("$m$", "min-p")}
-NAMES = {"opt": "OPT", "opt_log": "OPT (log)", "chow_log": "Chow (log)", "diff_log": "Diff (log)",
-         "token_v1": "Token V1", "token_v2": "Token V2", "token_v3": "Token V3", "bild": "BiLD",
-         "bild_star": "BiLD*", "bild_compat": "BiLD (as released)"}
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
-def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
+def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]:
     """Writes quality_NAME.png for each of AXES that was measured: their paths. Bars are 95% intervals of
     the difference from the verifier."""
     written = []
@@ -42,7 +38,7 @@ def draw(results: Sequence[Result], metric: str, folder: Path) -> list[Path]:
     return written
 
 
-def page(results: Sequence[Result], metric: str, name: str) -> Any:
+def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     """The matplotlib Figure of one of AXES; None where nothing was measured for it.
 
     All names stand in a legend beyond the panels, where no line of a panel reaches them.
@@ -54,7 +50,7 @@ def page(results: Sequence[Result], metric: str, name: str) -> Any:
     if not any(x(r) is not None for r in results if r.name not in SINGLE_MODEL):
         return None
     rows = list(dict.fromkeys((r.panel.temperature, r.panel.top_p) for r in results))
-    columns = sorted({gamma(r.point) for r in results if gamma(r.point)},
+    columns = sorted({block_size_of(r.point) for r in results if block_size_of(r.point)},
                      key=lambda size: (type(size).__name__, size)) or [0]
     style = _styles(results)
     placed = {r.name for r in results if x(r) is not None}
@@ -66,12 +62,12 @@ def page(results: Sequence[Result], metric: str, name: str) -> Any:
     for line, (temperature, top_p) in zip(panels, rows, strict=True):
         for axes, size in zip(line, columns, strict=True):
             title = f"Temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
-            axes.set(xlabel=label, ylabel=QUALITY.get(metric, metric), facecolor=PAPER)
-            axes.set_title(title + (f", gamma {size}" if size else ""), fontsize=10)
+            axes.set(xlabel=label, ylabel=METRICS[metric].label, facecolor=PAPER)
+            axes.set_title(title + (f", block size {size}" if size else ""), fontsize=10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             _curves(axes, [r for r in results if (r.panel.temperature, r.panel.top_p) == (temperature, top_p)
-                           and gamma(r.point) in (0, size)], x, style)
+                           and block_size_of(r.point) in (0, size)], x, style)
     figure.legend(handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
                   loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.9, handlelength=3)
     return figure
@@ -81,8 +77,9 @@ def _title(name: str) -> str:
     if name in SINGLE_MODEL:
         return f"{name.capitalize()} alone"
     method, _, kind = name.partition(", ")
-    shown = NAMES.get(method, method.replace("_", " ").capitalize())
-    shown += f", {LETTERS[kind][1]}" if kind else ""
+    entry = METHODS.get(method) or BASELINES.get(method)
+    shown = (entry.label if entry else "") or method.replace("_", " ").capitalize()
+    shown += f", {kind.replace('_', '-')}" if kind else ""
     return f"{shown} (lossless)" if _lossless(name) else shown
 
 
@@ -94,13 +91,13 @@ def _alone(model: str) -> dict[str, Any]:
     return {**ALONE[model], "color": INK, "mec": PAPER, "lw": 0.9}
 
 
-def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     """How each method is drawn: COMPARED alike in every picture, the others as colours are free."""
     every = list(dict.fromkeys(r.name for r in results if r.name not in SINGLE_MODEL))
     names = [name for name in every if ", " not in name]
     places = {name: n for n, name in enumerate(COMPARED) if name in names}
-    free = [n for n in range(len(COLOURS)) if n not in places.values()]
-    places |= zip((name for name in names if name not in COMPARED), cycle(free), strict=False)
+    free = cycle([n for n in range(len(COLOURS)) if n not in places.values()])
+    places |= {name: next(free) for name in names if name not in places}
     curve = {"ms": 4.5, "lw": 1.4}
     point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
     style = {name: {"ls": "--" if name in BASELINES else "-", "color": COLOURS[n], "marker": MARKERS[n],
@@ -108,12 +105,13 @@ def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     for name in every:  # what is only truncated, in grey
         method, _, kind = name.partition(", ")
         if kind:
-            style[name] = {"ls": ":" if method == "verifier" else "-", "color": "#7F7F7F", "lw": 1.2, "ms": 6,
-                           "marker": LETTERS[kind][0], "mec": INK if method == "verifier" else "#7F7F7F"}
+            single = method in SINGLE_MODEL
+            style[name] = {"ls": ":" if single else "-", "color": GREY, "lw": 1.2, "ms": 6,
+                           "mec": INK if single else GREY, "marker": f"${TRUNCATIONS[kind].letter}$"}
     return style
 
 
-def _curves(axes: Any, results: list[Result], x: Axis, style: dict[str, dict[str, Any]]) -> None:
+def _curves(axes: Any, results: list[Comparison], x: Axis, style: dict[str, dict[str, Any]]) -> None:
     models = {r.name: r for r in results if r.name in SINGLE_MODEL}
     for name, look in style.items():
         points = [(at, r) for r in sorted(results, key=lambda r: r.lenience)

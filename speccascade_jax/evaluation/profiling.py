@@ -25,7 +25,15 @@ from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.stacking import stacked, wants_stacking
-from speccascade_jax.planning.timing import Given, Part, Timing, round_part, step_part, time_parts, timed
+from speccascade_jax.planning.timing import (
+    FixedLogits,
+    Part,
+    Timing,
+    round_part,
+    step_part,
+    time_parts,
+    timed,
+)
 
 OVERHEAD = "rules, verification, sampling"
 
@@ -40,20 +48,21 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     shape = (batch_size, source_length)
     inputs, lengths = jnp.full(shape, 2, jnp.int32), jnp.full(shape[:1], source_length, jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(batch_size))
-    given: LanguageModel = Given(verifier.vocab_size)
+    idle_model: LanguageModel = FixedLogits(verifier.vocab_size)
     logits = jax.random.normal(jax.random.key(0), (max_new_tokens, verifier.vocab_size))
     sampler, idle = (Speculative(Autoregressive(small), large, method, block_size)
-                     for small, large in ((drafter, verifier), (given, given)))
-    asked = loop.requests(sampler, keys, inputs, lengths, SamplingOptions(temperature), [alpha], None, None,
-                          max_new_tokens)
+                     for small, large in ((drafter, verifier), (idle_model, idle_model)))
+    requests = loop.requests(
+        sampler, keys, inputs, lengths, SamplingOptions(temperature), [alpha], None, None, max_new_tokens
+    )
     # Arguments, not a closure: captured parameters would become constants of the program.
-    state, nothing = (jax.jit(partial(loop.begin, own, max_new_tokens=max_new_tokens))(weights, asked)
-                      for own, weights in ((sampler, params), (idle, (logits, logits + 1e-3))))
+    state, nothing = (jax.jit(partial(loop.begin, rounds, max_new_tokens=max_new_tokens))(weights, requests)
+                      for rounds, weights in ((sampler, params), (idle, (logits, logits + 1e-3))))
     caches = state.caches
     programs: dict[str, Part] = {}
-    for name, model, own in (("drafter", drafter, params[0]), ("verifier", verifier, params[1])):
+    for name, model, weights in (("drafter", drafter, params[0]), ("verifier", verifier, params[1])):
         read = partial(model.prefill, max_length=source_length + max_new_tokens)
-        programs[f"{name} prefill"] = lambda _, *given, read=read: read(*given), (own, inputs, lengths)
+        programs[f"{name} prefill"] = lambda _, *source, read=read: read(*source), (weights, inputs, lengths)
     programs["drafter step"] = step_part(drafter, params[0], caches[0], 1)
     programs["verifier step"] = step_part(verifier, params[1], caches[1], 1)
     programs[scoring(block_size)] = step_part(verifier, params[1], caches[1], block_size + 1)
@@ -143,11 +152,11 @@ def in_turn(contestants: Mapping[str, Contestant], texts: Iterable[str]
             ) -> dict[str, list[tuple[float, Any]]]:
     """What every contestant gives for every text; another one begins each time."""
     names = list(contestants)
-    found: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
+    runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
     for index, text in enumerate(texts):
         for name in names[index % len(names):] + names[:index % len(names)]:
-            found[name].append(contestants[name](index, text))
-    return found
+            runs[name].append(contestants[name](index, text))
+    return runs
 
 
 def slope(counts: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> float:

@@ -1,109 +1,193 @@
-"""Quality of decoded texts, and how sure it is."""
+"""Quality of decoded texts, and how sure it is.
+
+METRICS declares each metric once. Configs name one, and checks, sweeps, tables and pictures read its entry:
+a new metric is one more entry.
+"""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import sacrebleu
 from jaxtyping import Float
 
+from speccascade_jax.core.errors import FieldError
+
 References = Sequence[Sequence[str]]
-TOKENIZERS = {"bleu": "13a", "bleu_intl": "intl"}
-ROUGES = ("rouge1", "rouge2", "rougeLsum")
+Texts = Sequence[str]
 
 
-def check_references(metric: str, references: References, texts: int | None = None) -> None:
-    """Raises ValueError for an unknown metric, and where `references` are not what it needs: for each of
-    `texts` texts (any number where it is None) one reference or more."""
-    if metric not in METRICS:
-        raise ValueError(f"unknown metric {metric!r}; known: {', '.join(METRICS)}.")
-    if not references:
-        raise ValueError(f"{metric} of no texts is undefined: give at least one.")
-    if texts is not None and texts != len(references):
-        raise ValueError(f"{texts} texts have {len(references)} lists of references: give one list for each.")
-    for number, own in enumerate(references):
-        if isinstance(own, str) or not isinstance(own, Sequence) or not all(isinstance(r, str) for r in own):
-            raise ValueError(f"the references of text {number} are {own!r}; give a list of texts.")
-        if not own or (metric in TOKENIZERS and not any(own)):
-            raise ValueError(f"text {number} has no reference, or only empty ones: {metric} needs one.")
+@dataclass(frozen=True)
+class Metric:
+    """A number for a set of texts, computed from sums over the texts: so that it can be bootstrapped, and
+    told what one other text would change.
+
+    Of a text with several references the best one counts. Calling a metric gives its value.
+    """
+
+    name: str     # what a config's task.metric says
+    label: str    # of an axis
+    summary: str  # one sentence for people
+    statistics: Callable[[Texts, References], Float[np.ndarray, "N K"]]  # what each text adds to the sums
+    score: Callable[[Float[np.ndarray, " K"]], float]                    # of the sums
+    sums: int     # K
+    low: float = 0.0
+    high: float = 100.0
+    words: bool = False  # it needs a reference that is not empty
+    details: Callable[[Texts, References], dict[str, str]] | None = None  # what a report says besides
+
+    def __call__(self, texts: Texts, references: References) -> float:
+        """Raises FieldError where the references are not one list of texts for each text."""
+        return self.score(statistics(self, texts, references).sum(axis=0))
+
+    def check(self, references: References, texts: int | None = None) -> None:
+        """Raises FieldError where `references` are not what it needs: for each of `texts` texts (any number
+        where it is None) one reference or more."""
+        if not references:
+            raise FieldError("references", references, "give at least one.",
+                             f"{self.name} of no texts is undefined")
+        if texts is not None and texts != len(references):
+            raise FieldError("references", len(references), "give one list for each.",
+                             f"{texts} texts have {len(references)} lists of references")
+        for number, group in enumerate(references):
+            if isinstance(group, str) or not isinstance(group, Sequence) or not all(
+                    isinstance(reference, str) for reference in group):
+                raise FieldError("references", group, "give a list of texts.",
+                                 f"the references of text {number} are {group!r}")
+            if not group or (self.words and not any(group)):
+                raise FieldError("references", group, f"{self.name} needs one.",
+                                 f"text {number} has no reference, or only empty ones")
 
 
-def bleu(hypotheses: Sequence[str], references: References, tokenize: str = "13a") -> float:
-    """Corpus BLEU (0 to 100) by sacrebleu; each hypothesis has one or more references.
+def metric_of(metric: str | Metric) -> Metric:
+    """An entry of METRICS by its name; a Metric itself. Raises FieldError for a name that METRICS lacks."""
+    entry = METRICS.get(metric) if isinstance(metric, str) else metric
+    if entry is None:
+        raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
+    return entry
+
+
+def check_references(metric: str | Metric, references: References, texts: int | None = None) -> None:
+    """Raises FieldError for an unknown metric, and as Metric.check does."""
+    metric_of(metric).check(references, texts)
+
+
+def statistics(metric: str | Metric, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
+    """What each text adds to the sums that `score` turns into the metric.
+
+    Raises FieldError where the references are not one list of texts for each text.
+    """
+    entry = metric_of(metric)
+    entry.check(references, len(texts))
+    return entry.statistics(texts, references)
+
+
+def score(metric: str | Metric, total: Float[np.ndarray, " K"]) -> float:
+    """The metric of a set of texts, from the sum of their statistics."""
+    return metric_of(metric).score(total)
+
+
+def replaced(metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int],
+             others: Texts) -> Float[np.ndarray, " N"]:
+    """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises FieldError as
+    `statistics` does."""
+    before = statistics(metric, texts, references)
+    if not len(numbers):
+        return np.zeros(0)
+    after, total = statistics(metric, others, [references[number] for number in numbers]), before.sum(axis=0)
+    return np.array([score(metric, total - before[number] + row)
+                     for number, row in zip(numbers, after, strict=True)])
+
+
+# BLEU
+
+def bleu(texts: Texts, references: References, tokenize: str = "13a") -> float:
+    """Corpus BLEU (0 to 100) by sacrebleu; each text has one or more references.
 
     tokenize="intl" is the BLEU of the T5 papers.
     """
-    return bleu_and_signature(hypotheses, references, tokenize)[0]
+    BLEU.check(references, len(texts))
+    return _corpus_bleu(texts, references, tokenize)[0]
 
 
-def bleu_and_signature(hypotheses: Sequence[str], references: References, tokenize: str) -> tuple[float, str]:
+def _corpus_bleu(texts: Texts, references: References, tokenize: str) -> tuple[float, str]:
     """BLEU, and sacrebleu's signature of how it was computed."""
-    check_references("bleu", references, len(hypotheses))
     streams = max(map(len, references))
     columns: list[Any] = [[r[n] if n < len(r) else None for r in references] for n in range(streams)]
     metric = sacrebleu.BLEU(tokenize=tokenize)
-    return metric.corpus_score(list(hypotheses), columns).score, metric.get_signature().format()
+    return metric.corpus_score(list(texts), columns).score, metric.get_signature().format()
 
 
-def statistics(metric: str, hypotheses: Sequence[str], references: References) -> Float[np.ndarray, "N K"]:
-    """What each text adds to the sums that `score` turns into the metric.
-
-    BLEU: matching and all n-grams (four each), the text's length and its closest reference's. Otherwise the
-    text's own score and 1: ROUGE F-measure by rouge-score without stemming (rougeLsum: sentences on lines),
-    or whether it is one of its references (exact_match). Of several references the best one counts.
-
-    Raises ValueError where the references are not one list of texts for each text.
-    """
-    check_references(metric, references, len(hypotheses))
-    if metric in TOKENIZERS:
-        scorer = sacrebleu.BLEU(tokenize=TOKENIZERS[metric], effective_order=True)
-        scores = [scorer.sentence_score(h, list(r)) for h, r in zip(hypotheses, references, strict=True)]
-        return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], np.float64)
-    if metric == "exact_match":
-        own = [h.strip() in {one.strip() for one in r} for h, r in zip(hypotheses, references, strict=True)]
-    else:
-        from rouge_score.rouge_scorer import RougeScorer
-        scorer = RougeScorer([metric])
-        own = [scorer.score_multi(list(r), h)[metric].fmeasure
-               for h, r in zip(hypotheses, references, strict=True)]
-    return np.stack([np.array(own, np.float64), np.ones(len(own))], axis=1)
+def _bleu_statistics(texts: Texts, references: References, tokenize: str) -> Float[np.ndarray, "N 10"]:
+    """Matching and all n-grams (four each), the text's length and its closest reference's."""
+    scorer = sacrebleu.BLEU(tokenize=tokenize, effective_order=True)
+    scores = [scorer.sentence_score(text, list(r)) for text, r in zip(texts, references, strict=True)]
+    return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], np.float64)
 
 
-def replaced(metric: str, texts: Sequence[str], references: References, numbers: Sequence[int],
-             others: Sequence[str]) -> Float[np.ndarray, " N"]:
-    """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises ValueError as
-    `statistics` does."""
-    own = statistics(metric, texts, references)
-    if not len(numbers):
-        return np.zeros(0)
-    new, total = statistics(metric, others, [references[number] for number in numbers]), own.sum(axis=0)
-    return np.array([score(metric, total - own[number] + one)
-                     for number, one in zip(numbers, new, strict=True)])
+def _bleu_of_sums(total: Float[np.ndarray, " 10"]) -> float:
+    counts = total.astype(int).tolist()
+    return sacrebleu.BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9],
+                                       smooth_method="exp").score
 
 
-def sums(metric: str) -> int:
-    """K: how many numbers `statistics` gives for each text."""
-    return 10 if metric in TOKENIZERS else 2
+def _signed(texts: Texts, references: References) -> dict[str, str]:
+    """BLEU by both ways to cut words, with sacrebleu's signatures."""
+    values = {cut: _corpus_bleu(texts, references, cut) for cut in ("13a", "intl")}
+    return {f"BLEU {cut}": f"{value:.2f} ({signature})" for cut, (value, signature) in values.items()}
 
 
-def score(metric: str, total: Float[np.ndarray, " K"]) -> float:
-    """The metric (0 to 100) of a set of texts, from the sum of their statistics."""
-    if metric in TOKENIZERS:
-        counts = total.astype(int).tolist()
-        return sacrebleu.BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9],
-                                           smooth_method="exp").score
-    return 100.0 * float(total[0] / total[1])
+def _bleu(name: str, label: str, tokenize: str, summary: str) -> Metric:
+    return Metric(name, label, summary, partial(_bleu_statistics, tokenize=tokenize), _bleu_of_sums, 10,
+                  words=True, details=_signed)
 
 
-def _measure(metric: str, hypotheses: Sequence[str], references: References) -> float:
-    return score(metric, statistics(metric, hypotheses, references).sum(axis=0))
+# Means over texts
+
+def mean_metric(name: str, label: str, summary: str,
+                of_text: Callable[[str, Sequence[str]], float]) -> Metric:
+    """The mean over texts of of_text(text, its references), which lies in [0, 1], in per cent."""
+    def statistics(texts: Texts, references: References) -> Float[np.ndarray, "N 2"]:
+        values = [of_text(text, group) for text, group in zip(texts, references, strict=True)]
+        return np.stack([np.array(values, np.float64), np.ones(len(values))], axis=1)
+
+    return Metric(name, label, summary, statistics, lambda total: 100.0 * float(total[0] / total[1]), 2)
 
 
-METRICS: dict[str, Callable[[Sequence[str], References], float]] = {
-    "bleu": bleu, "bleu_intl": partial(bleu, tokenize="intl"),
-    **{kind: partial(_measure, kind) for kind in (*ROUGES, "exact_match")}}
+def _rouge(kind: str) -> Callable[[str, Sequence[str]], float]:
+    """The F-measure by rouge-score, without stemming."""
+    def of_text(text: str, references: Sequence[str]) -> float:
+        return _rouge_scorer(kind).score_multi(list(references), text)[kind].fmeasure
 
+    return of_text
+
+
+@cache
+def _rouge_scorer(kind: str) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # here, for it takes a second to import
+    return RougeScorer([kind])
+
+
+def _equals(text: str, references: Sequence[str]) -> float:
+    return float(text.strip() in {reference.strip() for reference in references})
+
+
+BLEU = _bleu("bleu", "BLEU", "13a", "BLEU of all texts together, words cut as at WMT.")
+METRICS = {metric.name: metric for metric in (
+    BLEU,
+    _bleu("bleu_intl", "BLEU (intl)", "intl", "BLEU with words cut as in the T5 papers."),
+    mean_metric("rouge1", "ROUGE-1", "F-measure of single words.", _rouge("rouge1")),
+    mean_metric("rouge2", "ROUGE-2", "F-measure of pairs of words.", _rouge("rouge2")),
+    mean_metric("rougeLsum", "ROUGE-Lsum", "F-measure of common subsequences, sentences on lines.",
+          _rouge("rougeLsum")),
+    mean_metric("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
+)}
+"""By name."""
+
+
+# How sure it is
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The middle 95% of bootstrap values."""
@@ -117,11 +201,11 @@ def resamples(count: int, samples: int = 1000, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, count, (samples, count))
 
 
-def bootstrap(metric: str, own: Float[np.ndarray, "N K"], baseline: Float[np.ndarray, "N K"] | None = None
-              ) -> tuple[float, float]:
+def bootstrap(metric: str | Metric, system: Float[np.ndarray, "N K"],
+              baseline: Float[np.ndarray, "N K"] | None = None) -> tuple[float, float]:
     """The 95% interval of the metric, or of its difference to `baseline` on the same examples."""
-    drawn = resamples(len(own))
-    values = np.array([score(metric, own[rows].sum(axis=0)) for rows in drawn])
+    drawn = resamples(len(system))
+    values = np.array([score(metric, system[rows].sum(axis=0)) for rows in drawn])
     if baseline is not None:
         values -= [score(metric, baseline[rows].sum(axis=0)) for rows in drawn]
     return interval(values.tolist())

@@ -63,16 +63,16 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         below = sum(row.get(b, 0) for row in rows)
         return sum(row.get(a, 0) for row in rows) / below if below else None
 
-    found: dict[str, Any] = {"acceptance_rate": ratio("accepted", "drafted"),
+    rates: dict[str, Any] = {"acceptance_rate": ratio("accepted", "drafted"),
                              "tokens_per_verifier_call": ratio("emitted", "rounds"),
                              "deferral_rate": ratio("deferred", "drafted")}
     hierarchies = [[*row["below"], row] for row in rows if "below" in row]
     if hierarchies:
-        found["levels"] = [
+        rates["levels"] = [
             {"passes": sum(level.get("rounds", level.get("passes")) for level in same),
              **{name: sum(level[name] for level in same) for name in ("drafted", "accepted") if n}}
             for n, same in enumerate(zip(*hierarchies, strict=True))]
-    return found
+    return rates
 
 
 def position_acceptance(origins: list[list[str]]) -> float:

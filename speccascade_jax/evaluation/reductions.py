@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
-from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, contests, gamma
+from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, block_size_of, contests
 from speccascade_jax.settings import Settings
 
 
@@ -22,7 +22,7 @@ class Time(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Comparison:
     """A point compared to the verifier alone. Intervals are 95%, paired over examples."""
 
     point: Settings
@@ -57,10 +57,10 @@ class Result:
         return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
-def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
-            ) -> list[Result]:
+def compare(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
+            ) -> list[Comparison]:
     """Every point of a sweep with its quality, its measured latency and the predicted one."""
-    found = []
+    comparisons = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
     for point, q, contest in stands:
         verifier, drafter = (qualities[alone(contest.panel, model)] for model in SINGLE_MODEL)
@@ -68,22 +68,22 @@ def results(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
         calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
         time = None
         if point in latencies:
-            own, large, small = (latencies[p] for p in (
+            latency, large, small = (latencies[p] for p in (
                 point, *(alone(contest.panel, m) for m in SINGLE_MODEL)))
-            drawn = resamples(len(own.seconds))
-            ratios = own.seconds[drawn].sum(axis=1) / large.seconds[drawn].sum(axis=1)
+            drawn = resamples(len(latency.seconds))
+            ratios = latency.seconds[drawn].sum(axis=1) / large.seconds[drawn].sum(axis=1)
             step_ratio = _seconds_a_token(small) / _seconds_a_token(large)
-            time = Time(float(own.seconds.sum() / large.seconds.sum()), interval(ratios),
-                        cost_a_token(point, q, step_ratio) * float(own.tokens.sum() / large.tokens.sum()))
+            time = Time(float(latency.seconds.sum() / large.seconds.sum()), interval(ratios),
+                        cost_a_token(point, q, step_ratio) * float(latency.tokens.sum() / large.tokens.sum()))
         accepted = q.rate("accepted", "drafted")
-        found.append(Result(
+        comparisons.append(Comparison(
             point, _quality(metric, q),
             bootstrap(metric, q.statistics, verifier.statistics),
             bootstrap(metric, q.statistics, drafter.statistics),
             q.rate("deferred", "drafted") if point.defers else None,
             None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest,
             _quality(metric, qualities[alike]) if point.lossless and alike in qualities else None))
-    return found
+    return comparisons
 
 
 def _quality(metric: str, quality: Quality) -> float:
@@ -102,42 +102,42 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     """
     if "passes of model 1" in quality.counts:
         return math.nan  # of a hierarchy: planning.planner predicts it from measured costs
-    if gamma(point) and not point.adaptive:
-        return relative_cost(quality.acceptance, gamma(point), step_ratio)
+    if block_size_of(point) and not point.adaptive:
+        return relative_cost(quality.acceptance, block_size_of(point), step_ratio)
     if point.name in SINGLE_MODEL:
         return {"verifier": 1.0, "drafter": step_ratio}[point.name]
     counts = quality.counts
     return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
 
 
-def fastest(found: Sequence[Result], at_least: float) -> Result | None:
+def fastest(comparisons: Sequence[Comparison], at_least: float) -> Comparison | None:
     """The fastest timed point whose expected quality is at least `at_least`."""
-    return min((r for r in found if r.time is not None and r.expected >= at_least),
+    return min((r for r in comparisons if r.time is not None and r.expected >= at_least),
                key=lambda r: (_share(r), -r.expected), default=None)
 
 
-def best(found: Sequence[Result], at_most: float) -> Result | None:
+def best(comparisons: Sequence[Comparison], at_most: float) -> Comparison | None:
     """The best point whose relative latency is at most `at_most`."""
-    return max((r for r in found if _share(r) <= at_most),
+    return max((r for r in comparisons if _share(r) <= at_most),
                key=lambda r: (r.quality, -_share(r)), default=None)
 
 
-def _share(r: Result) -> float:
+def _share(r: Comparison) -> float:
     return math.inf if r.time is None else r.time.share
 
 
-Choices = tuple[Result | None, Result | None]
+Choices = tuple[Comparison | None, Comparison | None]
 
 
-def table_two(found: Sequence[Result]) -> dict[tuple[float, float | None], dict[str, Choices]]:
+def table_two(comparisons: Sequence[Comparison]) -> dict[tuple[float, float | None], dict[str, Choices]]:
     """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (the fastest point at no
     less than the verifier's quality, the best one within its latency), None where there is no such point."""
     tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
-    for r in found:
+    for r in comparisons:
         if r.name not in SINGLE_MODEL and r.time is not None:
             key = r.panel.temperature, r.panel.top_p
             if r.name not in tables.setdefault(key, {}):
-                group = [other for other in found if other.name == r.name and other.panel == r.panel]
-                verifier = next(v for v in found if v.point == r.panel)
+                group = [other for other in comparisons if other.name == r.name and other.panel == r.panel]
+                verifier = next(v for v in comparisons if v.point == r.panel)
                 tables[key][r.name] = fastest(group, verifier.quality), best(group, 1.0)
     return tables

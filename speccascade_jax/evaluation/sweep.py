@@ -7,44 +7,37 @@ example; both go on where a killed run left them. A point is a Settings.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccascade_jax.baselines import BASELINES
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
-from speccascade_jax.evaluation.quality import statistics, sums
+from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.evaluation.quality import METRICS, statistics
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings
 
 COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
             "sequence", "mixture", "typical")  # what a sweep compares unless told otherwise
+LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
-BENDS = dict.fromkeys(("token_v3", "typical", "lossy", "lossy_tuned", "lossy_greedy"),
-                      (0.92, 0.94, 0.96, 0.98, 0.99))  # leniences between which tenths would miss a bend
-TRUNCATIONS: dict[str, tuple[float, ...]] = {
-    "top_p": (0.9, 0.7, 0.5, 0.3), "top_k": (16, 4, 2), "min_p": (0.05, 0.15, 0.4)}
-"""What any sampler can have without a rule: the lossless cascade's and the verifier's leniences. With less
-cut than by the first of each little changes, with more than by the last one decoding is nearly greedy."""
-TRUNCATED = ("speculative", "verifier")
-THRESHOLDS = {"bild_star": 10.0, "bild": 10.0, "bild_compat": 10.0}  # alpha = 1 of a sweep stands for this
 WARM = 5  # examples decoded untimed: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
           # those of each width
-UNTIMED = ("oracle",)  # its time means nothing
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
 References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
-def gamma(point: Settings) -> Any:
+def block_size_of(point: Settings) -> Any:
     """The block size of a point, which may be "adaptive"; 0 where its method has none."""
-    return 0 if point.name in BASELINES or point.name in SINGLE_MODEL else point.block_size
+    return point.block_size if all(name in METHODS for name in point.name.split("+")) else 0
 
 
 def alone(point: Settings, model: str) -> Settings:
@@ -63,74 +56,81 @@ class Contest(NamedTuple):
 def contests(point: Settings, points: Any) -> Iterator[Contest]:
     """Where a point of `points` stands: among what is truncated as it is, and where the truncation is its
     lenience, against the verifier without one."""
-    own = alone(point, "verifier")
+    verifier = alone(point, "verifier")
     if alone(point, "drafter") in points:
-        yield Contest(point.name, point.alpha, own)
-    for kind in TRUNCATIONS:
+        yield Contest(point.name, point.alpha, verifier)
+    follows_verifier = point.lossless or point == verifier
+    for kind in TRUNCATIONS if follows_verifier and point.temperature > 0 else ():
         without: dict[str, Any] = {kind: None}
-        plain, value = dataclasses.replace(own, **without), getattr(point, kind)
-        if point.name in TRUNCATED and value is not None and point.temperature > 0 and plain in points:
+        plain, value = dataclasses.replace(verifier, **without), getattr(point, kind)
+        if value is not None and plain in points:
             yield Contest(f"{point.name}, {kind}", value, plain)
 
 
-def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, gammas: Sequence[Any],
+def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, block_sizes: Sequence[Any],
          temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,),
-         truncations: Sequence[str] = ()) -> list[Settings]:
+         truncations: Sequence[str] = (), known: Mapping[str, Method | Scheme] = NAMED) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are
-    those of `base`. Where nothing is truncated, TRUNCATED at all values of the `truncations`.
+    those of `base`. Where nothing is truncated, the verifier and the LOSSLESS methods at all values of the
+    `truncations`.
 
-    alphas, by default tenths and BENDS, are multiplied by THRESHOLDS, and those in [0, 1] are kept within
-    the method's range. Greedy methods appear at temperature 0 only, methods without a block size once for
-    all gammas.
+    alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
+    `scale`, and those in [0, 1] are kept within the method's range. Greedy methods appear at temperature 0
+    only, methods without a block size once for all `block_sizes`, lossless ones once for all alphas.
+    known: what each name of `methods` stands for.
 
-    Raises ValueError for an empty list, a method that is unknown or named twice, a value out of its range.
+    Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range.
     """
-    if (least := min((size for size in gammas if isinstance(size, int)), default=1)) < 1:
-        raise ValueError(f"--gammas holds {least}; a block size is at least 1.")
+    if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
+        raise FieldError("block_sizes", least, "each is at least 1.", f"--block-sizes holds {least}")
     for name, values in (("methods", methods), ("alphas", TENTHS if alphas is None else alphas),
-                         ("gammas", gammas), ("temperatures", temperatures), ("top-ps", top_ps)):
+                         ("block-sizes", block_sizes), ("temperatures", temperatures), ("top-ps", top_ps)):
         if not values:
-            raise ValueError(f"--{name} is empty: give at least one.")
+            raise FieldError(name.replace("-", "_"), values, "give at least one.", f"--{name} is empty")
     points: dict[Settings, None] = {}
-    rules = {method: _rule(method) for method in methods}
+    rules = {method: _rule(method, known) for method in methods}
     if len(rules) < len(methods):
         twice = next(method for method in methods if methods.count(method) > 1)
-        raise ValueError(f"--methods names {twice!r} twice: name it once.")
+        raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
     for temperature, top_p in itertools.product(temperatures, top_ps):
         changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
         chosen = dataclasses.replace(base, **changes)
         points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
         for method, rule in rules.items():
-            if rule is None or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
+            if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
-            for block_size in gammas if method in METHODS else (1,):
-                leniences = sorted({*TENTHS, *BENDS.get(method, ())}) if alphas is None else alphas
-                for alpha in (0.0,) if method == "speculative" else leniences:
+            for block_size in block_sizes if method in METHODS else (1,):
+                leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
+                for alpha in (0.0,) if method in LOSSLESS else leniences:
                     points[dataclasses.replace(chosen, method=method, block_size=block_size,
                                                alpha=_lenience(method, rule, alpha))] = None
         for kind in truncations if temperature > 0 else ():
-            for value in TRUNCATIONS[kind] if getattr(chosen, kind) is None and top_p is None else ():
-                changed: dict[str, Any] = {kind: value, "method": "speculative", "alpha": 0.0}
-                cuts = [dataclasses.replace(chosen, **changed, block_size=size) for size in gammas]
+            for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
+                changed: dict[str, Any] = {kind: value, "alpha": 0.0}
+                cuts = [dataclasses.replace(chosen, **changed, method=method, block_size=size)
+                        for method in LOSSLESS for size in block_sizes]
                 points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
-        point.check(10**9)  # how many tokens there are is known once the models are loaded
+        point.check(10**9, known=known)  # how many tokens there are is known once the models are loaded
     return list(points)
 
 
-def _rule(method: str) -> Method | Scheme | None:
-    """None: one model alone."""
-    known: dict[str, Method | Scheme] = {**METHODS, **BASELINES}
-    if method not in known and method not in SINGLE_MODEL:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join(known)}.")
-    return known.get(method)
+def _rule(method: str, known: Mapping[str, Method | Scheme]) -> Method | Scheme:
+    if method not in known:
+        raise FieldError("methods", method, f"known: {', '.join(known)}.", f"unknown method {method!r}")
+    return known[method]
 
 
 def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
-    value = alpha * THRESHOLDS.get(method, 1.0)
+    value = alpha * rule.sweep.scale
     if not 0 <= alpha < math.inf or (alpha > 1 and value > rule.high):
-        raise ValueError(f"--alphas holds {alpha}; for {method} it lies in [0, 1].")
+        raise FieldError("alphas", alpha, f"for {method} it lies in [0, 1].", f"--alphas holds {alpha}")
     return round(min(max(value, rule.low), rule.high), 6)
+
+
+def _is_timed(point: Settings) -> bool:
+    entry = NAMED.get(point.name)
+    return entry is None or entry.sweep.timed
 
 
 class OneShape(Cascade):
@@ -170,7 +170,7 @@ def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Seque
             whole |= {name: tuple(value) for name, value in whole.items() if isinstance(value, list)}
             point = Settings(**whole)
             known[point] = Quality(
-                _finite(line["statistics"], len(sources), sums(metric)),
+                _finite(line["statistics"], len(sources), METRICS[metric].sums),
                 {name: int(count) for name, count in line["counts"].items()},
                 float(line["acceptance"]), int(line["tokens"]))
         except DAMAGE:
@@ -180,17 +180,17 @@ def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Seque
     with file:
         for point in track([p for p in points if p not in known], "quality"):
             outputs = list(cascade.generate(sources, point, batch_size=batch_size, truncate=True))
-            found = known[point] = _quality(point, outputs, references, metric)
-            line = {"point": dataclasses.asdict(point), **dataclasses.asdict(found)}
-            file.add({**line, "statistics": found.statistics.tolist()})
+            quality = known[point] = _quality(point, outputs, references, metric)
+            line = {"point": dataclasses.asdict(point), **dataclasses.asdict(quality)}
+            file.add({**line, "statistics": quality.statistics.tolist()})
     return {point: known[point] for point in points}
 
 
 def _finite(values: Any, *shape: int) -> np.ndarray:
-    found = np.array(values, np.float64).reshape(shape)
-    if not np.isfinite(found).all():
+    numbers = np.array(values, np.float64).reshape(shape)
+    if not np.isfinite(numbers).all():
         raise ValueError("no numbers")
-    return found
+    return numbers
 
 
 def _quality(point: Settings, outputs: Sequence[Output], references: References, metric: str) -> Quality:
@@ -217,11 +217,12 @@ def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Seque
     """The time that every point takes for each example by itself (batch 1), `trials` times.
 
     The points follow each other on every example, in a random order, so that a machine that slows down slows
-    all of them. Compilation and first runs come before and are not counted. Methods in UNTIMED are left out.
+    all of them. Compilation and first runs come before and are not counted. Methods whose time means nothing
+    are left out.
 
     Raises ValueError where `path` holds results of other settings or a damaged line.
     """
-    points = [point for point in points if point.method not in UNTIMED]
+    points = [point for point in points if _is_timed(point)]
     settings = {**settings, "points": [dataclasses.asdict(point) for point in points]}
     totals = np.zeros((2, len(points), len(sources)))
     work = [(trial, n) for trial in range(trials) for n in range(len(sources))]

@@ -28,6 +28,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.arrays import Placement, head_of
 from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, available, load
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.evaluation.compiled import Program
@@ -54,7 +55,7 @@ CHIPS = {"v4": Chip(32e9, 1228e9, 275e12), "v5e": Chip(16e9, 819e9, 197e12),
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Shapes:
     """What is compiled: a drafter and a verifier of these shapes, and how they decode."""
 
     drafter: Config
@@ -73,8 +74,8 @@ def checked(name: str) -> Chip:
     """The chip of a topology's name such as v5e:2x2. Raises ValueError for another, and without libtpu."""
     kind, _, size = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", size):
-        raise ValueError(f"--tpu is {name!r}; write the kind of chip, one of {', '.join(CHIPS)}, and how the "
-                         "chips stand: v5e:2x2, v5p:2x2x1.")
+        raise FieldError("tpu", name, f"write the kind of chip, one of {', '.join(CHIPS)}, and how the "
+                         "chips stand: v5e:2x2, v5p:2x2x1.", f"--tpu is {name!r}")
     if find_spec("libtpu") is None:
         raise ValueError("--tpu needs TPU's compiler: pip install 'speccascade_jax[tpu]'.")
     return CHIPS[kind]
@@ -90,15 +91,20 @@ def devices_of(name: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         said = str(error).split("\n")[0]
-        raise ValueError(f"--tpu is {name!r}, which TPU's compiler does not know ({said[:200]}).") from None
+        raise FieldError(
+            "tpu",
+            name,
+            "write chips that exist.",
+            f"--tpu is {name!r}, which TPU's compiler does not know ({said[:200]})",
+        ) from None
 
 
-def check_pair(asked: Asked, devices: list[Any]) -> None:
-    """Raises ValueError for models of two vocabularies, and for fewer devices than are asked for."""
-    if asked.devices > len(devices):
-        raise ValueError(f"{asked.devices} chips share the parameters; the topology has {len(devices)}: name "
-                         "a larger one.")
-    small, large = asked.drafter.vocab_size, asked.verifier.vocab_size
+def check_pair(shapes: Shapes, devices: list[Any]) -> None:
+    """Raises ValueError for models of two vocabularies, and for fewer devices than they need."""
+    if shapes.devices > len(devices):
+        raise FieldError("tensor_parallel", shapes.devices, "name a larger topology.",
+                         f"{shapes.devices} chips share the parameters, and the topology has {len(devices)}")
+    small, large = shapes.drafter.vocab_size, shapes.verifier.vocab_size
     if small != large:
         raise ValueError(f"the drafter has {small} tokens, the verifier {large}; --tpu compiles models of "
                          "one vocabulary.")
@@ -114,9 +120,9 @@ class Described(Programs):
 class Pair:
     """A drafter and a verifier on described devices, in shapes without values."""
 
-    def __init__(self, asked: Asked, devices: list[Any]):
-        check_pair(asked, devices)
-        self.asked = a = asked
+    def __init__(self, shapes: Shapes, devices: list[Any]):
+        check_pair(shapes, devices)
+        self.shapes = a = shapes
         mesh = None if a.devices == 1 else tensor_mesh(a.devices, devices)
         self.whole = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
         self.plain = tuple(model_of(config, dtype=a.dtype,
@@ -141,13 +147,13 @@ class Pair:
     @cached_property
     def state(self) -> Any:
         """The shapes of the loop's state, and where its parts are: after compiling begin."""
-        return self.programs._state(self.asked.rows, self.asked.source_length)
+        return self.programs._state(self.shapes.rows, self.shapes.source_length)
 
     def compiled(self) -> Iterator[tuple[str, float, Any]]:
         """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; what the
         compiler says stands for a program that does not fit. Seconds of all threads: what else the machine
         does hardly counts."""
-        a, count = self.asked, scoring(self.asked.block_size)
+        a, count = self.shapes, scoring(self.shapes.block_size)
 
         def step(number: int, tokens: int) -> Any:
             read = jax.ShapeDtypeStruct((a.rows, tokens), jnp.int32, sharding=self.whole)
@@ -172,7 +178,7 @@ class Pair:
     @property
     def drafter_passes(self) -> int:
         """In a round."""
-        return self.asked.block_size + (not METHODS[self.asked.method].lossless)
+        return self.shapes.block_size + (not METHODS[self.shapes.method].lossless)
 
     def least_read(self) -> tuple[float, float]:
         """Bytes that a device has to read for one pass of the drafter, and of the verifier: weights, and the
@@ -185,13 +191,13 @@ class Pair:
     def round_flops(self) -> float:
         """Of the matrix products of a round, a device's share."""
         traced = jax.make_jaxpr(partial(loop.advance, self.sampler, eos_id=1))(self.params, self.state)
-        return flops(traced.jaxpr) / self.asked.devices
+        return flops(traced.jaxpr) / self.shapes.devices
 
     def kept(self) -> set[tuple[str, int]]:
         """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones; but
         for what is no larger than what a call computes, whose own copies have such sizes, too."""
         matrices = [x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1]
-        computed = self.asked.rows * (self.asked.block_size + 1) * max(min(x.shape) for x in matrices)
+        computed = self.shapes.rows * (self.shapes.block_size + 1) * max(min(x.shape) for x in matrices)
         arrays = [*buffers_of(self.state.caches), *buffers_of(self.params), *matrices]
         sizes = {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
                  for share in (1, x.shape[0] if x.ndim > 2 else 1)}
@@ -207,7 +213,7 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
             config = load(name)
             if isinstance(config, TrainConfig):
                 trained |= dict.fromkeys((config.output_dir, config.export_dir), config.model)
-    found = []
+    configs = []
     for role, path in run.roles:
         folder, member = checkpoints.split_member(path)
         if member is not None:
@@ -216,8 +222,8 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
         if not Path(folder).is_dir() and folder not in trained:
             raise ValueError(f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
                              "with --preset.")
-        found.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
-    return found
+        configs.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
+    return configs
 
 
 def buffers_of(tree: Any) -> list[Any]:
@@ -228,27 +234,27 @@ def buffers_of(tree: Any) -> list[Any]:
 def flops(jaxpr: Any) -> float:
     """Of the matrix products of a jaxpr; a loop of unknown length counts once, of branches the dearest."""
     total = 0.0
-    for one in jaxpr.eqns:
-        if one.primitive.name == "dot_general":
-            (contracted, _), _ = one.params["dimension_numbers"]
-            shape = one.invars[0].aval.shape
-            total += 2.0 * one.outvars[0].aval.size * math.prod(shape[n] for n in contracted)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2.0 * equation.outvars[0].aval.size * math.prod(shape[n] for n in contracted)
             continue
-        inner = [flops(getattr(value, "jaxpr", value)) for parameter in one.params.values()
+        inner = [flops(getattr(value, "jaxpr", value)) for parameter in equation.params.values()
                  for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
                  if hasattr(getattr(value, "jaxpr", value), "eqns")]
-        many = one.params["length"] if one.primitive.name == "scan" else 1
-        total += many * (max(inner, default=0.0) if one.primitive.name == "cond" else sum(inner))
+        many = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += many * (max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner))
     return total
 
 
 def memory_of(program: Any, text: Program) -> dict[str, float]:
     """What a program needs on each device, MB: in HBM, but for the temporaries on the chip."""
-    found, (temporary, fast) = program.memory_analysis(), text.temporaries()
-    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    sizes = {"arguments": found.argument_size_in_bytes, "temporaries in HBM": temporary,
-             "temporaries in VMEM": fast, "code": found.generated_code_size_in_bytes,
-             "HBM in all": held + temporary + found.generated_code_size_in_bytes}
+    analysis, (temporary, fast) = program.memory_analysis(), text.temporaries()
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    sizes = {"arguments": analysis.argument_size_in_bytes, "temporaries in HBM": temporary,
+             "temporaries in VMEM": fast, "code": analysis.generated_code_size_in_bytes,
+             "HBM in all": held + temporary + analysis.generated_code_size_in_bytes}
     return {f"{name}, MB": size / 1e6 for name, size in sizes.items()}
 
 
@@ -257,9 +263,9 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
 
     acceptance: the chance that a drafted token is accepted, for the time that a token takes.
     """
-    chip, asked = checked(name), pair.asked
-    where = (f"{asked.devices} of {name}, source {asked.source_length}, batch {asked.rows}, "
-             f"gamma {asked.block_size}")
+    chip, shapes = checked(name), pair.shapes
+    where = (f"{shapes.devices} of {name}, source {shapes.source_length}, batch {shapes.rows}, "
+             f"block size {shapes.block_size}")
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
     for what, seconds, program in pair.compiled():
@@ -267,17 +273,17 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
             yield f"{what}, {where}", {"trace and compile, CPU s": seconds, "fits": False, "why": program}
             return
         text = Program(program.as_text())
-        own = memory_of(program, text)
+        memory = memory_of(program, text)
         if what == "run":
             body = text.rounds.body
             read, collectives = text.bytes_read(body), text.collectives(body)
             faults = text.faults(body, pair.kept())
-        yield f"{what}, {where}", {"trace and compile, CPU s": seconds, **own,
-                                   "fits": own["HBM in all, MB"] * 1e6 <= chip.memory}
+        yield f"{what}, {where}", {"trace and compile, CPU s": seconds, **memory,
+                                   "fits": memory["HBM in all, MB"] * 1e6 <= chip.memory}
     drafter, verifier = pair.least_read()
     least, work = pair.drafter_passes * drafter + verifier, pair.round_flops()
     floor = max(least / chip.bandwidth, work / chip.rate)
-    tokens = expected_tokens(acceptance, asked.block_size)
+    tokens = expected_tokens(acceptance, shapes.block_size)
     alone = verifier / chip.bandwidth
     yield f"a round, {where}", {
         "to be read: drafter pass, MB": drafter / 1e6, "to be read: verifier pass, MB": verifier / 1e6,

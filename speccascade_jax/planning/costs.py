@@ -11,13 +11,14 @@ import numpy as np
 from jaxtyping import Float
 
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_probs
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.timing import Given, Part, round_part, stopwatch, time_parts
+from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.joining import inputs_of
@@ -76,9 +77,9 @@ def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *,
         # A difference of two times may be negative on a busy machine.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
         calls.append(np.where(every > 0, np.interp(every, widths, known), 0))
-        found = [timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
+        extra = [timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
                  for j in below if width > 1]
-        besides[:i, i] = np.maximum(found if len(found) == i else found[-1:] or 0.0, 0)
+        besides[:i, i] = np.maximum(extra if len(extra) == i else extra[-1:] or 0.0, 0)
     return np.array(calls), besides
 
 
@@ -92,7 +93,9 @@ def _sampler(model: LanguageModel, width: int) -> Sampler:
     """Whose rounds call `model` once, to read `width` tokens."""
     if width == 1:
         return Autoregressive(model)
-    return Speculative(Written(Given(model.vocab_size), width), model, METHODS["speculative"], width - 1)
+    return Speculative(
+        Written(FixedLogits(model.vocab_size), width), model, METHODS["speculative"], width - 1
+    )
 
 
 def _params(model: LanguageModel, params: Any, width: int) -> Any:
@@ -105,11 +108,11 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
     if translated:
         inputs = inputs_of(sampler.models, inputs, [{model: [2] * model.reads(source_length)
                                                      for model in translated}])
-    asked = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
+    requests = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
                           options_of(settings), np.zeros(sampler.level), None, None,
                           cascade.max_new_tokens)
     begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
-    return round_part(sampler, params, begin(params, asked))
+    return round_part(sampler, params, begin(params, requests))
 
 
 def options_of(settings: Settings) -> SamplingOptions:
@@ -120,37 +123,38 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
                 ) -> Float[np.ndarray, "M M"]:
     """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
     sum_v min(p_j(v), p_i(v)) over the positions of `outputs`, texts of the largest model, which all models
-    read. Raises ValueError where these are empty.
+    read. Raises FieldError where these are empty.
     """
     kept = [output for output in outputs if output.tokens]
     if not kept:
-        raise ValueError("there is no text to compare the models on: give inputs that are not blank.")
+        raise FieldError("outputs", list(outputs), "give inputs that are not blank.",
+                         "there is no text to compare the models on")
     options = options_of(settings)
     size = max(len(output.tokens) for output in kept)
     rows, _ = cascade.encode([output.source for output in kept], truncate=True)
     readings = cascade.own_readings([output.source for output in kept])
-    needed = [model.needs(len(ids)) for own in readings for model, ids in own.items()]
+    needed = [model.needs(len(ids)) for reading in readings for model, ids in reading.items()]
     width = cascade.bucket(max([*map(len, rows), *needed]))
 
     def overlaps(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> jax.Array:
         laws = []
         models: tuple[Any, ...] = cascade.models
-        for model, own, read in zip(models, params, inputs, strict=True):
+        for model, weights, read in zip(models, params, inputs, strict=True):
             network = network_of(model)
             if getattr(network.config, "states", False):  # which a drafter reads where the verifier has been
-                logits = network.forced_members(own, read, length, tokens)[model.number]
+                logits = network.forced_members(weights, read, length, tokens)[model.number]
             else:
-                prefix, cache = model.prefill(own, read, length, width + size + 1)
+                prefix, cache = model.prefill(weights, read, length, width + size + 1)
                 last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
-                logits, _ = model.extend(own, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
+                logits, _ = model.extend(weights, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
             laws.append(token_probs(logits, options))
         inside = jnp.arange(size) < count[:, None]
         return jnp.array([[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws])
 
     program, total = jax.jit(overlaps), np.zeros((len(cascade.models),) * 2)
-    for row, own, output in zip(rows, readings, kept, strict=True):
+    for row, reading, output in zip(rows, readings, kept, strict=True):
         tokens, length = pad([row], width, cascade.tokenizer.pad_id)
-        inputs = tuple(inputs_of(model, tokens, [own]) for model in cascade.models)
+        inputs = tuple(inputs_of(model, tokens, [reading]) for model in cascade.models)
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
         total += np.asarray(program(cascade.params, inputs, length, tokens, count))
     return np.clip(total / sum(len(output.tokens) for output in kept), 0, 1)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.planning.prediction import (
     Candidates,
     Chain,
-    Plan,
+    PlannedHierarchy,
     check_rule,
     predict_chain,
     reads,
@@ -23,33 +24,37 @@ Array = np.ndarray
 
 
 def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need",
-         most_models: int | None = None) -> Plan:
+         most_models: int | None = None) -> PlannedHierarchy:
     """The plan with the least predicted seconds per token, of all chains that end with the target, have block
     sizes 1 .. max_block, and have at most most_models models. The target without a drafter is one of them.
 
     For `truncate` and `need` this is the least. For `keep` it is the best end of a local search from the
     `truncate` plans of max_block and every smaller one, and from the best pair.
-    Raises ValueError for an unknown rule, bounds below 1, and calls of max_block + 1 tokens that were not
+    Raises FieldError for an unknown rule, bounds below 1, and calls of max_block + 1 tokens that were not
     timed.
     """
     check_rule(hand_over)
-    timed, most = candidates.call_seconds.shape[1] - 1, len(candidates.names)
+    timed, max_models = candidates.call_seconds.shape[1] - 1, len(candidates.names)
     if not 1 <= max_block < timed:
-        raise ValueError(f"max_block is {max_block} and calls of up to {timed} tokens were timed; it is at "
-                         "least 1, and calls of max_block + 1 tokens must be timed.")
+        raise FieldError(
+            "max_block",
+            max_block,
+            "it is at least 1, and calls of max_block + 1 tokens must be "
+            f"timed: those of up to {timed} tokens were.",
+        )
     if most_models is not None:
         if most_models < 1:
-            raise ValueError(f"most_models is {most_models}; it is at least 1 (the target alone).")
-        most = min(most, most_models)
+            raise FieldError("most_models", most_models, "it is at least 1 (the target alone).")
+        max_models = min(max_models, most_models)
     if hand_over != "keep":
-        return predict_chain(candidates, _cheapest(candidates, max_block, hand_over, most), hand_over)
-    starts = {_cheapest(candidates, size, "truncate", most) for size in range(1, max_block + 1)}
-    starts.add(_cheapest(candidates, max_block, "truncate", min(2, most)))  # its calls are surely timed
-    return min((_improved(candidates, chain, max_block, most) for chain in sorted(starts)
+        return predict_chain(candidates, _cheapest(candidates, max_block, hand_over, max_models), hand_over)
+    starts = {_cheapest(candidates, size, "truncate", max_models) for size in range(1, max_block + 1)}
+    starts.add(_cheapest(candidates, max_block, "truncate", min(2, max_models)))  # its calls are surely timed
+    return min((_improved(candidates, chain, max_block, max_models) for chain in sorted(starts)
                 if max(reads(chain[1], "keep")) <= timed), key=lambda plan: plan.seconds_per_token)
 
 
-def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int) -> Chain:
+def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models: int) -> Chain:
     """`best` for `truncate` and `need`: a chain is built from the target down, the most promising first.
 
     What it takes is linear in the seconds that its smallest model, with whatever is below, takes to collect
@@ -59,96 +64,96 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, most: int)
     target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1:max_block + 1]
-    alone, own = ones[:, None] * np.array(sizes), candidates.once
-    bounds = _least(hand_over, rounds, calls, alone, most)
+    alone, once = ones[:, None] * np.array(sizes), candidates.once
+    bounds = _least(hand_over, rounds, calls, alone, max_models)
     tie = itertools.count()  # chains that promise the same are not compared
-    found: Chain = (target,), ()
-    least, open_ = ones[target] + own[target], list[Any]()
+    cheapest: Chain = (target,), ()
+    least, open_ = ones[target] + once[target], list[Any]()
 
     def look(chain: Chain, spent: Float[Array, "J S"], weight: Float[Array, "J S R"]) -> None:
         """At `chain` with each drafter and each block size."""
-        nonlocal found, least
+        nonlocal cheapest, least
         count, (models, blocks) = len(weight), chain
-        spent = spent + own[:count, None]
+        spent = spent + once[:count, None]
 
         def total(seconds: Float[Array, "J R"]) -> Float[Array, "J S"]:
             return spent + np.einsum("jsr,jr->js", weight, seconds[:count])
 
-        ends, promised = total(alone), total(bounds[min(most - len(models), len(bounds) - 1)])
+        ends, promised = total(alone), total(bounds[min(max_models - len(models), len(bounds) - 1)])
         j, s = np.unravel_index(np.argmin(ends), ends.shape)
         if ends[j, s] < least:
-            found, least = ((int(j), *models), (int(s) + 1, *blocks)), ends[j, s]
+            cheapest, least = ((int(j), *models), (int(s) + 1, *blocks)), ends[j, s]
         for j, s in np.argwhere(promised < least):
             longer = (int(j), *models), (int(s) + 1, *blocks)
             heapq.heappush(open_, (promised[j, s], next(tie), longer, spent[j, s], weight[j, s]))
 
-    if target and most > 1:
+    if target and max_models > 1:
         per_token = np.array([[candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
                                for size in sizes] for j in range(target)])
-        spent = calls[:target, target] * per_token + own[target]
-        look(found, spent, per_token[..., None] * np.eye(max_block))
+        spent = calls[:target, target] * per_token + once[target]
+        look(cheapest, spent, per_token[..., None] * np.eye(max_block))
     while open_ and open_[0][0] < least:
         _, _, chain, spent, weight = heapq.heappop(open_)
         i = chain[0][0]
-        if i and len(chain[0]) < most:
+        if i and len(chain[0]) < max_models:
             look(chain, spent + calls[:i, i] * (rounds[:i, i, :, 1:] @ weight),
                  _below(hand_over, rounds[:i, i], weight))
-    return found
+    return cheapest
 
 
 def _below(hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
            ) -> Float[Array, "J S R"]:
     """How often a model that collects r tokens, weight[r - 1] times, asks for 1, 2, .. of the model below."""
-    most = len(weight)
+    width = len(weight)
     if hand_over == "truncate":
-        return (rounds[..., 1:] @ weight)[..., None] * np.eye(most)
-    left = np.arange(most)
-    later = np.pad(weight, (0, most))[left[:, None] + left]  # [lag, q - 1]: weight[q + lag - 1]
+        return (rounds[..., 1:] @ weight)[..., None] * np.eye(width)
+    left = np.arange(width)
+    later = np.pad(weight, (0, width))[left[:, None] + left]  # [lag, q - 1]: weight[q + lag - 1]
     begun = np.diff(rounds, axis=-1) @ later  # how many rounds begin with q = 1, 2, .. to go
-    asked = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
-    return np.einsum("jsq,sqr->jsr", begun, (asked[..., None] == left + 1).astype(float))
+    request = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
+    return np.einsum("jsq,sqr->jsr", begun, (request[..., None] == left + 1).astype(float))
 
 
 def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[Array, "M M S"],
-           alone: Float[Array, "M R"], most: int) -> list[Float[Array, "M R"]]:
+           alone: Float[Array, "M R"], max_models: int) -> list[Float[Array, "M R"]]:
     """[n][i, r - 1]: seconds in which no chain of at most n models (one for n = 0) up to i collects r tokens
     sooner; the last of them holds for any larger n, too."""
     count, width = alone.shape
-    found, left = [alone, alone], np.arange(width)
-    asked = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
-    unbounded = most >= count
-    while len(found) < most:
-        below, least = found[-1], alone.copy()
+    bounds, left = [alone, alone], np.arange(width)
+    request = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
+    unbounded = max_models >= count
+    while len(bounds) < max_models:
+        below, least = bounds[-1], alone.copy()
         for i in range(1, count):
-            own = rounds[:i, i, :, 1:] * calls[:i, i, :, None]
+            spent = rounds[:i, i, :, 1:] * calls[:i, i, :, None]
             shorter = (least if unbounded else below)[:i]
             if hand_over == "truncate":
-                every = own + rounds[:i, i, :, 1:] * shorter[:, :, None]
+                every = spent + rounds[:i, i, :, 1:] * shorter[:, :, None]
             else:
-                blocks = np.pad(shorter, ((0, 0), (1, 0)))[:, asked]
+                blocks = np.pad(shorter, ((0, 0), (1, 0)))[:, request]
                 lags = np.diff(rounds[:i, i], axis=-1)
                 for lag in left:
-                    own[..., lag:] += lags[..., lag, None] * blocks[..., :width - lag]
-                every = own
+                    spent[..., lag:] += lags[..., lag, None] * blocks[..., :width - lag]
+                every = spent
             least[i] = np.minimum(least[i], every.min(axis=(0, 1)))
         if unbounded:
             return [least]
         if np.array_equal(least, below):
             break
-        found.append(least)
-    return found
+        bounds.append(least)
+    return bounds
 
 
-def _improved(candidates: Candidates, chain: Chain, max_block: int, most: int) -> Plan:
+def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedHierarchy:
     """Where the local search ends under `keep`."""
-    def tried(chain: Chain) -> tuple[Plan, Chain]:
+    def tried(chain: Chain) -> tuple[PlannedHierarchy, Chain]:
         return predict_chain(candidates, chain, "keep"), chain
 
     timed, (plan, chain) = candidates.call_seconds.shape[1] - 1, tried(chain)
     while True:
         near = [tried(other) for other in _neighbours(*chain, max_block)
-                if len(other[0]) <= most and max(reads(other[1], "keep")) <= timed]
-        better, chain = min(near, key=lambda one: one[0].seconds_per_token, default=(plan, chain))
+                if len(other[0]) <= max_models and max(reads(other[1], "keep")) <= timed]
+        better, chain = min(near, key=lambda pair: pair[0].seconds_per_token, default=(plan, chain))
         if better.seconds_per_token >= plan.seconds_per_token:
             return plan
         plan = better

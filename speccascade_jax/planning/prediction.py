@@ -29,6 +29,7 @@ from typing import Any, get_args
 import numpy as np
 from jaxtyping import Float
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import HandOver
 
 Array = np.ndarray
@@ -46,7 +47,7 @@ class Candidates:
     besides its calls and those of model j < i that drafts; entries with j >= i are not read. lengths: the
     tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
     where model i takes part, the target's with all that every text costs; read where there are lengths.
-    Raises ValueError for other shapes, a name given twice, seconds that are not positive numbers, acceptances
+    Raises FieldError for other shapes, a name twice, seconds that are not positive numbers, acceptances
     outside [0, 1], lengths below 1.
     """
 
@@ -62,29 +63,35 @@ class Candidates:
         seconds, acceptance = (np.array(x, np.float64) for x in (self.call_seconds, self.acceptance))
         once = np.zeros(count) if self.text_seconds is None else np.array(self.text_seconds, np.float64)
         if count == 0 or len(set(names)) < count:
-            raise ValueError(f"{count} names, {len(set(names))} different; give each model its own name.")
+            raise FieldError("names", names, "give each model another name.",
+                             f"{count} names, {len(set(names))} different")
         if seconds.ndim != 2 or len(seconds) != count or seconds.shape[1] < 2:
-            raise ValueError(f"call_seconds has shape {seconds.shape}; {count} models need ({count}, N + 1), "
-                             "where N >= 1 is the most tokens of a timed call.")
+            raise FieldError("call_seconds", seconds.shape, f"{count} models need ({count}, N + 1), where "
+                             "N >= 1 is the most tokens of a timed call.",
+                             f"call_seconds has shape {seconds.shape}")
         if acceptance.shape != (count, count):
-            raise ValueError(f"acceptance has shape {acceptance.shape}; {count} models need "
-                             f"({count}, {count}).")
+            raise FieldError("acceptance", acceptance.shape, f"{count} models need ({count}, {count}).",
+                             f"acceptance has shape {acceptance.shape}")
         for i, n in np.argwhere(~(np.isfinite(seconds) & (seconds > 0))[:, 1:])[:1]:
-            raise ValueError(f"call_seconds of {names[i]} for {n + 1} tokens is {seconds[i, n + 1]}; it must "
-                             "be a positive number: time that call.")
+            raise FieldError(
+                "call_seconds",
+                seconds[i, n + 1],
+                "it must be a positive number: time that call.",
+                f"call_seconds of {names[i]} for {n + 1} tokens is {seconds[i, n + 1]}",
+            )
         acceptance = np.triu(acceptance, 1)
         for j, i in np.argwhere(~((acceptance >= 0) & (acceptance <= 1)))[:1]:
-            raise ValueError(f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}; it "
-                             "lies in [0, 1].")
+            raise FieldError("acceptance", acceptance[j, i], "it lies in [0, 1].",
+                             f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}")
         if once.shape != (count,) or not (np.isfinite(once) & (once >= 0)).all():
-            raise ValueError(f"text_seconds is {once.tolist()}; {count} models need {count} numbers, each at "
+            raise FieldError("text_seconds", once.tolist(), f"{count} models need {count} numbers, each at "
                              "least 0.")
         if min(self.lengths, default=1) < 1:
-            raise ValueError(f"lengths has {min(self.lengths)}; a text has at least one token.")
+            raise FieldError("lengths", min(self.lengths), "a text has at least one token.")
         besides = np.zeros((count, count)) if self.besides is None else np.array(self.besides, np.float64)
         if besides.shape != (count, count) or not (np.triu(besides, 1) >= 0).all():
-            raise ValueError(f"besides is {besides.tolist()}; {count} models need ({count}, {count}) "
-                             "numbers, each at least 0.")
+            raise FieldError("besides", besides.tolist(), f"{count} models need ({count}, {count}) numbers, "
+                             "each at least 0.")
         besides = np.triu(besides, 1)
         for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance),
                              ("text_seconds", once), ("besides", besides)):
@@ -109,7 +116,7 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PlannedHierarchy:
     """A chain of models and what is predicted of it. The target without a drafter has no block sizes."""
 
     models: tuple[str, ...]       # smallest first
@@ -128,23 +135,24 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
     """gamma(a, n, m): how many verifications of n drafts each it takes to collect at least m tokens, in mean.
 
     gamma(m) = 1 + sum_x P(X = x) gamma(m - x) and gamma(m <= 0) = 0, where X is what one verification emits:
-    P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises ValueError for a negative n or m.
+    P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises FieldError for a negative n or m.
     """
     if n < 0 or m < 0:
-        raise ValueError(f"{n} drafts and {m} tokens; neither may be negative.")
+        field, value = ("n", n) if n < 0 else ("m", m)
+        raise FieldError(field, value, "neither may be negative.", f"{n} drafts and {m} tokens")
     return renewals(np.asarray(a, np.float64), n, m)[..., m]
 
 
-def renewals(a: Float[Array, "*A"], n: int, most: int) -> Float[Array, "*A columns"]:
+def renewals(a: Float[Array, "*A"], n: int, tokens: int) -> Float[Array, "*A columns"]:
     """renewal(a, n, m) for m = 0 .. most."""
-    return _renewals(_law(a[..., None]**np.arange(n + 1)), most)
+    return _renewals(_law(a[..., None]**np.arange(n + 1)), tokens)
 
 
-def _renewals(law: Float[Array, "*A L"], most: int) -> Float[Array, "*A columns"]:
+def _renewals(law: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
     """How many draws of X it takes until their sum is at least m, in mean, for m = 0 .. most; P(X = x) is
     law[x], P(X = 0) = 0."""
-    rounds = np.zeros((*law.shape[:-1], most + 1))
-    for m in range(1, most + 1):
+    rounds = np.zeros((*law.shape[:-1], tokens + 1))
+    for m in range(1, tokens + 1):
         x = np.arange(1, min(law.shape[-1], m))
         rounds[..., m] = 1 + np.sum(law[..., x] * rounds[..., m - x], axis=-1)
     return rounds
@@ -163,12 +171,12 @@ def triangle_violations(acceptance: Float[Array, "M M"], tolerance: float = 0.02
     distance = 1 - np.asarray(acceptance, np.float64)
     excess = distance[:, None, :] - distance[:, :, None] - distance[None, :, :]
     j, i, k = np.indices(excess.shape)
-    found = np.argwhere((j < i) & (i < k) & (excess > tolerance)).tolist()
-    return sorted(((j, i, k, float(excess[j, i, k])) for j, i, k in found), key=lambda one: -one[3])
+    triples = np.argwhere((j < i) & (i < k) & (excess > tolerance)).tolist()
+    return sorted(((j, i, k, float(excess[j, i, k])) for j, i, k in triples), key=lambda triple: -triple[3])
 
 
 def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int],
-            hand_over: HandOver = "need") -> Plan:
+            hand_over: HandOver = "need") -> PlannedHierarchy:
     """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls, and
     a token's share of what a text costs besides.
 
@@ -176,46 +184,52 @@ def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence
     mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are
     fixed, and the number of rounds is a stopping time. For `keep` it is an approximation, because the length
     of a block says something about its tokens. A call of model i reads s_(i-1) + 1 tokens, with `keep`
-    s_0 + .. + s_(i-1) + 1. Raises ValueError for an unknown model or rule, models out of order, block sizes
+    s_0 + .. + s_(i-1) + 1. Raises FieldError for an unknown model or rule, models out of order, block sizes
     below 1 or another number of them, and calls wider than those timed.
     """
     check_rule(hand_over)
     unknown = [name for name in models if name not in candidates.names]
     if unknown or not models:
-        raise ValueError(f"of the models {list(models)}, {unknown} are unknown; name at least one of "
-                         f"{', '.join(candidates.names)}.")
+        raise FieldError("models", list(models), f"name at least one of {', '.join(candidates.names)}.",
+                         f"of the models {list(models)}, {unknown} are unknown")
     chosen = tuple(candidates.names.index(name) for name in models)
     if list(chosen) != sorted(set(chosen)):
-        raise ValueError(f"models are {list(models)}; the candidates' order, each at most once, is "
+        raise FieldError("models", list(models), "the candidates' order, each at most once, is "
                          f"{[candidates.names[i] for i in sorted(set(chosen))]}.")
     if len(block_sizes) != len(chosen) - 1:
-        raise ValueError(f"{len(chosen)} models need {len(chosen) - 1} block sizes, got {len(block_sizes)}.")
+        raise FieldError("block_sizes", list(block_sizes),
+                         f"{len(chosen)} models need {len(chosen) - 1} of them.")
     if any(not isinstance(size, int | np.integer) or size < 1 for size in block_sizes):
-        raise ValueError(f"block sizes are {list(block_sizes)}; each is a whole number of at least 1.")
+        raise FieldError("block_sizes", list(block_sizes), "each is a whole number of at least 1.")
     sizes = tuple(map(int, block_sizes))
     widest, timed = max(reads(sizes, hand_over)), candidates.call_seconds.shape[1] - 1
     if widest > timed:
-        raise ValueError(f"these block sizes need calls that read {widest} tokens, and {timed} is the most "
-                         "that was timed; time wider calls or take smaller blocks.")
+        raise FieldError(
+            "block_sizes",
+            list(block_sizes),
+            "time wider calls or take smaller blocks.",
+            f"block sizes {list(block_sizes)} need calls that read {widest} tokens, and {timed} is "
+            "the most that was timed",
+        )
     return predict_chain(candidates, (chosen, sizes), hand_over)
 
 
 def check_rule(hand_over: HandOver) -> None:
     if hand_over not in HAND_OVER:
-        raise ValueError(f"hand_over is {hand_over!r}; the rules are {', '.join(HAND_OVER)}.")
+        raise FieldError("hand_over", hand_over, f"the rules are {', '.join(HAND_OVER)}.")
 
 
-def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> Plan:
+def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> PlannedHierarchy:
     """predict() without its checks."""
     chosen, sizes = chain
     acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
     passes = _passes(acceptances, sizes, hand_over, candidates.rounds)
     once = candidates.once[list(chosen)].sum()
     seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes + once
-                    + sum(candidates.besides[pair] * own
-                          for pair, own in zip(pairwise(chosen), passes[1:], strict=True)))
+                    + sum(candidates.besides[pair] * count
+                          for pair, count in zip(pairwise(chosen), passes[1:], strict=True)))
     names = tuple(candidates.names[i] for i in chosen)
-    return Plan(names, sizes, hand_over, seconds, tuple(map(float, passes)))
+    return PlannedHierarchy(names, sizes, hand_over, seconds, tuple(map(float, passes)))
 
 
 def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
@@ -236,12 +250,12 @@ def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, round
             number, at_least = _first_passage(_survives(a[i - 1], at_least), sizes[i])
             calls = number * (unit[i] + calls)
         return (unit[-1] + calls) * rounds_per_token(_survives(a[-1], at_least))
-    most = max(sizes)
-    calls = np.arange(most + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
+    largest = max(sizes)
+    calls = np.arange(largest + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
     for i in range(1, len(sizes)):
-        rounds, drafts = renewals(a[i - 1], sizes[i - 1], most), sizes[i - 1]
+        rounds, drafts = renewals(a[i - 1], sizes[i - 1], largest), sizes[i - 1]
         if hand_over == "need":
-            below = begins(rounds) @ calls[np.minimum(drafts, np.arange(most))]
+            below = begins(rounds) @ calls[np.minimum(drafts, np.arange(largest))]
             calls = rounds[:, None] * unit[i] + np.pad(below, ((1, 0), (0, 0)))
         else:
             calls = rounds[:, None] * (unit[i] + calls[drafts])

@@ -31,28 +31,28 @@ class Timing(NamedTuple):
     high: float
 
 
-class GivenCache(NamedTuple):
+class FixedLogitsCache(NamedTuple):
     length: Int[Array, " B"]
 
 
-class Given(NamedTuple):
+class FixedLogits(NamedTuple):
     """A LanguageModel that computes nothing: its parameters are logits [N, V], read from the row of
     each position on. A round of such models is what a round costs besides its models."""
 
     vocab_size: int
 
     def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
-                max_length: int) -> tuple[Prefix, GivenCache]:
+                max_length: int) -> tuple[Prefix, FixedLogitsCache]:
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
-        return Prefix(start, jnp.ones_like(input_length)), GivenCache(jnp.zeros_like(input_length))
+        return Prefix(start, jnp.ones_like(input_length)), FixedLogitsCache(jnp.zeros_like(input_length))
 
-    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: GivenCache
-               ) -> tuple[Float[Array, "B T V"], GivenCache]:
+    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: FixedLogitsCache
+               ) -> tuple[Float[Array, "B T V"], FixedLogitsCache]:
         rows = cache.length[:, None] + tokens[:, :1] % 2 + jnp.arange(tokens.shape[1])
-        return jnp.take(params, rows, axis=0, mode="clip"), GivenCache(cache.length + tokens.shape[1])
+        return jnp.take(params, rows, axis=0, mode="clip"), FixedLogitsCache(cache.length + tokens.shape[1])
 
-    def roll_back(self, cache: GivenCache, length: Int[Array, " B"]) -> GivenCache:
-        return GivenCache(length)
+    def roll_back(self, cache: FixedLogitsCache, length: Int[Array, " B"]) -> FixedLogitsCache:
+        return FixedLogitsCache(length)
 
 
 def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:

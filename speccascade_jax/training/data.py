@@ -11,6 +11,7 @@ import numpy as np
 
 from speccascade_jax.checkpoints.arrays import reason
 from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
@@ -75,11 +76,11 @@ def _from_hugging_face(name: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"hf://{name} is no dataset's name: write ORGANISATION/NAME or "
                          "ORGANISATION/NAME/CONFIG.")
     try:
-        found = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+        examples = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
     except Exception as error:  # the library raises many kinds, from DNS to an unknown split
         raise ValueError(f"cannot read hf://{name}:{split} ({reason(error)}); give a .jsonl file instead."
                          ) from None
-    yield from found
+    yield from examples
 
 
 def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
@@ -90,11 +91,11 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
                          "file.") from None
     name, split = _name_and_split(name)
     try:
-        found = tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split))
+        examples = tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split))
     except Exception as error:  # as above
         raise ValueError(f"cannot read tfds://{name}:{split} ({reason(error)}); give a .jsonl file instead."
                          ) from None
-    for example in found:
+    for example in examples:
         yield {key: value.decode() if isinstance(value, bytes) else value for key, value in example.items()}
 
 
@@ -107,22 +108,23 @@ def lookup(example: dict[str, Any], name: str) -> Any:
 
 
 def field(example: dict[str, Any], name: str, where: str) -> str:
-    """The text in `name`. Raises ValueError without one."""
+    """The text in `name`. Raises FieldError without one."""
     value = lookup(example, name)
     if value is None:
-        raise ValueError(f"{where}: no text in field {name!r} (fields: {', '.join(map(str, example))}); name "
-                         "the task's fields in its config.")
+        raise FieldError(name, value, "name the task's fields in its config.",
+                         f"{where}: no text in field {name!r} (fields: {', '.join(map(str, example))})")
     return check_text(value, f"{where}: {name!r}")
 
 
 def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
-    """The texts listed in `name`; [] where there is no such field. Raises ValueError for what is no list."""
+    """The texts listed in `name`; [] where there is no such field. Raises FieldError for what is no list."""
     if name not in example:
         return []
-    found = example[name]
-    if not isinstance(found, list):
-        raise ValueError(f"{where}: {name!r} is {reprlib.repr(found)}; it must be a list of texts.")
-    return [check_text(text, f"{where}: {name!r}") for text in found]
+    references = example[name]
+    if not isinstance(references, list):
+        raise FieldError(name, references, "it must be a list of texts.",
+                         f"{where}: {name!r} is {reprlib.repr(references)}")
+    return [check_text(text, f"{where}: {name!r}") for text in references]
 
 
 def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
@@ -148,7 +150,7 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
     The r-th reference joins the r-th reference of each part (its last one where it has fewer).
     """
     if task.join < 1:
-        raise ValueError(f"join is {task.join}; it must be at least 1.")
+        raise FieldError("join", task.join, "it must be at least 1.")
     examples = list(texts(task, path))
     order, starts = _groups(len(examples), task.join, np.random.default_rng([seed, 1]))
     joined = []

@@ -53,10 +53,10 @@ def own_texts(model: LanguageModel, params: Params, batch: Batch, key: Array, eo
     """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy
     distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
     rows, width = batch.target.shape
-    found = generate(Autoregressive(model), params, jax.random.split(key, rows), batch.source,
+    decoded = generate(Autoregressive(model), params, jax.random.split(key, rows), batch.source,
                      batch.source_length, SamplingOptions(temperature), jnp.zeros(0), max_new_tokens=width,
                      eos_id=eos_id)
-    return batch._replace(target=jnp.maximum(found.tokens, 0), target_length=found.length)
+    return batch._replace(target=jnp.maximum(decoded.tokens, 0), target_length=decoded.length)
 
 
 def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = None,

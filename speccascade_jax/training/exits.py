@@ -65,18 +65,18 @@ def weights(config: TrainConfig, number: Array | None) -> Array:
     exit a step, in turn; "gradual" adds one after another, the deepest first, until half of the steps are
     done.
     """
-    own, model = config.exits, cast(NetworkConfig, config.model)
+    exits, model = config.exits, cast(NetworkConfig, config.model)
     layers = model.layers if isinstance(model, ExitsConfig) else (depth_of(model.drafter),)
     count, depth = len(layers), depth_of(full_of(model))
-    if own.frozen:
+    if exits.frozen:
         return jnp.array([1 / count] * count + [0.0])
-    below = jnp.array([own.exit_weight * n * (n + 1) / 2 for n in layers])
-    if number is not None and own.curriculum != "all":
+    below = jnp.array([exits.exit_weight * n * (n + 1) / 2 for n in layers])
+    if number is not None and exits.curriculum != "all":
         step, place = number // config.accumulate, jnp.arange(count)
         begins = (count - place) * config.steps / (2 * count)
-        chosen = step % count == place if own.curriculum == "rotational" else step >= begins
+        chosen = step % count == place if exits.curriculum == "rotational" else step >= begins
         below = jnp.where(chosen, below, 0.0)
-    every = jnp.append(below, depth - 1 + own.exit_weight * depth * (depth - 1) / 2)
+    every = jnp.append(below, depth - 1 + exits.exit_weight * depth * (depth - 1) / 2)
     return every / jnp.sum(every)
 
 
@@ -88,12 +88,12 @@ def member_loss(model: Any, config: TrainConfig, params: nnx.State, batch: Batch
     A small member's loss is (1 - distillation) times that of the data plus distillation times its divergence
     from the full model, the full model's is that of the data.
     """
-    own, train = config.exits, key is not None
-    if own.frozen and isinstance(config.model, ExitsConfig):
+    exits, train = config.exits, key is not None
+    if exits.frozen and isinstance(config.model, ExitsConfig):
         key = None  # exits learn from the full model as it decodes
     after: AfterLayer = last_written
-    if key is not None and own.layer_dropout:
-        after = layer_dropout(key, own.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
+    if key is not None and exits.layer_dropout:
+        after = layer_dropout(key, exits.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
     *small, full = model.forced_members(params, batch.source, batch.source_length, batch.target, key, after)
 
     def data_loss(logits: Array) -> Array:
@@ -107,5 +107,5 @@ def member_loss(model: Any, config: TrainConfig, params: nnx.State, batch: Batch
                                                config.divergence)
         return total + (1.0 - share) * data_loss(logits) if share < 1 else total
 
-    losses = [*map(small_loss, small), jnp.zeros(()) if own.frozen else data_loss(full)]
+    losses = [*map(small_loss, small), jnp.zeros(()) if exits.frozen else data_loss(full)]
     return jnp.sum(weights(config, number) * jnp.stack(losses)), jnp.sum(batch.target_length)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from speccascade_jax.checkpoints import huggingface, native, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, reason
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import Model, NetworkConfig, model_of
@@ -49,11 +50,11 @@ def locked(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")
     except OSError as error:
-        raise ValueError(f"output_dir is {run}, which cannot be written to ({error.strerror}): choose "
-                         "another.") from None
+        raise FieldError("output_dir", str(run), "choose another.", f"output_dir is {run}, which cannot be "
+                         f"written to ({error.strerror})") from None
     except ValueError:
-        raise ValueError(f"another process trains into {run} (it holds {run / 'lock'}): wait for its end, or "
-                         "choose another --output-dir.") from None
+        raise FieldError("output_dir", str(run), "wait for its end, or choose another --output-dir.",
+                         f"another process trains into {run} (it holds {run / 'lock'})") from None
     with file:
         try:
             yield
@@ -144,11 +145,11 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     score = validation_quality(config, tokenizer, mesh, metric)
     teacher, teacher_params, cut = None, None, None
     if config.teacher is not None:
-        teacher, teacher_params, own = load_teacher(config.teacher, config, tokenizer, mesh)
-        cut = cut_as(own, tokenizer) if config.teacher_tokens else None
+        teacher, teacher_params, teacher_tokenizer = load_teacher(config.teacher, config, tokenizer, mesh)
+        cut = cut_as(teacher_tokenizer, tokenizer) if config.teacher_tokens else None
         if config.teacher_outputs is not None:
             path, writer = Path(config.teacher_outputs), Cascade(
-                (teacher, teacher), (teacher_params, teacher_params), own, task.prefix,
+                (teacher, teacher), (teacher_params, teacher_params), teacher_tokenizer, task.prefix,
                 task.max_source_length, task.max_target_length, suffix=task.suffix)
             in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples,
                             singles=config.teacher_singles))

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from speccascade_jax.checkpoints import native
 from speccascade_jax.checkpoints.files import read_json
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.models import Config, Model, model_of
 from speccascade_jax.models.adapters import AdaptedKernel
@@ -45,7 +46,8 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
     names = config.lora_kernels or [name for name in found if name != "head"]
     for name in names:
         if name not in found:
-            raise ValueError(f"lora_kernels names {name!r}, which this model has not: {', '.join(found)}.")
+            raise FieldError("lora_kernels", names, f"known: {', '.join(found)}.",
+                             f"lora_kernels names {name!r}, which this model has not")
     return [path for name in dict.fromkeys(names) for path in found[name]]
 
 
@@ -54,9 +56,10 @@ def check_adapters(config: TrainConfig) -> None:
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
-        raise ValueError(f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of "
-                         f"{' by '.join(map(str, shapes[narrowest].shape))}: take at most {least}, or leave "
-                         "it out of lora_kernels.")
+        size = " by ".join(map(str, shapes[narrowest].shape))
+        raise FieldError("lora_rank", config.lora_rank,
+                         f"take at most {least}, or leave it out of lora_kernels.",
+                         f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}")
 
 
 def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
@@ -126,9 +129,9 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):
-        raise ValueError(f"lora_rank is {config.lora_rank}, but the run in {run} began "
-                         f"{'with' if where.is_file() else 'without'} adapters: go on with that, or choose "
-                         "another output_dir.")
+        raise FieldError("lora_rank", config.lora_rank, "resume with that, or choose another output_dir.",
+                         f"lora_rank is {config.lora_rank}, but the run in {run} began "
+                         f"{'with' if where.is_file() else 'without'} adapters")
     if not config.lora_rank:
         where.unlink(missing_ok=True)
         return
@@ -142,8 +145,9 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     begun = read_json(where)
     for name, value in own.items():
         if begun.get(name) != value:
-            raise ValueError(f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}: "
-                             "go on with that, or choose another output_dir.")
+            raise FieldError(f"lora_{name}", value, "resume with that, or choose another output_dir.",
+                             f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}")
     if begun.get("crc32") != sums:
-        raise ValueError(f"init is {config.init}, whose parameters are not those that the run in {run} began "
-                         f"with ({begun.get('init')}): go on with these, or choose another output_dir.")
+        raise FieldError("init", config.init, "resume with these, or choose another output_dir.",
+                         f"init is {config.init}, whose parameters are not those that the run in {run} began "
+                         f"with ({begun.get('init')})")

@@ -13,6 +13,7 @@ from speccascade_jax.checkpoints import native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.checkpoints.families import FAMILIES
 from speccascade_jax.config import TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, Model, Network, SharedEncoderConfig, full_of, model_of
 from speccascade_jax.models.members import beneath
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
@@ -55,8 +56,9 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
     if tokenizer.size > config.model.vocab_size:
-        raise ValueError(f"the tokenizer {path} has {tokenizer.size} pieces, the model "
-                         f"{config.model.vocab_size}: set model.vocab_size to at least that.")
+        raise FieldError("model.vocab_size", config.model.vocab_size, "set it to at least that.",
+                         f"model.vocab_size is {config.model.vocab_size}, and the tokenizer {path} has "
+                         f"{tokenizer.size} pieces")
     native.describe(run, config.model, path)
     return tokenizer
 
@@ -79,11 +81,11 @@ def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.Stat
     path = config.exits.drafter
     if path is None or not isinstance(config.model, SharedEncoderConfig):
         return params
-    found, drafter = checkpoints.config_of(path), config.model.drafter
-    if isinstance(found, type(drafter)):
-        drafter = dataclasses.replace(drafter, num_encoder_layers=found.num_encoder_layers)
-    own, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))
-    flat |= {place: value for place, value in beneath("drafter", own).items() if place in flat}
+    network, drafter = checkpoints.config_of(path), config.model.drafter
+    if isinstance(network, type(drafter)):
+        drafter = dataclasses.replace(drafter, num_encoder_layers=network.num_encoder_layers)
+    placed, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))
+    flat |= {place: value for place, value in beneath("drafter", placed).items() if place in flat}
     return nnx.from_flat_state(flat)
 
 
@@ -103,13 +105,18 @@ def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mes
     """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is another
     and its distributions are to be learnt, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
-    own = Tokenizer(checkpoint.tokenizer_file())
+    teacher_tokenizer = Tokenizer(checkpoint.tokenizer_file())
     scores = config.distillation or config.on_policy
-    if scores and own.pieces() != tokenizer.pieces():
-        raise ValueError(f"the teacher {path} has another vocabulary than {config.name}: train both with one "
-                         "tokenizer, or learn from its texts alone: with teacher_outputs, and with "
-                         "distillation and on_policy 0.")
+    if scores and teacher_tokenizer.pieces() != tokenizer.pieces():
+        raise FieldError(
+            "teacher",
+            path,
+            "train both with the same tokenizer, or learn from its texts alone: "
+            "with teacher_outputs, and with distillation and on_policy 0.",
+            f"the teacher {path} has another vocabulary than {config.name}",
+        )
     if scores and checkpoint.model.vocab_size != config.model.vocab_size:
-        raise ValueError(f"the teacher {path} has {checkpoint.model.vocab_size} logits, the model of "
-                         f"{config.name} {config.model.vocab_size}: set model.vocab_size to the teacher's.")
-    return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params, own
+        raise FieldError("model.vocab_size", config.model.vocab_size, "set it to the teacher's.",
+                         f"model.vocab_size of {config.name} is {config.model.vocab_size}, and the teacher "
+                         f"{path} has {checkpoint.model.vocab_size} logits")
+    return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params, teacher_tokenizer

@@ -82,11 +82,11 @@ class Place(NamedTuple):
 
 
 def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[list[int]],
-                  options: SamplingOptions, most: int, seed: int) -> list[Place]:
-    """`most` places of each text, drawn in proportion to the chance TV(p~, q~) that they disagree there, and
+                  options: SamplingOptions, count: int, seed: int) -> list[Place]:
+    """`count` places of each text, drawn in proportion to the chance TV(p~, q~) that they disagree there, and
     the tokens that each of them then draws."""
     def look(params: tuple[Params, Params], batch: Batch, key: Array) -> tuple[Array, ...]:
-        q, p = (logits_of(model, own, batch) for model, own in
+        q, p = (logits_of(model, weights, batch) for model, weights in
                 zip((cascade.drafter, cascade.verifier), params, strict=True))
         s = Scores(jax.nn.softmax(q), jax.nn.softmax(p), token_probs(q, options), token_probs(p, options),
                    jnp.asarray(options.temperature <= 0))
@@ -94,11 +94,11 @@ def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[l
         real = jnp.arange(chance.shape[1]) < batch.target_length[:, None]
         keys = jax.random.split(key, 3)
         more = s.p_sampled - s.q_sampled
-        drawn = [jax.random.categorical(own, jnp.log(jnp.maximum(left, 0.0)))
-                 for own, left in zip(keys, (-more, more), strict=False)]
+        drawn = [jax.random.categorical(key, jnp.log(jnp.maximum(left, 0.0)))
+                 for key, left in zip(keys, (-more, more), strict=False)]
         weight = jnp.where(real & (chance > LEAST), jnp.log(chance), -jnp.inf)
         noisy = weight + jax.random.gumbel(keys[2], weight.shape)
-        order = jax.lax.top_k(noisy, min(most, weight.shape[1]))[1]
+        order = jax.lax.top_k(noisy, min(count, weight.shape[1]))[1]
         return features(s), jnp.stack(drawn, axis=-1), weight > -jnp.inf, order
 
     seen, look = list[Place](), jax.jit(look)
@@ -127,21 +127,21 @@ def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple
         if tokens[-1] != cascade.tokenizer.eos_id:
             source_width, width = (-(-len(x) // BUCKET) * BUCKET for x in (rows[text], tokens))
             alike.setdefault((source_width, width), []).append(n)
-    parts = [(widths, own[at:at + GOING_ON]) for widths, own in alike.items()
-             for at in range(0, len(own), GOING_ON)]
+    parts = [(widths, numbers[at:at + GOING_ON]) for widths, numbers in alike.items()
+             for at in range(0, len(numbers), GOING_ON)]
     for (source_width, width), chosen in track(parts, "continuing texts", transient=True):
         filled = chosen + chosen[:1] * (GOING_ON - len(chosen))
         source, length = pad([rows[begun[n][0]] for n in filled], source_width, 0)
         beginning, size = pad([texts[n] for n in filled], width, 0)
         inputs = np.concatenate([source, length[:, None], size[:, None], beginning], axis=1)
         drafter, verifier = (Continued(model, source_width) for model in (cascade.drafter, cascade.verifier))
-        found = jax.device_get(generate(
+        decoded = jax.device_get(generate(
             Speculative(Autoregressive(drafter), verifier, METHODS["opt"], BLOCK),
             (cascade.params[0], cascade.params[-1]), keys, inputs, np.full(GOING_ON, inputs.shape[1]),
             SamplingOptions(0.0), jnp.full(1, ALPHA), max_new_tokens=cascade.max_new_tokens,
             eos_id=cascade.tokenizer.eos_id))
-        for n, own, many in zip(chosen, found.tokens, found.length, strict=False):
-            texts[n] = [*texts[n], *own[:many].tolist()][:cascade.max_new_tokens]
+        for n, tokens, many in zip(chosen, decoded.tokens, decoded.length, strict=False):
+            texts[n] = [*texts[n], *tokens[:many].tolist()][:cascade.max_new_tokens]
     return [text_of(cascade.tokenizer, tokens, cascade.stop) for tokens in texts]
 
 
@@ -165,7 +165,7 @@ def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]
     sources, references = zip(*examples, strict=True)
     rows, _ = cascade.encode(sources, truncate=True)
     replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
-    found = list[Tried]()
+    tries = list[Tried]()
     for number, options in enumerate(sampling):
         written = list(cascade.generate(
             sources, method="opt", alpha=ALPHA, temperature=options.temperature, top_p=options.top_p,
@@ -176,7 +176,7 @@ def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]
                                           for place in places for token in place.tokens])
         numbers = [place.text for place in places for _ in place.tokens]
         worth = replaced(metric, [o.text for o in written], references, numbers, ended).reshape(-1, 2)
-        found.append(Tried(np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
+        tries.append(Tried(np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
                            len(sources) * (worth[:, 1] - worth[:, 0]),
                            np.array([place.text for place in places], int)))
-    return Tried._make(np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Tried._make(np.concatenate(columns) for columns in zip(*tries, strict=True))

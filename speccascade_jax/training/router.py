@@ -14,8 +14,9 @@ from jaxtyping import Float
 
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import AnyArray, Params
-from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
@@ -53,19 +54,19 @@ class Observed(NamedTuple):
 
 def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
     """What is known of the tokens of `batches`, at temperature 1."""
-    def one(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
-        q, p = (jax.nn.softmax(logits_of(model, own, batch)) for model, own in
+    def observe(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
+        q, p = (jax.nn.softmax(logits_of(model, weights, batch)) for model, weights in
                 zip((cascade.drafter, cascade.verifier), params, strict=True))
         chances = [jnp.take_along_axis(x, jnp.asarray(batch.target)[..., None], axis=-1) for x in (q, p)]
         return features(Scores(q, p, q, p, jnp.asarray(False))), jnp.concatenate(chances, axis=-1)
 
-    score, found = jax.jit(one), []
+    score, seen = jax.jit(observe), []
     for number, batch in enumerate(batches):
         real = np.arange(batch.target.shape[1]) < batch.target_length[:, None]
         texts = np.broadcast_to(number * len(real) + np.arange(len(real))[:, None], real.shape)
         known = jax.device_get(score((cascade.params[0], cascade.params[-1]), batch))
-        found.append([x[real] for x in (*known, texts)])
-    return Observed._make(np.concatenate(parts) for parts in zip(*found, strict=True))
+        seen.append([x[real] for x in (*known, texts)])
+    return Observed._make(np.concatenate(columns) for columns in zip(*seen, strict=True))
 
 
 def prices(seen: Observed) -> Float[np.ndarray, " N"]:
@@ -99,7 +100,7 @@ def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: R
 
     state = optimizer.init(weights)
     for _ in range(config.steps):
-        chosen, level = (rng.integers(0, most, POSITIONS) for most in (len(seen.texts), len(ALPHAS)))
+        chosen, level = (rng.integers(0, count, POSITIONS) for count in (len(seen.texts), len(ALPHAS)))
         weights, state = step(weights, state, type(seen)._make(x[chosen] for x in seen), level)
     return jax.device_get(weights)
 
@@ -109,8 +110,8 @@ def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
     worth = jnp.asarray(prices(seen))
 
     def loss(weights: Weights, some: Observed, level: Array) -> Array:
-        own = drafters_weight(weights, some.features, jnp.asarray(ALPHAS)[level])
-        return mixture_loss(own, worth[level], some)
+        share = drafters_weight(weights, some.features, jnp.asarray(ALPHAS)[level])
+        return mixture_loss(share, worth[level], some)
 
     return _fitted(seen, loss, config)
 
@@ -119,13 +120,13 @@ def fit_router(seen: Tried, config: RouterConfig) -> Weights:
     """BELIEVED times the network that estimates the advantage in squared error, once it is brought to the
     scale on which `opt` estimates it best. It begins as `opt`."""
     plain = np.asarray(plain_advantage(seen.features))
-    found = seen.advantages / max(np.std(seen.advantages), LEAST)
-    slope = max(np.cov(plain, found)[0, 1] / max(np.var(plain), LEAST), FLATTEST)
-    known = seen._replace(advantages=np.clip(found, -FAR, FAR).astype(np.float32))
+    scaled = seen.advantages / max(np.std(seen.advantages), LEAST)
+    slope = max(np.cov(plain, scaled)[0, 1] / max(np.var(plain), LEAST), FLATTEST)
+    known = seen._replace(advantages=np.clip(scaled, -FAR, FAR).astype(np.float32))
 
     def loss(weights: Weights, some: Tried, level: Array) -> Array:
-        own = plain_advantage(some.features) + network(weights, some.features)
-        return jnp.mean(jnp.square(slope * own - some.advantages))
+        estimate = plain_advantage(some.features) + network(weights, some.features)
+        return jnp.mean(jnp.square(slope * estimate - some.advantages))
 
     weights = _fitted(known, loss, config)
     return weights._replace(out=BELIEVED * weights.out)
@@ -135,9 +136,9 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
     """The loss that fit_mixture() lowers: of the network, and of what it begins as."""
     constant, worth = Weights(*(np.zeros_like(x) for x in weights)), prices(seen)
     return {f"loss, {name}": float(np.mean([
-        mixture_loss(drafters_weight(own, seen.features, alpha), price, seen)
+        mixture_loss(drafters_weight(candidate, seen.features, alpha), price, seen)
         for alpha, price in zip(ALPHAS, worth, strict=True)]))
-        for name, own in (("network", weights), ("mixture", constant))}
+        for name, candidate in (("network", weights), ("mixture", constant))}
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
@@ -150,12 +151,13 @@ def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> fl
 def gains(weights: Weights, seen: Tried) -> dict[str, float]:
     """How well the network tells where to defer, and `opt` at as many rejections: the correlation of the
     estimate with the advantage, and what is kept() of it."""
-    found = dict[str, float]()
+    figures = dict[str, float]()
     plain = plain_advantage(seen.features)
     for name, estimate in (("network", plain + network(weights, seen.features)), ("opt", plain)):
-        found[f"correlation with the advantage, {name}"] = float(np.corrcoef(estimate, seen.advantages)[0, 1])
-        found[f"gain from deferring half, {name}"] = kept(estimate, seen)
-    return {**found, "gain from deferring all": float(np.mean(seen.advantages))}
+        correlation = np.corrcoef(estimate, seen.advantages)[0, 1]
+        figures[f"correlation with the advantage, {name}"] = float(correlation)
+        figures[f"gain from deferring half, {name}"] = kept(estimate, seen)
+    return {**figures, "gain from deferring all": float(np.mean(seen.advantages))}
 
 
 def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
@@ -170,36 +172,37 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
     run begins anew.
 
-    Raises ValueError where the config, its pair or its texts are unusable.
+    Raises FieldError where the config, its pair or its texts are unusable.
     """
     pair: DecodeConfig = configs.load(config.pair, DecodeConfig)
     name = config.task or pair.task
     if name is None:
-        raise ValueError(f"task is missing: name the training config whose texts the router of {config.pair} "
-                         "learns from.")
+        raise FieldError("task", None, f"name the training config whose texts the {config.method} of "
+                         f"{config.pair} learns from.", "task is missing")
     training: TrainConfig = configs.load(name, TrainConfig)
     cascade = Cascade.from_config(dataclasses.replace(pair, router=None, dtype=config.dtype))
     if cascade.levels != 1 or cascade.foreign:
-        raise ValueError(f"pair is {config.pair}; a network is learnt for two models of one vocabulary.")
+        raise FieldError("pair", config.pair, "a network is learnt for two models of one vocabulary.")
     task = dataclasses.replace(training.task, validation=getattr(training.task, config.split))
 
     def parts(seen: Seen) -> tuple[Seen, Seen]:
         held = seen.texts % HELD_OUT == 0
         if min(held.sum(), (~held).sum()) < 2:  # of one, there is no correlation
-            raise ValueError(f"the {config.split} split has too few texts to learn from: name another split.")
+            raise FieldError("split", config.split, "name another split.",
+                             f"the {config.split} split has too few texts to learn from")
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))
         return first, second
 
-    if config.method == "router":
+    if METHODS[config.method].defers:  # a rule learns when to defer, a mixture its weights
         examples = joined_examples(task, task.validation)[:config.examples]
         tries, others = parts(tried(cascade, task.metric, examples, sampling_of(config), config, replaced))
         weights = fit_router(tries, config)
-        found, count = gains(weights, others), len(tries.texts)
+        figures, count = gains(weights, others), len(tries.texts)
     else:
         batches = validation_batches(dataclasses.replace(training, task=task), cascade.tokenizer, ROWS)
         learnt, rest = parts(observed(cascade, batches[:-(-config.examples // ROWS)]))
         weights = fit_mixture(learnt, config)
-        found, count = errors(weights, rest), len(learnt.texts)
+        figures, count = errors(weights, rest), len(learnt.texts)
     write_whole(Path(config.output), described(weights, config.method, pair=config.pair, task=name,
-                                               split=config.split, positions=count, held_out=found))
-    return found
+                                               split=config.split, positions=count, held_out=figures))
+    return figures

@@ -45,11 +45,13 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
-    def model_loss(params, batch: Batch, key, teacher_params, own: bool):
+    def model_loss(params, batch: Batch, key, teacher_params, on_policy: bool):
         logits = forward(model, adapted(config, params), batch, key)
         total, count = token_loss(logits, batch.target, batch.target_length,
                                   label_smoothing=config.label_smoothing, z_loss=config.z_loss)
-        share = 1.0 if own else config.distillation  # a text of the model's own has nothing else to teach
+        share = (
+            1.0 if on_policy else config.distillation
+        )  # a text of the model's own has nothing else to teach
         if teacher is not None and share:
             distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
                                           batch.target_length, config.divergence)
@@ -60,7 +62,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
         key = jax.random.fold_in(jax.random.key(config.seed), number)
         return own_texts(model, adapted(config, params), batch, key, eos_id)
 
-    def gradients(params, batch: Batch, number, teacher_params, own=False):
+    def gradients(params, batch: Batch, number, teacher_params, on_policy=False):
         trained, frozen = split(config, params)
 
         def loss_sum(trained):
@@ -68,7 +70,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
             params = joined(trained, frozen)
             if isinstance(config.model, NetworkConfig):
                 return member_loss(model, config, params, batch, key, number)
-            return model_loss(params, batch, key, teacher_params, own)
+            return model_loss(params, batch, key, teacher_params, on_policy)
 
         (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(trained)
         return grads, loss, count
@@ -92,7 +94,7 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
     at, grads_at, opt_at = (tree_sharding(mesh, tree, config.split_parameters)
                             for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained)))
     whole = parameter_sharding(mesh, (), split=False)
-    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="own"),
+    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="on_policy"),
                  jax.jit(written),
                  jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
                  jax.jit(losses, out_shardings=whole), jax.jit(finite, out_shardings=whole))
@@ -108,12 +110,12 @@ def one_step(steps: Steps, params: nnx.State, opt_state: Any, batches: Iterator[
     for number in range(step * config.accumulate, (step + 1) * config.accumulate):
         batch = next(batches)
         tokens += int(batch.target_length.sum())
-        own = bool(np.random.default_rng([config.seed, 2, number]).random() < config.on_policy)
+        on_policy = bool(np.random.default_rng([config.seed, 2, number]).random() < config.on_policy)
         placed = split_rows(mesh, batch)
-        if own:
+        if on_policy:
             placed = steps.own_texts(params, placed, jnp.uint32(number))
-        found = steps.gradients(params, placed, jnp.uint32(number), teacher_params, own=own)
-        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+        summed = steps.gradients(params, placed, jnp.uint32(number), teacher_params, on_policy=on_policy)
+        sums = summed if sums is None else jax.tree.map(jnp.add, sums, summed)
     grads, loss, count = sums
     params, opt_state, norm = steps.update(params, opt_state, grads, count)
     return params, opt_state, loss / count, norm, tokens

@@ -12,8 +12,8 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import costs
-from speccascade_jax.planning.prediction import Plan
-from speccascade_jax.planning.timing import Given, Timing
+from speccascade_jax.planning.prediction import PlannedHierarchy
+from speccascade_jax.planning.timing import FixedLogits, Timing
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def test_benchmark(run, tmp_path, capsys):
     assert benchmark.main([f"--config={run}", "--input", str(run.with_name("split.jsonl.gz")),
                            "--min-tokens", "1", "--block-sizes", "2", f"--output={out}"]) == 0
     figures = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"gamma 2"}
+    assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"block size 2"}
     assert benchmark.main([f"--config={run}"]) == 2
     assert "give --input alone" in " ".join(capsys.readouterr().err.split())
 
@@ -125,7 +125,7 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
     monkeypatch.setattr(costs, "_part", lambda *arguments: None)
     monkeypatch.setattr(costs, "time_parts", lambda parts, repetitions: {
         name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts})
-    cascade = Cascade((Given(9),) * 4, (None,) * 4, Tokenizer(t5_pair / "verifier" / "spiece.model"))
+    cascade = Cascade((FixedLogits(9),) * 4, (None,) * 4, Tokenizer(t5_pair / "verifier" / "spiece.model"))
     calls, besides = costs.call_seconds(cascade, (1, 5), Settings(method="opt"), source_length=8)
     np.testing.assert_allclose(1e3 * calls[:2], [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 22, 24, 26, 28]])
     np.testing.assert_allclose(1e3 * besides, [  # 0 with 2 was not timed: as its neighbour
@@ -133,7 +133,7 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
 
 
 def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_pair, tmp_path):
-    pair = Plan(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
+    pair = PlannedHierarchy(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
     runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": pair}, Settings())
     assert plan.fastest(runs, {}) == "hierarchy"
     runs |= plan.adaptive_runs(pair, Settings(), 9)

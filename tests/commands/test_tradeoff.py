@@ -45,7 +45,8 @@ def tiny(t5_pair, tmp_path_factory):
         (folder / f"{name}.py").write_text(TASK.format(
             data=str(data), test=str(folder / f"{test}.jsonl"), metric=metric))
     return folder, [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-                    "--max-source-length=32", "--max-new-tokens=24", "--temperatures", "1", "--gammas", "2"]
+                    "--max-source-length=32", "--max-new-tokens=24", "--temperatures", "1",
+                    "--block-sizes", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     flags = [flag.replace(str(at), str(tmp_path / "again")) for flag in flags]
     assert tradeoff.main([*flags, "--at-quality=-1", "--no-check"]) == 0
     shown = capsys.readouterr().out
-    for said in ("quality: 6 points of 4 methods and gammas; 0 programs compiled", "every point:",
+    for said in ("quality: 6 points of 4 methods and block sizes; 0 programs compiled", "every point:",
                  "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for",
                  "The drafter alone:"):
         assert said in shown
@@ -103,7 +104,7 @@ def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
     lossless = dataclasses.replace(result("speculative", 0.0, 28.0, 0.5), verifier_quality=30.0)
     tradeoff.pick(asked, "bleu", [*FOUND, lossless], None, console())
     said = " ".join(capsys.readouterr().out.split())
-    assert "gamma 5, temperature 1: the verifier's own distribution (bleu 30.00)" in said
+    assert "block size 5, temperature 1: the verifier's own distribution (bleu 30.00)" in said
     assert "The drafter alone: 20.00 (the pick's difference from it +6.00 to +10.00), in 0.10" in said
     assert configs.load(str(tmp_path / "picked.py")).method == "speculative"
 
@@ -124,15 +125,15 @@ BAD = [(["--at-quality=good"], "a number, verifier or truncated"), (["--at-quali
        (["--methods", "opt", "opt"], "'opt' twice"), (["--methods"], "--methods is empty"),
        (["--alphas"], "--alphas is empty"), (["--alphas", "nan"], "--alphas holds nan"),
        (["--alphas", "0.5", "2"], "--alphas holds 2"), (["--alphas=-1"], "--alphas holds -1"),
-       (["--gammas", "0"], "--gammas holds 0"), (["--gammas=-1"], "--gammas holds -1"),
-       (["--gammas"], "--gammas is empty"), (["--temperatures=-1"], "temperature is -1"),
+       (["--block-sizes", "0"], "--block-sizes holds 0"), (["--block-sizes=-1"], "--block-sizes holds -1"),
+       (["--block-sizes"], "--block-sizes is empty"), (["--temperatures=-1"], "temperature is -1"),
        (["--temperatures", "nan"], "temperature is nan"), (["--top-ps", "0"], "top_p is 0"),
        (["--trials=0"], "--trials is 0; it must be at least 1"), (["--trials=-2"], "--trials is -2"),
        (["--timed=-1"], "--timed is -1; it must be at least 0"), (["--limit=0"], "--limit is 0"),
        (["--limit=-1"], "--limit is -1"), (["--join=0"], "at least 1"), (["--join=-3"], "at least 1"),
        (["--batch-size=0"], "--batch-size is 0"), (["--split=dev"], "unknown split 'dev'"),
        (["--top-k=0"], "top_k is 0"), (["--trials=1000000000"], "--trials is 1000000000; it must be at most"),
-       (["--gammas", "1000000"], "--gammas is 1000000; it must be at most 24")]
+       (["--block-sizes", "1000000"], "--block-sizes is 1000000; it must be at most 24")]
 
 
 @pytest.mark.parametrize("more,said", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")

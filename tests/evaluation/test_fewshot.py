@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from speccascade_jax.commands import fewshot as script
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.fewshot import (
     TASKS,
     build_prompts,
@@ -16,6 +17,7 @@ from speccascade_jax.evaluation.fewshot import (
     program_of,
     score_squad,
     squad_read,
+    task_of,
 )
 from speccascade_jax.training.data import read_examples
 
@@ -52,8 +54,8 @@ def test_normalisations():
     assert normalized_trivia("The U.S.A. -- a  \u2018Land\u2019_s!") == "u s land s"
     task = TASKS["triviaqa"]
     golds = [{"answers": ["Tom Sawyer", "Sawyer"]}, {"answers": ["AC/DC"]}, {"answers": ["1988"]}]
-    assert task.score(["the tom-sawyer", "AC DC", "in 1988"], golds).each == [True, True, False]
-    assert TASKS["webquestions"].score(["the tom-sawyer", "AC DC", "1988"], golds).each == [
+    assert task.score(["the tom-sawyer", "AC DC", "in 1988"], golds).answers == [True, True, False]
+    assert TASKS["webquestions"].score(["the tom-sawyer", "AC DC", "1988"], golds).answers == [
         False, False, True]
 
 
@@ -65,7 +67,7 @@ def test_squad_gives_the_official_numbers_on_cases_made_by_hand():
     assert found.figures == pytest.approx({  # printed by the official script's functions
         "exact": 57.142857142857146, "f1": 69.84126984126985, "HasAns_exact": 50.0,
         "HasAns_f1": 72.22222222222221, "NoAns_exact": 66.66666666666667, "NoAns_f1": 66.66666666666667})
-    assert found.each[5] == (0.0, pytest.approx(8 / 9))
+    assert found.answers[5] == (0.0, pytest.approx(8 / 9))
     assert squad_read(" Unanswerable.\nmore") == "" and squad_read(" in France\nQuestion") == "in France"
 
 
@@ -94,7 +96,7 @@ def test_programs(sandbox):
     answers = ["def f(x): return x + 1", "def f(x): return x", "def f(x):\n  while True: pass", "print('",
                "import os\nfor _ in range(200): os.fork()"]
     found = task.score(answers, [example] * 5)
-    assert [verdict.outcome for verdict in found.each] == ["passed", "failed", "time", "failed", "failed"]
+    assert [verdict.outcome for verdict in found.answers] == ["passed", "failed", "time", "failed", "failed"]
     assert found.figures == {"passed": 20.0, "failed": 60.0, "time": 20.0}
 
 
@@ -121,8 +123,42 @@ def test_prompts_show_and_ask(name, tmp_path, request):
         {"gsm8k": "accuracy", "wmt": "bleu", "cnndm": "rouge2", "mbpp": "passed"}.get(name, "exact")] > 99
     assert build_prompts(task, seed=0) == prompts
     assert {tuple(build_prompts(task, seed).shots) for seed in range(20)} > {tuple(prompts.shots)}
-    with pytest.raises(ValueError, match="has 4 examples, 9 are to be shown"):
+    with pytest.raises(FieldError) as refused:
         build_prompts(dataclasses.replace(task, shots=9), seed=0)
+    assert (refused.value.field, refused.value.value) == ("shots", 9)
+
+
+@pytest.mark.parametrize("value", [[], "x", None])
+def test_a_damaged_example_is_refused_with_its_line(value, tmp_path):
+    task = with_files("triviaqa", tmp_path)
+    with open(task.examples, "a") as file:
+        file.write(json.dumps(ASK["triviaqa"] | {"answers": value}) + "\n")
+    with pytest.raises(FieldError, match="line 5") as refused:
+        build_prompts(task, seed=0)
+    assert (refused.value.field, refused.value.value) == ("answers", value)
+
+
+def test_what_a_task_cannot_use_is_refused(tmp_path):
+    task = with_files("triviaqa", tmp_path)
+    fixed = dataclasses.replace(task, fixed_shots=(1,))
+    other = tmp_path / "none.jsonl"
+    other.write_text("")
+    for broken, field, value in ((fixed, "shots", 2), (dataclasses.replace(task, examples=str(other)),
+                                                       "inputs", str(other))):
+        with pytest.raises(FieldError) as refused:
+            build_prompts(broken, seed=0)
+        assert (refused.value.field, refused.value.value) == (field, value)
+    with pytest.raises(FieldError) as refused:
+        task_of("gsm")
+    assert (refused.value.field, refused.value.value) == ("task", "gsm")
+
+
+def test_an_example_that_cannot_be_scored_is_found_before_anything_is_decoded(tmp_path):
+    def check(example):
+        raise ValueError(f"number {example['n']}")
+
+    with pytest.raises(ValueError, match="number"):
+        build_prompts(dataclasses.replace(with_files("triviaqa", tmp_path), check=check), seed=0)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "cnndm"])

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation import plots
-from speccascade_jax.evaluation.sweep import COMPARED, TRUNCATIONS, Contest
+from speccascade_jax.evaluation.sweep import COMPARED, Contest
 
 RNG = np.random.default_rng(0)
 CROWDED = [*FOUND[:2], *(
@@ -92,7 +93,7 @@ def test_labels_are_words_with_units():
     figure = plots.page(at(FOUND, top_p=0.9), "rouge2", "latency")
     axes, = figure.axes
     assert axes.get_xlabel() == "Time relative to the verifier alone (share)"
-    assert axes.get_ylabel() == "ROUGE-2" and axes.get_title() == "Temperature 1, top-p 0.9, gamma 5"
+    assert axes.get_ylabel() == "ROUGE-2" and axes.get_title() == "Temperature 1, top-p 0.9, block size 5"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["Verifier alone", "Drafter alone", "OPT", "Chow"]
     for name in plots.AXES:
@@ -125,8 +126,8 @@ def test_a_picture_fills_a_readme(tmp_path):
 def test_a_panel_holds_its_own_points():
     """Two values of top-p are two panels, not one curve."""
     figure = plots.page([*FOUND, *at(FOUND, top_p=0.9)], "bleu", "latency")
-    assert [axes.get_title() for axes in figure.axes] == ["Temperature 1, gamma 5",
-                                                          "Temperature 1, top-p 0.9, gamma 5"]
+    assert [axes.get_title() for axes in figure.axes] == ["Temperature 1, block size 5",
+                                                          "Temperature 1, top-p 0.9, block size 5"]
     for axes in figure.axes:
         drawn = [line for line in axes.lines if line.get_color() == plots.COLOURS[COMPARED.index("opt")]]
         assert [len(line.get_xdata()) for line in drawn] == [4]

@@ -11,7 +11,7 @@ from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import profiling
-from speccascade_jax.evaluation.profiling import Given, in_turn, round_part, slope
+from speccascade_jax.evaluation.profiling import FixedLogits, in_turn, round_part, slope
 
 
 def begun(method, small, large, params, block_size=3):
@@ -38,7 +38,7 @@ def test_a_round_is_repeated_at_one_position(method):
 
 
 def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
-    model, params = Given(5), np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
+    model, params = FixedLogits(5), np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
     prefix, cache = model.prefill(params, jnp.ones((2, 3), jnp.int32), jnp.array([3, 2]), 20)
     assert prefix.tokens.shape == (2, 1)
     tokens = jnp.array([[1, 2, 3, 4], [2, 2, 0, 1]])

@@ -3,8 +3,21 @@
 import numpy as np
 import pytest
 import sacrebleu
+from made_by_hand import FOUND
 
-from speccascade_jax.evaluation.quality import METRICS, bootstrap, check_references, score, statistics
+from speccascade_jax.commands.evaluate import figures_of
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation import plots
+from speccascade_jax.evaluation.quality import (
+    METRICS,
+    bootstrap,
+    check_references,
+    mean_metric,
+    replaced,
+    score,
+    statistics,
+)
+from speccascade_jax.inference.text import Output
 
 HYPOTHESES = ["the cat sat on the mat", "a dog barks", "birds sing", "nothing of it, really"]
 TEXTS = [["the cat sat on a mat", "the cat is on the mat"], ["a dog barks loudly"],
@@ -38,19 +51,53 @@ def test_bootstrap_intervals():
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("hypotheses,references,said", [
-    ([], [], "of no texts"), (["a"], ["abc"], "references of text 0 are 'abc'"), (["a"], [None], "are None"),
-    (["a"], [[1]], r"are \[1\]"), (["a", "b"], [["a"]], "2 texts have 1 lists"),
-    (["a"], [[]], "no reference")])
-def test_references_of_another_kind_are_refused(metric, hypotheses, references, said):
+@pytest.mark.parametrize("hypotheses,references,value", [
+    ([], [], []), (["a"], ["abc"], "abc"), (["a"], [None], None), (["a"], [[1]], [1]),
+    (["a", "b"], [["a"]], 1), (["a"], [[]], [])])
+def test_references_of_another_kind_are_refused(metric, hypotheses, references, value):
     for measure in (METRICS[metric], lambda *texts: statistics(metric, *texts)):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(FieldError) as refused:
             measure(hypotheses, references)
+        assert (refused.value.field, refused.value.value) == ("references", value)
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_an_entry_says_what_is_so(metric):
+    """Its sums' number, its range, and whether an empty reference will do."""
+    rows = metric.statistics(HYPOTHESES, TEXTS)
+    assert rows.shape == (len(TEXTS), metric.sums) and METRICS[metric.name] is metric
+    assert metric(["x y z w"], [["a b c d e"]]) < 10 <= metric.low + 10
+    assert metric(HYPOTHESES, [[text] for text in HYPOTHESES]) == pytest.approx(metric.high)
+    assert metric.label and metric.summary.endswith(".")
+    if metric.words:
+        with pytest.raises(FieldError):
+            metric(["a"], [[""]])
+    else:
+        assert metric(["a"], [[""]]) == metric.low
 
 
 def test_what_bleu_cannot_use_is_known_before_anything_is_decoded():
-    with pytest.raises(ValueError, match="text 1 has no reference, or only empty ones: bleu needs one"):
+    with pytest.raises(FieldError) as refused:
         check_references("bleu", [["a"], [""]])
+    assert (refused.value.field, refused.value.value) == ("references", [""])
     check_references("rouge1", [["a"], [""]])
-    with pytest.raises(ValueError, match="unknown metric 'blue'; known: bleu"):
+    with pytest.raises(FieldError) as refused:
         check_references("blue", [["a"]])
+    assert (refused.value.field, refused.value.value) == ("metric", "blue")
+
+
+def test_one_more_entry_is_all_that_a_metric_takes(monkeypatch):
+    """Checks, statistics, intervals, what one other text changes, a sweep's lines and an axis go by it."""
+    shorter = mean_metric("shorter", "Shorter texts (%)", "Texts shorter than all their references.",
+                          lambda text, group: float(len(text) < min(map(len, group))))
+    monkeypatch.setitem(METRICS, "shorter", shorter)
+    check_references("shorter", TEXTS)
+    rows = statistics("shorter", HYPOTHESES, TEXTS)
+    assert rows.tolist() == [[0, 1], [1, 1], [0, 1], [0, 1]]
+    assert score("shorter", rows.sum(axis=0)) == shorter(HYPOTHESES, TEXTS) == 25.0
+    assert bootstrap("shorter", rows) == bootstrap(shorter, rows) and bootstrap(shorter, rows)[1] > 25
+    assert replaced("shorter", HYPOTHESES, TEXTS, [0], [""])[0] == shorter(["", *HYPOTHESES[1:]], TEXTS)
+    [axes] = plots.page(FOUND, "shorter", "latency").axes
+    assert axes.get_ylabel() == "Shorter texts (%)"
+    figures, _ = figures_of("shorter", [Output(0, "", "a", [], [], {})], [["bc"]], None)
+    assert figures["shorter"] == 100.0

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from made_by_hand import FOUND
 
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.rates import relative_cost
-from speccascade_jax.evaluation.reductions import best, fastest, results, table_two
-from speccascade_jax.evaluation.sweep import TRUNCATIONS, Latency, Quality, alone, grid
+from speccascade_jax.evaluation.reductions import best, compare, fastest, table_two
+from speccascade_jax.evaluation.sweep import Latency, Quality, alone, grid
 from speccascade_jax.settings import Settings
 
 
@@ -28,7 +29,7 @@ def test_results_say_what_was_measured(tmp_path):
                                         "emitted": 100, "drafter_passes": 100}, 100)}
     seconds = {verifier: (10.0, 100), drafter: (1.0, 100), point: (5.0, 50), cascade: (8.0, 100)}
     latencies = {p: Latency(np.full(4, s / 4), np.full(4, n / 4)) for p, (s, n) in seconds.items()}
-    found = {r.point: r for r in results("exact_match", qualities, latencies)}
+    found = {r.point: r for r in compare("exact_match", qualities, latencies)}
     r = found[point]
     assert (r.quality, r.time.share, r.deferral_rate, r.rejection_rate) == (75.0, 0.5, 0.5, 0.25)
     assert r.calls_per_token == 20 / 95 and r.time.interval == (0.5, 0.5)
@@ -58,7 +59,7 @@ def test_noise_takes_no_lossless_point_out():
     hits = {"verifier": 3, "drafter": 0, "speculative": 2, "opt": 2}
     qualities = {p: Quality(np.stack([np.arange(4) < hits[p.method] - (p.top_p is not None), np.ones(4)],
                                      axis=1), {"model_passes": 9}, 0.5, 9) for p in points}
-    found = results("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
     assert {(r.name, r.point.top_p is None, r.quality, r.expected) for r in found} == {
         ("verifier", True, 75.0, 75.0), ("verifier, top_p", False, 50.0, 50.0),
         ("speculative", True, 50.0, 75.0), ("speculative, top_p", False, 25.0, 50.0),
@@ -73,11 +74,11 @@ def test_what_is_truncated_stands_against_the_plain_verifier():
     points = grid(Settings(), ["opt", "speculative"], [0.1], [5], [0.0, 1.0], truncations=["top_p", "min_p"])
     cut = [p for p in points if p.top_p is not None or p.min_p is not None]
     assert all(p.temperature == 1 and p.method in ("verifier", "speculative") for p in cut)
-    assert {p.top_p for p in cut if p.method == "verifier"} == {None, *TRUNCATIONS["top_p"]}
+    assert {p.top_p for p in cut if p.method == "verifier"} == {None, *TRUNCATIONS["top_p"].sweep}
     rng = np.random.default_rng(0)
     qualities = {p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9)
                  for p in points}
-    found = results("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
     assert len(found) == len(points)
     plain = next(p for p in points if p.method == "verifier" and p.temperature == 1 and p not in cut)
     curves = {r.name for r in found}
@@ -94,6 +95,6 @@ def test_what_is_truncated_stands_against_the_plain_verifier():
 def test_a_truncated_panel_is_also_a_curves_point():
     points = grid(Settings(), ["speculative"], [0.1], [5], [1.0], top_ps=[None, 0.8])
     qualities = {p: Quality(np.ones((4, 2)), {"model_passes": 9}, 0.5, 9) for p in points}
-    found = [(r.name, r.panel.top_p) for r in results("exact_match", qualities, {})]
+    found = [(r.name, r.panel.top_p) for r in compare("exact_match", qualities, {})]
     assert found.count(("speculative", 0.8)) == found.count(("speculative, top_p", None)) == 1
     assert ("drafter, top_p", None) not in found

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 from toys import pair
 
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.evaluation import sweep
-from speccascade_jax.evaluation.sweep import OneShape, gamma, grid
-from speccascade_jax.inference.text import Cascade
-from speccascade_jax.settings import Settings
+from speccascade_jax.evaluation.sweep import OneShape, block_size_of, grid
+from speccascade_jax.inference.text import Cascade, scheme_of
+from speccascade_jax.settings import NAMED, Settings
 
 SOURCES = ["1", "12", "2", "21", "0", "1", "20", "10"] * 3
 REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]
 BASE = Settings()
+SMALL_GRID = {"methods": ["token_v3"], "alphas": [0.5], "block_sizes": [3], "temperatures": [0.0]}
+NAN = pytest.approx(float("nan"), nan_ok=True)
 
 
 @cache
@@ -53,7 +57,7 @@ def test_no_point_is_always_timed_after_the_same_one(tmp_path):
 
 
 @pytest.mark.full
-def test_a_sweep_compiles_once_a_method_and_gamma(tmp_path):
+def test_a_sweep_compiles_once_a_method_and_block_size(tmp_path):
     """However many leniences, temperatures and values of top-p it has."""
     methods = ["token_v3", "lossy", "token_cascade", "sequence"]
     cascade = one_shape()
@@ -112,28 +116,34 @@ def test_a_grid_holds_each_point_once():
                   [2, 3, 2], [0.0, 1.0], [None, 0.9])
     assert len(points) == len(set(points))
     at = [p for p in points if (p.temperature, p.top_p) == (1.0, 0.9)]
-    # The models; two rules at two alphas and gammas; the lossless rule at two gammas; a baseline.
+    # The models; two rules at two alphas and block sizes; the lossless rule at two block sizes; a baseline.
     assert len(at) == 2 + 2 * 2 * 2 + 2 + 2 and not any(p.method == "bild" for p in at)
     assert {p.alpha for p in points if p.method == "bild"} == {2.0, 10.0}
     assert [p.method for p in points[:2]] == ["verifier", "drafter"]
-    assert {gamma(p) for p in points if p.method == "token_cascade"} == {0}
+    assert {block_size_of(p) for p in points if p.method == "token_cascade"} == {0}
+
+
+@pytest.mark.parametrize("change,field,value", [
+    ({"methods": []}, "methods", []), ({"alphas": []}, "alphas", []),
+    ({"block_sizes": []}, "block_sizes", []), ({"temperatures": []}, "temperatures", []),
+    ({"top_ps": []}, "top_ps", []),
+    ({"block_sizes": [3, 0]}, "block_sizes", 0), ({"block_sizes": [-1]}, "block_sizes", -1),
+    ({"methods": ["sequence"], "block_sizes": [0]}, "block_sizes", 0),
+    ({"alphas": [float("nan")]}, "alphas", NAN), ({"alphas": [-0.1]}, "alphas", -0.1),
+    ({"alphas": [1.5]}, "alphas", 1.5), ({"methods": ["opt", "token_v3", "opt"]}, "methods", "opt"),
+    ({"methods": ["../../x"]}, "methods", "../../x"), ({"methods": [""]}, "methods", "")])
+def test_a_grid_of_nonsense_is_refused(change, field, value):
+    with pytest.raises(FieldError) as refused:
+        grid(BASE, **SMALL_GRID | change)
+    assert (refused.value.field, refused.value.value) == (field, value)
 
 
 @pytest.mark.parametrize("change,said", [
-    ({"methods": []}, "--methods is empty"), ({"alphas": []}, "--alphas is empty"),
-    ({"gammas": []}, "--gammas is empty"), ({"temperatures": []}, "--temperatures is empty"),
-    ({"gammas": [3, 0]}, "--gammas holds 0"), ({"gammas": [-1]}, "--gammas holds -1"),
-    ({"methods": ["sequence"], "gammas": [0]}, "--gammas holds 0"),
-    ({"alphas": [float("nan")]}, "--alphas holds nan"), ({"alphas": [-0.1]}, "--alphas holds -0.1"),
-    ({"alphas": [1.5]}, "--alphas holds 1.5; for token_v3 it lies in"),
     ({"temperatures": [float("nan")]}, "temperature is nan"), ({"temperatures": [-1.0]}, "temperature is -1"),
-    ({"top_ps": [0.0]}, "top_p is 0.0"), ({"top_ps": [float("nan")]}, "top_p is nan"),
-    ({"methods": ["opt", "token_v3", "opt"]}, "--methods names 'opt' twice"),
-    ({"methods": ["../../x"]}, "unknown method '../../x'"), ({"methods": [""]}, "unknown method ''")])
-def test_a_grid_of_nonsense_is_refused(change, said):
-    wanted = {"methods": ["token_v3"], "alphas": [0.5], "gammas": [3], "temperatures": [0.0], **change}
-    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
-        grid(BASE, **wanted)
+    ({"top_ps": [0.0]}, "top_p is 0.0"), ({"top_ps": [float("nan")]}, "top_p is nan")])
+def test_a_grid_refuses_what_no_text_is_decoded_with(change, said):
+    with pytest.raises(ValueError, match=said):
+        grid(BASE, **SMALL_GRID | change)
 
 
 def test_leniences_beyond_one_are_for_rules_without_a_bound():
@@ -145,7 +155,7 @@ def test_leniences_are_finer_where_a_method_bends():
     points = grid(BASE, ["token_v3", "opt"], None, [2, "adaptive"], [1.0])
     by_method = {name: sorted({p.alpha for p in points if p.method == name}) for name in ("token_v3", "opt")}
     assert len(by_method["opt"]) == 11 and sum(alpha > 0.9 for alpha in by_method["token_v3"]) == 6
-    assert {gamma(p) for p in points} == {0, 2, "adaptive"}
+    assert {block_size_of(p) for p in points} == {0, 2, "adaptive"}
 
 
 @pytest.mark.parametrize("damage", [
@@ -175,3 +185,26 @@ def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
     path.write_text(first + "\n" + json.dumps({**json.loads(first), **damage}) + "\n")
     with pytest.raises(ValueError, match=r"latency.jsonl, line 2: no measurement"):
         time(cascade, points, path, trials=1)
+
+
+def test_a_sampler_of_the_configs_stands_in_a_sweep(tmp_path):
+    """By its name, as a method does: on a grid, and measured."""
+    def alone(models):
+        return Autoregressive(models[-1])
+
+    cascade = OneShape(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)}
+                       | {"samplers": {"mine": alone}})
+    points = grid(BASE, ["mine"], [0.0], [3], [0.0], known={**NAMED, "mine": scheme_of(alone)})
+    assert [(p.name, block_size_of(p)) for p in points] == [("verifier", 0), ("drafter", 0), ("mine", 0)]
+    found = measure(cascade, points, tmp_path / "quality.jsonl")
+    np.testing.assert_array_equal(found[points[2]].statistics, found[points[0]].statistics)
+    timed = time(cascade, points, tmp_path / "latency.jsonl", trials=1)
+    assert (timed[points[2]].tokens == timed[points[0]].tokens).all()
+    with pytest.raises(FieldError) as refused:
+        grid(BASE, ["mine"], [0.0], [3], [0.0])
+    assert (refused.value.field, refused.value.value) == ("methods", "mine")
+
+
+def test_a_method_whose_time_means_nothing_is_not_timed(tmp_path):
+    points = grid(BASE, ["oracle"], [0.0], [3], [0.0])
+    assert set(time(one_shape(), points, tmp_path / "latency.jsonl", trials=1)) == set(points[:2])

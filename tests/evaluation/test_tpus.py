@@ -34,7 +34,7 @@ def devices():
 @pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.parametrize("chips", [1, 4])
 def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
-    pair = tpus.Pair(tpus.Asked(*PAIRS[family], 24, 8, 2, devices=chips), devices)
+    pair = tpus.Pair(tpus.Shapes(*PAIRS[family], 24, 8, 2, devices=chips), devices)
     program = compiled.Program(pair.programs.run(1, 24).as_text())
     rounds = program.rounds.body
     faults = program.faults(rounds, pair.kept())
@@ -48,7 +48,7 @@ def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_drafter_that_catches_up_keeps_the_layout_of_its_caches(rows, devices):
     """With lossless methods its first pass of a round reads two tokens, the others one."""
-    pair = tpus.Pair(tpus.Asked(*PAIRS["t5"], 24, 8, 3, method="speculative", rows=rows), devices)
+    pair = tpus.Pair(tpus.Shapes(*PAIRS["t5"], 24, 8, 3, method="speculative", rows=rows), devices)
     program = compiled.Program(pair.programs.run(rows, 24).as_text())
     caches = {("bf16", x.size // share) for x in tpus.buffers_of(pair.state.caches)
               for share in (1, x.shape[0])}
@@ -58,7 +58,7 @@ def test_a_drafter_that_catches_up_keeps_the_layout_of_its_caches(rows, devices)
 @pytest.mark.full
 @pytest.mark.parametrize("family", PAIRS)
 def test_int8_weights_are_widened_only_within_products(family, devices):
-    pair = tpus.Pair(tpus.Asked(*PAIRS[family], 24, 8, 2, dtype="int8"), devices)
+    pair = tpus.Pair(tpus.Shapes(*PAIRS[family], 24, 8, 2, dtype="int8"), devices)
     program, kept = compiled.Program(pair.programs.run(1, 24).as_text()), pair.kept()
     sizes = {size for kind, size in kept if kind == "s8"}
     assert sizes and not any(program.faults(program.rounds.body, kept).values())
@@ -71,7 +71,7 @@ def steps(family, chips, devices, plant):
     """The faults of a loop over single steps of a model whose cache is as long as its heads are wide; `plant`
     stands between two of them."""
     config = PAIRS[family][1]
-    pair = tpus.Pair(tpus.Asked(config, config, 16, 8, 2, devices=chips, dtype="float32"), devices)
+    pair = tpus.Pair(tpus.Shapes(config, config, 16, 8, 2, devices=chips, dtype="float32"), devices)
     model, params = pair.models[1], pair.params[1]
 
     def placed(x):
@@ -128,7 +128,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     for line in map(json.loads, path.read_text().splitlines()):
-        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, gamma 2")[0]
+        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, block size 2")[0]
         figures.setdefault(title, {})[line["figure"]] = line
     values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
     own = values.pop("a round")
@@ -145,7 +145,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
 @pytest.mark.full
 def test_what_does_not_fit_is_told(devices):
     wide = dataclasses.replace(T5, vocab_size=2**26)  # 2 x 17 GB of 16
-    [(title, found)] = tpus.figures(tpus.Pair(tpus.Asked(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
+    [(title, found)] = tpus.figures(tpus.Pair(tpus.Shapes(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
     assert title.startswith("begin, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]
 
 
@@ -177,7 +177,7 @@ def test_truncation_of_many_rows_reads_their_logits_once(devices):
 @pytest.mark.full
 def test_caches_whose_heads_chips_do_not_divide_are_divided_by_rows(devices):
     two = dataclasses.replace(GEMMA, num_kv_heads=2)
-    pair = tpus.Pair(tpus.Asked(two, two, 24, 8, 2, rows=4, devices=4), devices)
+    pair = tpus.Pair(tpus.Shapes(two, two, 24, 8, 2, rows=4, devices=4), devices)
     text = pair.programs.begin(4, 24).as_text()
     assert all(x.sharding.spec == P(None, TENSOR_AXIS) for x in tpus.buffers_of(pair.state.caches))
     shape = pair.state.caches[0].keys.shape

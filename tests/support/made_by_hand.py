@@ -1,15 +1,15 @@
 """A sweep's results, made by hand."""
 
-from speccascade_jax.evaluation.reductions import Result, Time
+from speccascade_jax.evaluation.reductions import Comparison, Time
 from speccascade_jax.settings import Settings
 
 
-def result(method, alpha, quality, latency, gamma=5, temperature=1.0, **point):
-    """token_v3 at gamma 5 and so on; the models alone have gamma 1."""
-    return Result(Settings(method=method, alpha=alpha, block_size=gamma, temperature=temperature, **point),
-                  quality, (quality - 32, quality - 28), (quality - 22, quality - 18), *(
-                      (None, None) if method in ("verifier", "drafter") else (latency / 2, latency / 3)),
-                  latency / 4, Time(latency, (latency - 0.05, latency + 0.05), latency))
+def result(method, alpha, quality, latency, block_size=5, temperature=1.0, **point):
+    """The models alone have a block size of 1."""
+    point = Settings(method=method, alpha=alpha, block_size=block_size, temperature=temperature, **point)
+    rates = (None, None) if method in ("verifier", "drafter") else (latency / 2, latency / 3)
+    return Comparison(point, quality, (quality - 32, quality - 28), (quality - 22, quality - 18), *rates,
+                      latency / 4, Time(latency, (latency - 0.05, latency + 0.05), latency))
 
 
 FOUND = [result("verifier", 0.0, 30.0, 1.0, 1), result("drafter", 0.0, 20.0, 0.1, 1),

@@ -16,6 +16,7 @@ from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_T5, TINY_T5GEMMA
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, native
 from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.adapters import AdaptedKernel
@@ -101,20 +102,21 @@ def test_the_laws_of_adapters(family):
 def test_chosen_kernels_only():
     config = dataclasses.replace(trained_like(DECODERS["llama"]), lora_kernels=("query", "head"))
     assert {path[-2] for path in lora.chosen(config)} == {"query", "head"} and len(lora.chosen(config)) == 3
-    with pytest.raises(ValueError, match=r"lora_kernels names 'q_proj', which this model has not: .*query"):
+    with pytest.raises(FieldError) as error:
         lora.chosen(dataclasses.replace(config, lora_kernels=("q_proj",)))
+    assert (error.value.field, error.value.value) == ("lora_kernels", ("q_proj",))
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"init": None}, "name it with --init"), ({"lora_rank": 11}, "key is a matrix of 36 by 10: take at most"),
-    ({"lora_kernels": ("cross",)}, "'cross', which this model has not"), ({"lora_alpha": 0.0}, "above 0"),
-    ({"lora_base": "int8"}, "unknown lora_base 'int8': float32, bfloat16"),
-    ({"lora_rank": -1}, "lora_rank is -1"),
-    ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "are for one model")])
-def test_adapters_that_cannot_be_are_one_sentence(change, words, tmp_path):
+@pytest.mark.parametrize("change,field,value", [
+    ({"init": None}, "lora_rank", 3), ({"lora_rank": 11}, "lora_rank", 11),
+    ({"lora_kernels": ("cross",)}, "lora_kernels", ("cross",)), ({"lora_alpha": 0.0}, "lora_alpha", 0.0),
+    ({"lora_base": "int8"}, "lora_base", "int8"), ({"lora_rank": -1}, "lora_rank", -1),
+    ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "lora_rank", 3)])
+def test_adapters_that_cannot_be_are_one_sentence(change, field, value, tmp_path):
     usual = {"init": str(tmp_path), "tokenizer": "x.model", "export_dir": None}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(FieldError) as error:
         check(dataclasses.replace(trained_like(DECODERS["llama"]), **usual | change))
+    assert (error.value.field, error.value.value) == (field, value)
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +159,10 @@ def test_a_killed_run_ends_as_an_uninterrupted_one_and_decodes(toy, tmp_path, mo
         patch.setattr(TrainingBatches, "from_step", dying)
         with pytest.raises(KeyboardInterrupt):
             train(again)
-    with pytest.raises(ValueError, match=r"lora_alpha is 4.0, but the run in .* began with 16.0"):
-        train(dataclasses.replace(again, lora_alpha=4.0))
-    with pytest.raises(ValueError, match=r"lora_rank is 0, but the run in .* began with adapters"):
-        train(dataclasses.replace(again, lora_rank=0))
-    with pytest.raises(ValueError, match="whose parameters are not those that the run"):
-        train(dataclasses.replace(again, init=str(whole)))
+    for field, value in (("lora_alpha", 4.0), ("lora_rank", 0), ("init", str(whole))):
+        with pytest.raises(FieldError) as error:
+            train(dataclasses.replace(again, **{field: value}))
+        assert (error.value.field, error.value.value) == (field, value)
     resumed = train(again)
     first, second = map(saved, (whole, resumed))
     for item in (lora.ADAPTERS, "optimizer", "params"):

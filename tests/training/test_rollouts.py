@@ -7,6 +7,7 @@ import pytest
 from toys import pair, target, transform
 
 from speccascade_jax.config import RouterConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.text import Cascade
@@ -96,8 +97,9 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     original = rollouts.disagreements
     monkeypatch.setattr(rollouts, "disagreements", lambda *a: seen.append(original(*a)) or seen[-1])
     config = RouterConfig("toy", "toy.json", "toy", places=2)
-    with pytest.raises(ValueError, match="unknown metric"):
+    with pytest.raises(FieldError) as refused:
         tried(cascade, "blue", examples, [SamplingOptions(0.0)], config, replaced)
+    assert (refused.value.field, refused.value.value) == ("metric", "blue")
     options = SamplingOptions(0.0), SamplingOptions(1.0, top_p=0.5)
     found = tried(cascade, "rouge1", examples, options, config, replaced)
     places = [(option, place) for option, some in zip(options, seen, strict=True) for place in some]
