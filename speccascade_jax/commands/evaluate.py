@@ -80,8 +80,7 @@ class Arguments:
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
     """What the lines of a method's outputs are made of."""
-    settings = {k: v for k, v in dataclasses.asdict(arguments.run).items()
-                if k not in ("task", "missing", "examples", "samplers", "method", "batch_size")}
+    settings = arguments.run.record("task", "missing", "examples", "method", "batch_size")
     return settings | {"method": method, "split": arguments.split, "first": first}
 
 

@@ -136,8 +136,7 @@ def evaluate(arguments: Arguments) -> None:
                               max_new_tokens=task.max_new_tokens)
     check(arguments, task, run)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
-    kept = {k: v for k, v in dataclasses.asdict(run).items()
-            if k not in ("task", "missing", "examples", "samplers", "method", "batch_size")}
+    kept = run.record("task", "missing", "examples", "method", "batch_size")
     kept |= {"task": arguments.task, "inputs": task.examples, "shot_pool": task.shot_pool,
              "shots": prompts.shots, "limit": arguments.limit}
     with contextlib.ExitStack() as stack:
