@@ -34,7 +34,8 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             raise ValueError("a chat template needs Jinja: pip install 'speccascade_jax[chat]'.")
         self.source, self.specials = source, dict(specials)
-        self.turn, self.worker = threading.Lock(), self._started()
+        self.turn = threading.Lock()
+        self.worker: Worker | None = self._started()
 
     @classmethod
     def find(cls, folder: Any, specials: Mapping[str, str]) -> "ChatTemplate | None":
@@ -88,16 +89,15 @@ class ChatTemplate:
 
     def _answer(self, values: dict[str, Any]) -> dict[str, str]:
         """The worker's answer; one that gives none in time is ended, and the next call starts another."""
-        if self.worker is None:
-            self.worker = self._started()
+        worker = self.worker = self.worker or self._started()
         try:
-            return self.worker.ask(values, chat_worker.SECONDS)
+            return worker.ask(values, chat_worker.SECONDS)
         except OSError as error:
-            self.worker.end()
+            worker.end()
             self.worker = None
             return {"fault": SLOW if isinstance(error, TimeoutError) else "it ended its process"}
 
-    def _started(self) -> "Worker | None":
+    def _started(self) -> "Worker":
         """A worker that has compiled the template. Raises ValueError for one that is damaged."""
         worker = Worker()
         try:
@@ -115,10 +115,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.connection, theirs = socket.socketpair()
+        script = str(Path(__file__).with_name("chat_worker.py"))
         path = os.pathsep.join(filter(None, sys.path))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", chat_worker.__file__], stdin=theirs, stdout=subprocess.DEVNULL,
+                [sys.executable, "-P", script], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
         self.end = weakref.finalize(self, _end, self.connection, process)
 
