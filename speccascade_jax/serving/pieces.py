@@ -56,4 +56,4 @@ def held_back(text: str, stop: tuple[str, ...]) -> int:
     """The length of the longest end of `text` that some stop text begins with."""
     longest = max(map(len, stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1)
-                 if any(one.startswith(text[len(text) - n:]) for one in stop)), 0)
+                 if any(sequence.startswith(text[len(text) - n:]) for sequence in stop)), 0)
