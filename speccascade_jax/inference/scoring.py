@@ -70,11 +70,11 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
     return untransformed, sampler.target(scores, rows, draft)[0]
 
 
-def score(sampler: Sampler, params: Params, asked: loop.Requests, tokens: Int[Array, "B N"]
+def score(sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
           ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
-    """log pi of each of `tokens` [B, N] after what is asked and the tokens before it; the likeliest tokens
+    """log pi of each of `tokens` [B, N] after its request and the tokens before it; the likeliest tokens
     there, and theirs."""
-    state = loop.begin(sampler, params, asked, max_new_tokens=tokens.shape[1])
+    state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
     _, law = laws(sampler, params, state.caches, state.rows, read)
     log_law = jnp.maximum(jnp.log(law), LEAST)

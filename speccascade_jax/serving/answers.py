@@ -94,7 +94,7 @@ class Answer:
     def _part(self, job: Job, update: Update, result: Result) -> Part:
         number = self.numbers[job]
         choice = self.choices[number]
-        begin = choice.pieces.given
+        begin = choice.pieces.sent
         pieces = choice.pieces.of(result, update.finished)
         if update.fresh and self.first is None:
             self.first = time.monotonic() - self.came

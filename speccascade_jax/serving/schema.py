@@ -82,16 +82,17 @@ def _check_string(field: str, value: Any, schema: Schema, place: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise FieldError(field, value, "mend or drop it.",
                          f"{place} holds half a character, which UTF-8 has no place for")
-    least, most = schema.get("minLength", 0), schema.get("maxLength", len(value))
-    if not least <= len(value) <= most:
-        raise FieldError(field, value, f"{least} to {most} are allowed.",
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
+    if not shortest <= len(value) <= longest:
+        raise FieldError(field, value, f"{shortest} to {longest} are allowed.",
                          f"{place} has {len(value)} characters")
 
 
 def _check_array(field: str, value: Any, schema: Schema, place: str) -> None:
-    least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
-    if not least <= len(value) <= most:
-        raise FieldError(field, value, f"{least} to {most} are allowed.", f"{place} has {len(value)} items")
+    fewest, largest = schema.get("minItems", 0), schema.get("maxItems", len(value))
+    if not fewest <= len(value) <= largest:
+        raise FieldError(field, value, f"{fewest} to {largest} are allowed.",
+                         f"{place} has {len(value)} items")
     for number, item in enumerate(value):
         check(field, item, schema["items"], f"{place}[{number}]")
 
