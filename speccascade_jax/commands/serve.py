@@ -18,8 +18,10 @@ from typing import Any, Literal
 import tyro
 
 from speccascade_jax import config as configs
+from speccascade_jax.checkpoints.files import checked_path, read
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -27,6 +29,8 @@ from speccascade_jax.vocabularies import VOCABULARIES
 KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
 SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting, while the devices have nothing to do
+LARGEST_KEYS = 2**20  # bytes of a file of keys
+INTERRUPTED = 130  # the exit code
 MISSING = "to serve: pip install 'speccascade_jax[serve]'."
 
 
@@ -71,33 +75,49 @@ class Arguments:
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
-    """The API keys. Raises ValueError where the file cannot be read or holds none."""
-    found = [os.environ[KEY]] if os.environ.get(KEY) else []
-    if arguments.api_key_file is not None:
-        try:
-            lines = Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read --api-key-file {arguments.api_key_file}: {error}") from None
-        own = [line.strip() for line in lines if line.strip()]
-        if not own:
-            raise ValueError(f"--api-key-file {arguments.api_key_file} holds no key.")
-        found += own
-    return tuple(found)
+    """The API keys. Raises ValueError for one that is not UTF-8, and a file that cannot be read or holds
+    none."""
+    keys = [os.environ[KEY].strip()] if os.environ.get(KEY) else []
+    try:
+        "".join(keys).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"${KEY} is not UTF-8, and no client could send it: choose another key.") from None
+    if "" in keys:
+        raise ValueError(f"${KEY} holds no key: unset it to serve without one.")
+    return tuple(keys + ([] if arguments.api_key_file is None else keys_in(arguments.api_key_file)))
+
+
+def keys_in(path: str) -> list[str]:
+    """The keys in a file, one a line. Raises ValueError."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"--api-key-file is {path}, which is no regular file: name one.")
+    try:
+        text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"--api-key-file {path} is not UTF-8: convert it first (iconv -f latin1 -t "
+                         "utf-8).") from None
+    except ValueError as error:
+        raise ValueError(f"--api-key-file: {error}") from None
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"--api-key-file {path} holds no key: write one on a line of its own.")
+    return keys
 
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ValueError where the address cannot be had."""
     if not 0 <= port < 2**16:
-        raise ValueError(f"--port is {port}; it lies in [0, 65535].")
+        raise FieldError("port", port, "it lies in [0, 65535].", f"--port is {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        own = socket.socket(family, socket.SOCK_STREAM)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.bind((host, port))
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen()  # until then another server may bind the same address
     except (OSError, UnicodeError) as error:
         raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or "
                          "--port.") from None
-    return own
+    return listening
 
 
 class JsonLines(logging.Formatter):
@@ -115,9 +135,9 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name, level in (("speccascade_jax.serving", logging.INFO), ("uvicorn", logging.CRITICAL)):
-        own = logging.getLogger(name)
-        own.handlers, own.propagate = [handler], False
-        own.setLevel(level)
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
 
 
 def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
@@ -167,7 +187,7 @@ def serve(arguments: Arguments) -> None:
         """Stops when nothing runs any more; at once at the second signal."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            if engine.draining or not engine.ready:
+            if engine.draining:
                 super().handle_exit(signal.SIGINT, frame)
                 self.force_exit = True
             engine.draining = True
@@ -190,7 +210,13 @@ def serve(arguments: Arguments) -> None:
     server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", server_header=False, timeout_keep_alive=30,
         timeout_graceful_shutdown=5, h11_max_incomplete_event_size=2**16))
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if engine.running:  # Python's end, while a thread is within XLA, would be an abort
+            sys.stdout.flush()
+            logging.shutdown()
+            os._exit(INTERRUPTED if server.force_exit else 0)
     if engine.failed is not None:
         raise engine.failed
 

@@ -1,5 +1,6 @@
 """How likely a text's tokens are under the law that its sampler follows, found afterwards in one pass."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from speccascade_jax.core import loop
-from speccascade_jax.core.nests import top
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.nests import network_of, top
 from speccascade_jax.core.protocols import Cache, Params, Rows, Sampler
 from speccascade_jax.core.rounds import is_greedy
 from speccascade_jax.core.rules import Scores
@@ -24,12 +26,25 @@ LIKELIEST = 20  # tokens whose probabilities are given at each position
 LEAST = -9999.0  # stands for the logarithm of 0, which JSON has no number for
 
 
-class Scored(NamedTuple):
+class TokenScores(NamedTuple):
     """Log probabilities of a text's tokens, and the likeliest tokens at each position with theirs."""
 
-    own: Float[np.ndarray, " N"]
+    logprobs: Float[np.ndarray, " N"]
     likeliest: Int[np.ndarray, "N K"]
-    theirs: Float[np.ndarray, "N K"]
+    likeliest_logprobs: Float[np.ndarray, "N K"]
+
+
+def states_law(sampler: Sampler, rules: Sequence[Method]) -> bool:
+    """Whether laws() gives the law of what `rules` write, one for each verifier from the smallest up.
+
+    A lossless rule's law is its verifier's. Another's is also made of the drafter's, which must be a law by
+    prefix: that of a drafter that reads its verifier's states depends on where the rounds began.
+    """
+    if not rules or not isinstance(sampler, Speculative):
+        return isinstance(sampler, Autoregressive)
+    *below, rule = rules
+    reads_states = sampler.shares and not getattr(network_of(sampler.verifier), "by_prefix", True)
+    return rule.lossless or (rule.by_prefix and not reads_states and states_law(sampler.drafter, below))
 
 
 def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]
@@ -51,21 +66,21 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
     scores = Scores(q, jax.nn.softmax(logits, axis=-1), q_sampled, token_probs(logits, rows.options),
                     is_greedy(rows))
     draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
-    own, _ = sampler.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
-    return own, sampler.target(scores, rows, draft)[0]
+    untransformed, _ = sampler.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+    return untransformed, sampler.target(scores, rows, draft)[0]
 
 
-def score(sampler: Sampler, params: Params, asked: loop.Requests, tokens: Int[Array, "B N"]
+def score(sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
           ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
-    """log pi of each of `tokens` [B, N] after what is asked and the tokens before it; the likeliest tokens
+    """log pi of each of `tokens` [B, N] after its request and the tokens before it; the likeliest tokens
     there, and theirs."""
-    state = loop.begin(sampler, params, asked, max_new_tokens=tokens.shape[1])
+    state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
     _, law = laws(sampler, params, state.caches, state.rows, read)
     log_law = jnp.maximum(jnp.log(law), LEAST)
-    own = jnp.take_along_axis(log_law, tokens[..., None], axis=-1)[..., 0]
-    theirs, likeliest = jax.lax.top_k(log_law, min(LIKELIEST, law.shape[-1]))
-    return own, likeliest, theirs
+    logprobs = jnp.take_along_axis(log_law, tokens[..., None], axis=-1)[..., 0]
+    likeliest_logprobs, likeliest = jax.lax.top_k(log_law, min(LIKELIEST, law.shape[-1]))
+    return logprobs, likeliest, likeliest_logprobs
 
 
 class Scorer:
@@ -80,11 +95,11 @@ class Scorer:
         function = jax.jit(partial(score, self.plan.sampler))
         self.compiled = function.lower(self.params, self.plan.requests(1, self.width), tokens).compile()
 
-    def __call__(self, request: Request, tokens: list[int]) -> Scored:
+    def __call__(self, request: Request, tokens: list[int]) -> TokenScores:
         """Of the `tokens` that a request has given."""
         if self.compiled is None:
             self.precompile()
         padded = np.zeros((1, self.plan.max_new_tokens), np.int32)
         padded[0, :len(tokens)] = tokens
-        found = self.compiled(self.params, arguments(self.plan, [request], self.width, 0), padded)
-        return Scored._make(np.asarray(x)[0, :len(tokens)] for x in found)
+        scores = self.compiled(self.params, arguments(self.plan, [request], self.width, 0), padded)
+        return TokenScores._make(np.asarray(x)[0, :len(tokens)] for x in scores)

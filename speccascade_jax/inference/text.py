@@ -33,7 +33,14 @@ from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
-from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, Request, Result, Scheduler
+from speccascade_jax.scheduling.scheduler import (
+    LOOK_EVERY,
+    Lane,
+    LogitsError,
+    Request,
+    Result,
+    Scheduler,
+)
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -287,9 +294,11 @@ class Cascade:
             window = list(islice(texts, capacity))
 
     def _window(self, lanes: dict[Any, Lane], texts: list[str], each: list[Settings], begun: int,
-                batch_size: int, truncate: bool) -> list[Output]:
+                batch_size: int, truncate: bool) -> Iterator[Output]:
+        """The texts' outputs; raises ValueError in place of the first that cannot be had."""
         rows, cut = self.encode(texts, truncate, begun)
-        outputs = [Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
+        outputs: list[Output | LogitsError] = [
+            Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
         by_lane: dict[Any, list[int]] = {}
         for n, (row, settings) in enumerate(zip(rows, each, strict=True)):
             if row:
@@ -301,15 +310,21 @@ class Cascade:
                      for n, one in zip(chosen, read, strict=True)]
             found = (self._rewritten(lanes, asked, decode) if self._confidence(each[chosen[0]]) else
                      decode(lanes[key], asked))
-            for n, own in zip(chosen, found, strict=True):
-                text = text_of(self.tokenizer, own.tokens, each[n].stop)
-                outputs[n] = dataclasses.replace(outputs[n], text=text, **own._asdict())
-        return outputs
+            for n, result in zip(chosen, found, strict=True):
+                if isinstance(result, LogitsError):
+                    outputs[n] = result
+                    continue
+                text = text_of(self.tokenizer, result.tokens, each[n].stop)
+                outputs[n] = Output(begun + n, texts[n], text, truncated=cut[n], **result._asdict())
+        for number, output in enumerate(outputs, begun):
+            if isinstance(output, LogitsError):
+                raise ValueError(f"input {number}: {output}") from None
+            yield output
 
-    def _decode(self, lane: Lane, asked: list[Request], batch_size: int) -> list[Result]:
+    def _decode(self, lane: Lane, asked: list[Request], batch_size: int) -> list[Result | LogitsError]:
         """The requests' results, in their order."""
         scheduler = self.scheduler(lane.plan, lane.params, batch_size)
-        ids, found = scheduler.admit(asked), dict[int, Result]()
+        ids, found = scheduler.admit(asked), dict[int, Result | LogitsError]()
         while scheduler.busy:
             scheduler.run()
             found |= dict(scheduler.finished())
@@ -321,26 +336,32 @@ class Cascade:
         return scheme.confidence if scheme else None
 
     def _rewritten(self, lanes: dict[Any, Lane], asked: list[Request],
-                   decode: Callable[[Lane, list[Request]], list[Result]]) -> list[Result]:
+                   decode: Callable[[Lane, list[Request]], list[Result | LogitsError]]
+                   ) -> list[Result | LogitsError]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
         drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
         deferred = []
         for n, (draft, request) in enumerate(zip(drafts, asked, strict=True)):
+            if isinstance(draft, LogitsError):
+                continue
             log_q, settings = np.array(draft.counts["log_q"]), request.settings
             confidence = self._confidence(settings)
             if confidence and log_q.size and confidence(log_q) < 1 - settings.of_levels("alpha", 1)[0]:
                 deferred.append(n)
         again = [asked[n]._replace(number=asked[n].number + REWRITTEN) for n in deferred]
         rewritten = dict(zip(deferred, decode(lanes[VERIFIER], again), strict=True))
-        found = []
+        found: list[Result | LogitsError] = []
         for n, draft in enumerate(drafts):
+            kept = rewritten.get(n, draft)
+            if isinstance(draft, LogitsError) or isinstance(kept, LogitsError):
+                found.append(LogitsError())
+                continue
             size = len(draft.tokens)
             counts = {"drafter_passes": size, "rounds": 0, "drafted": size, "accepted": size, "deferred": 0,
                       "emitted": size}
             if n in rewritten:
-                own = len(rewritten[n].tokens)
+                own = len(kept.tokens)
                 counts |= {"rounds": own, "accepted": 0, "deferred": size, "emitted": own}
-            kept = rewritten.get(n, draft)
             origin = ["correction" if n in rewritten else "draft"] * len(kept.tokens)
             level = [int(n in rewritten)] * len(kept.tokens)
             found.append(kept._replace(origin=origin, level=level, counts=counts))
@@ -363,6 +384,8 @@ class Cascade:
         while scheduler.busy:
             scheduler.run(rounds=1)
             result = scheduler.partial(number) or dict(scheduler.finished())[number]
+            if isinstance(result, LogitsError):
+                raise result
             yield text_of(self.tokenizer, result.tokens, settings.stop)
 
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:

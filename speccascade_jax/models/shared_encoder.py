@@ -102,6 +102,11 @@ class SharedEncoderModel(FlaxModel):
     def members(self) -> tuple[Member, ...]:
         return members(self)
 
+    @property
+    def by_prefix(self) -> bool:
+        """Whether the drafter's law depends on the text alone, not on where the verifier's rounds began."""
+        return not self.config.states
+
     def missing(self, name: str) -> str:
         return f"holds a drafter and a verifier, no {name!r}: write @drafter or @verifier"
 

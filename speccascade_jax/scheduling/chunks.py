@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from speccascade_jax.core.loop import State
 from speccascade_jax.core.nests import each, roll_back
-from speccascade_jax.core.protocols import AnyArray, Cache, Params, Prefix, Rows, Sampler
+from speccascade_jax.core.protocols import AnyArray, Cache, Counts, Params, Prefix, Rows, Sampler
 from speccascade_jax.core.rounds import step
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -68,6 +68,9 @@ class Unread:
     @property
     def overhang(self) -> int:
         return self.sampler.overhang
+
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        return self.sampler.plain(counts)
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> Any:
         return step(self.sampler, params, caches, rows, eos_id)

@@ -72,6 +72,14 @@ class Result(NamedTuple):
     counts: dict[str, Any]
 
 
+class LogitsError(ValueError):
+    """What becomes of a request in place of a Result where a model's logits are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
+                         "bfloat16 is too narrow for it.")
+
+
 class Lane(NamedTuple):
     """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
 
@@ -110,7 +118,7 @@ class Scheduler:
         self.share = max(batch_size // 4, 1)
         self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
-        self.done: list[tuple[int, Result]] = []
+        self.done: list[tuple[int, Result | LogitsError]] = []
         self.state: Any = None
         self.seen: Any = None  # what run() has fetched of it
         self.width = self.admitted = 0
@@ -136,8 +144,9 @@ class Scheduler:
         self.waiting = [one for one in self.waiting if one[0] != number]
         self._stop([row for row, (own, _) in self.running.items() if own == number])
 
-    def finished(self) -> list[tuple[int, Result]]:
-        """The requests that have finished since the last call, by id."""
+    def finished(self) -> list[tuple[int, Result | LogitsError]]:
+        """The requests that have finished since the last call, by id; one whose logits are not numbers ends
+        with an error of its own, and its neighbours go on."""
         done, self.done = self.done, []
         return done
 
@@ -149,8 +158,6 @@ class Scheduler:
     def run(self, rounds: int | None = None) -> None:
         """Places waiting requests, then runs until rows are free for others, or everything is done, or
         `rounds` rounds are; stop sequences are looked for every few rounds.
-
-        Raises ValueError where a model's logits are not numbers.
         """
         held = self._place()
         if not self.running:
@@ -185,9 +192,10 @@ class Scheduler:
     def _take_finished(self) -> None:
         room, stopped = self.seen[3], []
         for row, (number, request) in [*self.running.items()]:
-            if room[row] > 0 and not request.stop:
+            broken = self._broken(row)
+            if room[row] > 0 and not (request.stop or broken):
                 continue
-            result, complete = self._result(row, request)
+            result, complete = (LogitsError(), True) if broken else self._result(row, request)
             if room[row] == 0:
                 del self.running[row]
             elif complete:
@@ -197,13 +205,15 @@ class Scheduler:
             self.done.append((number, result))
         self._stop(stopped)
 
+    def _broken(self, row: int) -> bool:
+        """Whether a row's logits were not numbers: what is drawn then is no token."""
+        tokens, _, emitted, *_ = self.seen
+        return bool((tokens[row, :int(emitted[row])] >= self.programs.plan.vocab_size).any())
+
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
         """What a row has written, up to its stop sequence, and whether it has come to one."""
         tokens, origin, emitted, room, counts, history = self.seen
         written = tokens[row, :int(emitted[row])]
-        if (written >= self.programs.plan.vocab_size).any():
-            raise ValueError("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
-                             "bfloat16 is too narrow for it.")
         stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
         kept = written.tolist() if stopped is None else stopped[0]
         counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else

@@ -7,19 +7,26 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from speccascade_jax.inference.scoring import TokenScores
 from speccascade_jax.scheduling.scheduler import Result
-from speccascade_jax.serving.engine import Engine, Job, Update, Updates
-from speccascade_jax.serving.models import ServedModel
+from speccascade_jax.serving.engine import Job, Submitted, Update
+from speccascade_jax.serving.models import Decoding, ServedModel
 from speccascade_jax.serving.pieces import Piece, Pieces
-from speccascade_jax.serving.protocol import Asked, Refused
-from speccascade_jax.settings import Settings
+from speccascade_jax.serving.protocol import ParsedRequest, Refused
 
-SEEDS = 2**31
 COUNTS = ("accepted", "drafted", "deferred")
-NAMES = {"completion": ("cmpl", "text_completion", "text_completion"),
-         "chat": ("chatcmpl", "chat.completion", "chat.completion.chunk")}
+
+
+class Wire(NamedTuple):
+    """How OpenAI names the objects of an answer."""
+
+    id: str
+    whole: str
+    event: str
+
+
+WIRES = {"prompt": Wire("cmpl", "text_completion", "text_completion"),
+         "messages": Wire("chatcmpl", "chat.completion", "chat.completion.chunk")}
 
 
 class Part(NamedTuple):
@@ -41,44 +48,25 @@ class Choice:
 
 
 class Answer:
-    """A request's jobs from submission to their ends. Raises Refused or Full before one is submitted."""
+    """What becomes of a request whose jobs are submitted; it may take so many seconds."""
 
-    def __init__(self, engine: Engine, model: ServedModel, asked: Asked, seconds: float):
-        self.engine, self.model, self.asked = engine, model, asked
-        self.kind = "chat" if asked.messages else "completion"
-        self.settings = self._seeded(model.settings(asked))
-        self.prompts = model.prompts(asked)
+    def __init__(self, model: ServedModel, request: ParsedRequest, decoding: Decoding, submitted: Submitted,
+                 seconds: float):
+        self.model, self.request, self.decoding = model, request, decoding
+        self.updates, self.wire = submitted.updates, WIRES[request.text_field]
         self.came, self.created = time.monotonic(), int(time.time())
         self.deadline = self.came + seconds
-        self.id = f"{NAMES[self.kind][0]}-{secrets.token_hex(12)}"
-        self.updates: Updates = asyncio.Queue()
-        self.results: dict[int, Result] = {}
+        self.id = f"{self.wire.id}-{secrets.token_hex(12)}"
         self.first: float | None = None  # seconds to the first tokens
-        lane = model.lane(self.settings)
-        wanted = [(prompt, n) for prompt in self.prompts for n in range(asked.n)]
-        most = lane.rows + engine.max_queue
-        if len(wanted) > most:
-            raise Refused(f"n times the prompts is {len(wanted)}; this server takes at most {most} at once.",
-                          "n")
-        engine.check_room(lane, sum(bool(prompt.tokens) for prompt, _ in wanted))
-        scored = asked.logprobs is not None
-        jobs = [engine.submit(lane, model.request(prompt, self.settings, n), self.updates, scored)
-                if prompt.tokens else None for prompt, n in wanted]
-        self.choices = [Choice(job, Pieces(model.cascade.tokenizer, self.settings.stop)) for job in jobs]
-        self.numbers = {job: n for n, job in enumerate(jobs) if job is not None}
+        self.results: dict[int, Result] = {}
+        stop, tokenizer = decoding.settings.stop, model.cascade.tokenizer
+        self.choices = [Choice(job, Pieces(tokenizer, stop)) for job in submitted.jobs]
+        self.numbers = {job: number for number, job in enumerate(submitted.jobs) if job is not None}
 
-    def _seeded(self, settings: Settings) -> Settings:
-        """With a seed of its own, unless the request names one or draws nothing."""
-        if "seed" in self.asked.changes or settings.temperature == 0:
-            return settings
-        return dataclasses.replace(settings, seed=secrets.randbelow(SEEDS))
-
-    def close(self) -> int:
-        """Frees the rows of jobs that run; returns how many did."""
-        running = [job for job in self.numbers if not job.ended]
-        for job in running:
-            self.engine.cancel(job)
-        return len(running)
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that have not ended."""
+        return [job for job in self.numbers if not job.ended]
 
     @property
     def over(self) -> bool:
@@ -87,10 +75,10 @@ class Answer:
 
     async def parts(self) -> AsyncIterator[Part]:
         """What the choices write, as it comes, whole tokens at a time. Raises Refused where that ends."""
-        for n, choice in enumerate(self.choices):
+        for number, choice in enumerate(self.choices):
             if choice.job is None:
-                self.results[n] = Result([], [], [], {})
-                yield Part(n, [], [], "stop")
+                self.results[number] = Result([], [], [], {})
+                yield Part(number, [], [], "stop")
         while not self.over:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time()
@@ -104,36 +92,38 @@ class Answer:
             yield self._part(job, update, update.result)
 
     def _part(self, job: Job, update: Update, result: Result) -> Part:
-        n = self.numbers[job]
-        choice = self.choices[n]
-        begin = choice.pieces.given
+        number = self.numbers[job]
+        choice = self.choices[number]
+        begin = choice.pieces.sent
         pieces = choice.pieces.of(result, update.finished)
         if update.fresh and self.first is None:
             self.first = time.monotonic() - self.came
         scores = []
         if update.scores is not None:
-            for k, piece in enumerate(pieces, begin):
-                scores.append(self._scored(piece, choice.offset, [np.asarray(x)[k] for x in update.scores]))
+            for position, piece in enumerate(pieces, begin):
+                scores.append(self._score(piece, choice.offset, update.scores, position))
                 choice.offset += len(piece.text)
         if update.finished:
-            self.results[n] = result
-        return Part(n, pieces, scores, job.reason(update) if update.finished else None)
+            self.results[number] = result
+        return Part(number, pieces, scores, job.reason(update) if update.finished else None)
 
-    def _scored(self, piece: Piece, offset: int, scores: list[Any]) -> dict[str, Any]:
-        own, likeliest, theirs = scores
-        most = self.asked.logprobs or 0
-        others = [(self.model.cascade.tokenizer.decode([token]), float(value))
-                  for token, value in zip(likeliest[:most].tolist(), theirs[:most], strict=True)]
-        return {"token": piece.text, "logprob": float(own), "offset": offset, "top": others}
+    def _score(self, piece: Piece, offset: int, scores: TokenScores, position: int) -> dict[str, Any]:
+        """The scores of the token at a position of its text, which begins `offset` characters into it."""
+        count = self.request.logprobs or 0
+        likeliest, logprobs = scores.likeliest[position], scores.likeliest_logprobs[position]
+        top = [(self.model.cascade.tokenizer.decode([token]), float(value))
+               for token, value in zip(likeliest[:count].tolist(), logprobs[:count], strict=True)]
+        return {"token": piece.text, "logprob": float(scores.logprobs[position]), "offset": offset,
+                "top": top}
 
     # Objects of the wire format
 
     def usage(self) -> dict[str, Any]:
         counts = [result.counts for result in self.results.values()]
-        prompt = sum(len(one.tokens) for one in self.prompts)
+        prompt = sum(len(prompt.tokens) for prompt in self.decoding.prompts)
         completion = sum(len(result.tokens) for result in self.results.values())
-        calls = sum(own.get("rounds", own.get("model_passes", 0)) for own in counts)
-        sums = {name: sum(own.get(name, 0) for own in counts) for name in COUNTS}
+        calls = sum(count.get("rounds", count.get("model_passes", 0)) for count in counts)
+        sums = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
                 "verifier_calls": calls, **sums,
                 "completion_tokens_details": {
@@ -142,59 +132,59 @@ class Answer:
 
     def _object(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model.name,
-                "choices": choices, "seed": self.settings.seed, **more}
+                "choices": choices, "seed": self.decoding.settings.seed, **more}
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        found: list[list[Part]] = [[] for _ in self.choices]
+        parts: list[list[Part]] = [[] for _ in self.choices]
         async for part in self.parts():
-            found[part.number].append(part)
+            parts[part.number].append(part)
         choices = []
-        for parts in found:
-            pieces = [piece for part in parts for piece in part.pieces]
-            scores = [score for part in parts for score in part.scores]
-            choices.append(self._choice(parts[-1]._replace(pieces=pieces, scores=scores), "message"))
-        return self._object(NAMES[self.kind][1], choices, usage=self.usage())
+        for of_choice in parts:
+            pieces = [piece for part in of_choice for piece in part.pieces]
+            scores = [score for part in of_choice for score in part.scores]
+            choices.append(self._choice(of_choice[-1]._replace(pieces=pieces, scores=scores), "message"))
+        return self._object(self.wire.whole, choices, usage=self.usage())
 
     async def stream(self) -> AsyncIterator[dict[str, Any]]:
         """The answer as the objects of a stream."""
-        name, more = NAMES[self.kind][2], {"usage": None} if self.asked.include_usage else {}
-        if self.kind == "chat":
-            for n in range(len(self.choices)):
+        name, more = self.wire.event, {"usage": None} if self.request.include_usage else {}
+        if self.request.messages:
+            for number in range(len(self.choices)):
                 delta = {"role": "assistant", "content": ""}
-                yield self._object(name, [{"index": n, "delta": delta, "logprobs": None,
+                yield self._object(name, [{"index": number, "delta": delta, "logprobs": None,
                                            "finish_reason": None}], **more)
         async for part in self.parts():
             if part.pieces or part.reason:
                 yield self._object(name, [self._choice(part, "delta")], **more)
-        if self.asked.include_usage:
+        if self.request.include_usage:
             yield self._object(name, [], usage=self.usage())
 
     def _choice(self, part: Part, field: str) -> dict[str, Any]:
         text = "".join(piece.text for piece in part.pieces)
-        scored = self.asked.logprobs is not None
-        if self.kind == "chat":
+        scored = self.request.logprobs is not None
+        if self.request.messages:
             message = {"content": text} if field == "delta" else {"role": "assistant", "content": text}
-            own: dict[str, Any] = {field: message, "logprobs": _chat_scores(part) if scored else None}
+            content: dict[str, Any] = {field: message, "logprobs": _chat_scores(part) if scored else None}
         else:
-            own = {"text": text, "logprobs": _completion_scores(part) if scored else None}
-        if self.asked.origin:
-            own["origin"] = [{"text": piece.text, "token": piece.token, "origin": piece.origin,
-                              "level": piece.level} for piece in part.pieces]
-        return {"index": part.number, **own, "finish_reason": part.reason}
+            content = {"text": text, "logprobs": _completion_scores(part) if scored else None}
+        if self.request.origin:
+            content["origin"] = [{"text": piece.text, "token": piece.token, "origin": piece.origin,
+                                  "level": piece.level} for piece in part.pieces]
+        return {"index": part.number, **content, "finish_reason": part.reason}
 
 
 def _completion_scores(part: Part) -> dict[str, Any]:
-    return {"tokens": [one["token"] for one in part.scores],
-            "token_logprobs": [one["logprob"] for one in part.scores],
-            "top_logprobs": [dict(one["top"]) for one in part.scores],
-            "text_offset": [one["offset"] for one in part.scores]}
+    return {"tokens": [score["token"] for score in part.scores],
+            "token_logprobs": [score["logprob"] for score in part.scores],
+            "top_logprobs": [dict(score["top"]) for score in part.scores],
+            "text_offset": [score["offset"] for score in part.scores]}
 
 
 def _chat_scores(part: Part) -> dict[str, Any]:
     def entry(token: str, value: float) -> dict[str, Any]:
         return {"token": token, "logprob": value, "bytes": [*token.encode(errors="replace")]}
 
-    return {"content": [{**entry(one["token"], one["logprob"]),
-                         "top_logprobs": [entry(*other) for other in one["top"]]} for one in part.scores],
+    return {"content": [{**entry(score["token"], score["logprob"]),
+                         "top_logprobs": [entry(*token) for token in score["top"]]} for score in part.scores],
             "refusal": None}

@@ -20,12 +20,13 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.serving.answers import Answer
 from speccascade_jax.serving.engine import Engine, Full
 from speccascade_jax.serving.metrics import CONTENT_TYPE, Metrics
-from speccascade_jax.serving.models import ServedModel
+from speccascade_jax.serving.models import Decoding, ServedModel
 from speccascade_jax.serving.openapi import description
-from speccascade_jax.serving.protocol import Refused, parse
+from speccascade_jax.serving.protocol import ParsedRequest, Refused, parse
 
 PAGE = Path(__file__).parent / "page"
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -44,8 +45,8 @@ class Limits:
     seconds: float = 120.0           # a request, from its body to its last token
     body_bytes: int = 2**20
     body_seconds: float = 15.0       # until the body is there
-    keys: tuple[str, ...] = ()       # API keys; none: everybody may ask
-    origins: tuple[str, ...] = ()    # whose pages may ask (CORS)
+    keys: tuple[str, ...] = ()       # API keys; none: requests need none
+    origins: tuple[str, ...] = ()    # whose pages may send requests (CORS)
     page: bool = True
     log_texts: bool = False
 
@@ -57,7 +58,7 @@ class Service:
         self.models = {model.name: model for model in models}
         self.engine, self.metrics, self.limits = engine, metrics, limits
 
-    # What is asked for
+    # A request's way: body, parsed request, decoding, jobs, answer
 
     async def completions(self, request: Request) -> Response:
         return await self._answered(request, "completion")
@@ -68,16 +69,20 @@ class Service:
     async def _answered(self, request: Request, kind: str) -> Response:
         self._check_key(request)
         self._check_serving()
-        asked = parse(await self._body(request), kind)
-        model = self._model(asked.model)
-        try:
-            answer = Answer(self.engine, model, asked, self.limits.seconds)
-        except Full as full:
-            raise Refused("all rows and the queue are full; try again later.", status=429, code="queue_full",
-                          kind="server_error", headers={"Retry-After": str(full.seconds)}) from None
-        if asked.stream:
-            return Events(answer, self)
-        return await self._whole(request, answer)
+        parsed = parse(await self._body(request), kind)
+        model = self._model(parsed.model)
+        answer = self._submitted(model, parsed, await model.decoding(parsed))
+        return Events(answer, self) if parsed.stream else await self._whole(request, answer)
+
+    def _submitted(self, model: ServedModel, parsed: ParsedRequest, decoding: Decoding) -> Answer:
+        """The answer to come. Raises FieldError for more choices than the server ever has a place for, Full
+        where it has none now."""
+        capacity = self.engine.capacity(decoding.lane)
+        if len(decoding.requests) > capacity:
+            raise FieldError("n", parsed.n, f"this server takes at most {capacity} at once.",
+                             f"n times the prompts is {len(decoding.requests)}")
+        submitted = self.engine.submit(decoding.lane, decoding.requests, parsed.logprobs is not None)
+        return Answer(model, parsed, decoding, submitted, self.limits.seconds)
 
     async def _whole(self, request: Request, answer: Answer) -> Response:
         """The answer, unless its client leaves before it is written."""
@@ -89,9 +94,9 @@ class Service:
             if not writing.done():
                 status, said = 499, "left"
                 return Response(status_code=499)
-            found = await writing
+            whole = await writing
             status, said = 200, "done"
-            return JSONResponse(found)
+            return JSONResponse(whole)
         except Refused as refused:
             status, said = refused.status, "refused"
             raise
@@ -102,18 +107,20 @@ class Service:
 
     def closed(self, answer: Answer, status: int, said: str) -> None:
         """The end of an answer, however it came: rows are freed, and a line is logged."""
-        running = answer.close()
-        self.metrics.cancelled.labels(answer.model.name).inc(running)
-        usage, settings = answer.usage(), answer.settings
+        running = answer.running
+        for job in running:
+            self.engine.cancel(job)
+        self.metrics.cancelled.labels(answer.model.name).inc(len(running))
+        usage, settings, request = answer.usage(), answer.decoding.settings, answer.request
         line: dict[str, Any] = {
             "event": said, "id": answer.id, "model": answer.model.name, "status": status,
             "method": settings.name, "alpha": settings.alpha, "temperature": settings.temperature,
-            "stream": answer.asked.stream, "n": answer.asked.n,
+            "stream": request.stream, "n": request.n,
             "seconds": round(time.monotonic() - answer.came, 4),
             "first_token_seconds": None if answer.first is None else round(answer.first, 4),
             **{name: value for name, value in usage.items() if isinstance(value, int)}}
         if self.limits.log_texts:
-            line |= {"prompts": answer.asked.prompts or answer.asked.messages,
+            line |= {"prompts": request.prompts or request.messages,
                      "texts": [answer.model.cascade.tokenizer.decode(result.tokens)
                                for result in answer.results.values()]}
         log.info("request", extra={"fields": line})
@@ -121,9 +128,10 @@ class Service:
     def _check_key(self, request: Request) -> None:
         if not self.limits.keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.limits.keys]
-        if scheme.lower() != "bearer" or not any(known):
+        header = request.headers.get("authorization", "").encode("latin-1")  # as it came: bytes
+        scheme, _, offered = header.partition(b" ")
+        known = [hmac.compare_digest(offered.strip(), key.encode()) for key in self.limits.keys]
+        if scheme.lower() != b"bearer" or not any(known):
             raise Refused("give a key of this server's: Authorization: Bearer KEY.", status=401,
                           code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -139,32 +147,33 @@ class Service:
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise Refused(f"there is no model {json.dumps(name)[:100]}; known: {', '.join(self.models)}.",
-                          "model", status=404, code="model_not_found")
+            raise Refused(FieldError("model", name, f"known: {', '.join(self.models)}.",
+                                     f"there is no model {json.dumps(name)[:100]}"),
+                          status=404, code="model_not_found")
         return self.models[name]
 
     async def _body(self, request: Request) -> bytes:
-        most = self.limits.body_bytes
+        limit = self.limits.body_bytes
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused("send JSON, and say so: Content-Type: application/json.", status=415)
-        found, size = bytearray(), 0
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    if size <= most:
-                        found += chunk
-                    elif size > UNREAD * most:
+                    if size <= limit:
+                        body += chunk
+                    elif size > UNREAD * limit:
                         break
         except TimeoutError:
             raise Refused(f"the body did not come within {self.limits.body_seconds:g} s.",
                           status=408) from None
         except ClientDisconnect:
             raise Refused("the body is cut off.", status=400) from None
-        if size > most:
-            raise Refused(f"the body has more than {most} bytes.", status=413)
-        return bytes(found)
+        if size > limit:
+            raise Refused(f"the body has more than {limit} bytes.", status=413)
+        return bytes(body)
 
     # What the server says of itself
 
@@ -204,6 +213,14 @@ class Service:
             log.warning("refused", extra={"fields": {"event": "refused", "status": error.status,
                                                      "path": request.url.path}})
         return JSONResponse(error.body, error.status, headers=error.headers)
+
+    async def on_field(self, request: Request, error: Any) -> Response:
+        return await self.on_refused(request, Refused(error))
+
+    async def on_full(self, request: Request, error: Any) -> Response:
+        return await self.on_refused(request, Refused(
+            "all rows and the queue are full; try again later.", status=429, code="queue_full",
+            kind="server_error", headers={"Retry-After": str(error.seconds)}))
 
     async def on_http(self, request: Request, error: Any) -> Response:
         said = Refused(f"{request.method} {request.url.path[:200]}: {error.detail}.",
@@ -272,13 +289,14 @@ async def left(receive: Receive) -> None:
 
 def described(model: ServedModel) -> dict[str, Any]:
     """A model as /v1/models lists it, and what its requests may ask for."""
-    own = model.defaults
+    settings = model.defaults
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "speccascade_jax",
-            "methods": model.methods, "method": own.name, "alpha": own.alpha,
-            "block_size": own.block_size, "max_block_size": own.max_block_size,
-            "temperature": own.temperature, "max_tokens": model.cascade.max_new_tokens,
-            "max_prompt_tokens": model.cascade.max_source_length, "max_top_k": model.max_top_k,
-            "chat": model.cascade.tokenizer.chat is not None, "examples": model.examples}
+            "methods": model.methods, "method": settings.name, "alpha": settings.alpha,
+            "block_size": settings.block_size, "max_block_size": settings.max_block_size,
+            "temperature": settings.temperature, "max_tokens": model.cascade.max_new_tokens,
+            "max_prompt_tokens": model.cascade.max_source_length,
+            **{f"max_{name}": bound for name, bound in model.bounds.items()},
+            "chat": model.chats, "examples": model.examples}
 
 
 def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, limits: Limits,
@@ -311,4 +329,5 @@ def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, 
     cross = [Middleware(CORSMiddleware, allow_origins=list(limits.origins), allow_methods=["GET", "POST"],
                         allow_headers=["authorization", "content-type"])] if limits.origins else []
     return Starlette(routes=routes, middleware=cross, lifespan=lifespan, exception_handlers={
-        Refused: service.on_refused, HTTPException: service.on_http, Exception: service.on_fault})
+        Refused: service.on_refused, FieldError: service.on_field, Full: service.on_full,
+        HTTPException: service.on_http, Exception: service.on_fault})

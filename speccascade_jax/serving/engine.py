@@ -2,8 +2,8 @@
 
     engine = Engine([model])
     engine.start(loop)                      # compiles, then decodes whatever comes
-    job = engine.submit(lane, request, updates)  # in the event loop, after check_room()
-    while not update.finished:
+    jobs, updates = engine.submit(lane, requests)  # in the event loop
+    while not all ended:
         job, update = await updates.get()
     engine.cancel(job)                      # at any time
 """
@@ -11,15 +11,17 @@
 import asyncio
 import collections
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from speccascade_jax.inference.scoring import Scored, Scorer
+from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.inference.scoring import Scorer, TokenScores, states_law
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.scheduling.scheduler import Lane, Request, Result, Scheduler
+from speccascade_jax.scheduling.scheduler import Lane, LogitsError, Request, Result, Scheduler
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
@@ -41,7 +43,7 @@ class Update(NamedTuple):
     result: Result | None          # None: nothing, because of the `error`
     finished: bool
     error: str = ""
-    scores: Scored | None = None
+    scores: TokenScores | None = None
     fresh: int = 0                 # how many tokens are new
     gap: float = 0.0               # seconds since the ones before them, or since the job came
 
@@ -74,6 +76,13 @@ class Job:
 Updates = asyncio.Queue[tuple[Job, Update]]  # of all jobs of one answer
 
 
+class Submitted(NamedTuple):
+    """An answer's jobs, None for a request that needs none, and where their updates arrive."""
+
+    jobs: list[Job | None]
+    updates: Updates
+
+
 class ServedLane:
     """Requests of one model that share a batch of rows."""
 
@@ -82,7 +91,8 @@ class ServedLane:
         self.settings = settings         # of some request
         self.per_device, self.width = rows, width
         self.scheduler: Scheduler = self._empty()
-        self.scorer = Scorer(lane.plan, lane.params, width)
+        self.scorer = Scorer(lane.plan, lane.params, width) if any(
+            states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods)) else None
         self.jobs: dict[int, Job] = {}   # by the scheduler's number
         self.live = 0                    # jobs that have not ended, as the event loop counts them
         self.seconds_per_job = 1.0       # a running mean
@@ -96,17 +106,27 @@ class ServedLane:
         """Compiles all that requests may need, and decodes one of each width."""
         widths = sorted({self.cascade.bucket(n) for n in range(1, self.width + 1)})
         self.scheduler.precompile(widths)
-        self.scorer.precompile()
+        if self.scorer is not None:
+            self.scorer.precompile()
         settings = dataclasses.replace(self.settings, max_new_tokens=2)
-        truncations: list[dict[str, Any]] = [*[{}] * len(widths), {"top_p": 0.9}]
-        for width, truncation in zip([*widths, widths[0]], truncations, strict=True):
+        truncated: dict[str, Any] = {name: truncation.sweep[0] for name, truncation in TRUNCATIONS.items()}
+        plain: dict[str, Any] = {}
+        for width, truncations in [*((width, plain) for width in widths), (widths[0], truncated)]:
             eos = self.lane.plan.eos_id
-            request = Request([eos] * width, dataclasses.replace(settings, **truncation), 0, stop=("\n",))
+            request = Request([eos] * width, dataclasses.replace(settings, **truncations), 0, stop=("\n",))
             self.scheduler.admit([request])
             while self.scheduler.busy:
                 self.scheduler.run()
             for _, result in self.scheduler.finished():
-                self.scorer(request, result.tokens)
+                if isinstance(result, LogitsError):
+                    raise result
+                if self.scorer is not None:
+                    self.scorer(request, result.tokens)
+
+    def states_law(self, methods: Sequence[int]) -> bool:
+        """Whether tokens decoded by these of its methods have log probabilities: see scoring.states_law."""
+        rules = [known[number] for known, number in zip(self.lane.methods, methods, strict=True)]
+        return states_law(self.lane.plan.sampler, rules)
 
     def reset(self) -> None:
         self.scheduler, self.jobs = self._empty(), {}
@@ -122,22 +142,29 @@ class ServedLane:
             if self.called() and not wait:
                 break
         done = dict(self.scheduler.finished())
-        found = []
+        updates = []
         for number, job in [*self.jobs.items()]:
             result = done.get(number) or self.scheduler.partial(number)
             if result is None:
                 continue
             job.placed = job.placed or began
-            finished, fresh = number in done, len(result.tokens) - job.written
-            if finished:
+            if number in done:
                 del self.jobs[number]
-            elif not fresh:
-                continue
-            scores = self.scorer(job.request, result.tokens) if job.scored and result.tokens else None
-            now = time.monotonic()
-            found.append((job, Update(result, finished, "", scores, fresh, now - (job.latest or job.came))))
-            job.written, job.latest = len(result.tokens), now
-        return found
+            if isinstance(result, LogitsError):
+                updates.append((job, Update(None, True, str(result))))
+            elif number in done or len(result.tokens) > job.written:
+                updates.append((job, self._update(job, result, number in done)))
+        return updates
+
+    def _update(self, job: Job, result: Result, finished: bool) -> Update:
+        """What a job has newly written."""
+        fresh = len(result.tokens) - job.written
+        scores = None
+        if self.scorer is not None and job.scored and result.tokens:
+            scores = self.scorer(job.request, result.tokens)
+        now = time.monotonic()
+        gap, job.written, job.latest = now - (job.latest or job.came), len(result.tokens), now
+        return Update(result, finished, "", scores, fresh, gap)
 
 
 class Engine:
@@ -170,23 +197,27 @@ class Engine:
     @property
     def healthy(self) -> bool:
         return (self.failed is None and all(lane.failures < FAILURES for lane in self.lanes)
-                and (self.thread is None or self.thread.is_alive()))
+                and (self.thread is None or self.running))
 
     @property
     def idle(self) -> bool:
         return not any(lane.live for lane in self.lanes)
 
-    def check_room(self, lane: ServedLane, jobs: int) -> None:
-        """Raises Full where so many more jobs have no place in a lane's rows and its queue."""
-        if lane.live + jobs > lane.rows + self.max_queue:
-            over = lane.live + jobs - self.max_queue
-            raise Full(max(round(over * lane.seconds_per_job / lane.rows), 1))
+    def capacity(self, lane: ServedLane) -> int:
+        """The most jobs that a lane's rows and its queue have a place for."""
+        return lane.rows + self.max_queue
 
-    def submit(self, lane: ServedLane, request: Request, updates: Updates, scored: bool = False) -> Job:
-        job = Job(lane, request, scored, updates)
-        lane.live += 1
-        self._post("admit", job)
-        return job
+    def submit(self, lane: ServedLane, requests: Sequence[Request | None], scored: bool = False) -> Submitted:
+        """A job for each request, none for None. Raises Full where not all of them have a place."""
+        live = lane.live + sum(request is not None for request in requests)
+        if live > self.capacity(lane):
+            raise Full(max(round((live - self.max_queue) * lane.seconds_per_job / lane.rows), 1))
+        updates: Updates = asyncio.Queue()
+        jobs = [None if request is None else Job(lane, request, scored, updates) for request in requests]
+        for job in filter(None, jobs):
+            lane.live += 1
+            self._post("admit", job)
+        return Submitted(jobs, updates)
 
     def cancel(self, job: Job) -> None:
         """Forgets a job; its row is free before the next round. One that has ended is left alone."""
@@ -195,12 +226,18 @@ class Engine:
             self._post("cancel", job)
 
     def stop(self) -> None:
-        """Ends the thread after the round that runs."""
+        """Ends the thread after the round that runs. What it compiles may take minutes, and is not waited
+        for."""
         with self.wake:
             self.stopping = True
             self.wake.notify()
-        if self.thread is not None:
+        if self.thread is not None and self.ready:
             self.thread.join(timeout=30)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread still compiles or decodes."""
+        return self.thread is not None and self.thread.is_alive()
 
     def _post(self, what: str, job: Job) -> None:
         with self.wake:
@@ -211,8 +248,8 @@ class Engine:
         job.ended = True
         job.lane.live -= 1
 
-    def _hear(self, found: list[tuple[Job, Update]]) -> None:
-        for job, update in found:
+    def _hear(self, updates: list[tuple[Job, Update]]) -> None:
+        for job, update in updates:
             if job.ended:
                 continue
             if update.finished:
@@ -227,6 +264,8 @@ class Engine:
     def _work(self) -> None:
         try:
             for lane in self.lanes:
+                if self.stopping:
+                    return
                 lane.precompile()
         except BaseException as error:
             self.failed = error
@@ -238,8 +277,8 @@ class Engine:
                     self.wake.wait()
                 if self.stopping:
                     return
-                asked = [self.inbox.popleft() for _ in range(len(self.inbox))]
-            for what, job in asked:
+                letters = [self.inbox.popleft() for _ in range(len(self.inbox))]
+            for what, job in letters:
                 self._apply(what, job)
             for lane in self.lanes:
                 if lane.jobs:
@@ -259,12 +298,12 @@ class Engine:
 
     def _step(self, lane: ServedLane) -> None:
         try:
-            found = lane.step(self.rounds)
+            updates = lane.step(self.rounds)
         except Exception as error:  # whatever it is: the next requests are served
             self._fail(lane, error)
             return
         lane.failures = 0
-        self._tell(found)
+        self._tell(updates)
 
     def _fail(self, lane: ServedLane, error: Exception) -> None:
         log.error("a round failed", exc_info=error, extra={"fields": {"event": "round_failed"}})
@@ -274,6 +313,6 @@ class Engine:
         lane.reset()
         self._tell([(job, Update(None, True, said)) for job in lost])
 
-    def _tell(self, found: list[tuple[Job, Update]]) -> None:
-        if found and self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._hear, found)
+    def _tell(self, updates: list[tuple[Job, Update]]) -> None:
+        if updates and self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._hear, updates)

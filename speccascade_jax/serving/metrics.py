@@ -79,8 +79,8 @@ class Metrics:
         counts, method = result.counts, job.request.settings.name
         rounds = counts.get("rounds", counts.get("model_passes", 0))
         self.calls.labels(model, method).inc(rounds)
-        for name, own in self.by_method.items():
-            own.labels(model, method).inc(len(result.tokens) if name == "emitted" else counts.get(name, 0))
+        for name, total in self.by_method.items():
+            total.labels(model, method).inc(len(result.tokens) if name == "emitted" else counts.get(name, 0))
         if "histogram" not in counts:
             return
         self.drafts.labels(model).inc(rounds)
@@ -88,11 +88,11 @@ class Metrics:
         self.accepted.labels(model).inc(counts["accepted"])
         for position in range(len(counts["histogram"]) - 1):
             self.positions.labels(model, str(position)).inc(sum(counts["histogram"][position + 1:]))
-        total = self.deferrals.setdefault((model, method), [0, 0])
-        total[0] += counts["deferred"]
-        total[1] += counts["drafted"]
-        if total[1]:
-            self.rate.labels(model, method).set(total[0] / total[1])
+        sums = self.deferrals.setdefault((model, method), [0, 0])
+        sums[0] += counts["deferred"]
+        sums[1] += counts["drafted"]
+        if sums[1]:
+            self.rate.labels(model, method).set(sums[0] / sums[1])
 
     def text(self, loads: Iterable[tuple[str, int, int]]) -> bytes:
         """All metrics as Prometheus reads them; loads: each model's name, running and waiting requests."""

@@ -1,11 +1,14 @@
 """What a server serves: a config's cascade, the methods compiled for it, and how it reads a request."""
 
+import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
@@ -13,27 +16,40 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.scheduler import Request
 from speccascade_jax.serving.engine import ServedLane
-from speccascade_jax.serving.protocol import Asked, Refused
-from speccascade_jax.settings import Settings, resolved
+from speccascade_jax.serving.protocol import ALONE, UNFINISHED, ParsedRequest, Refused
+from speccascade_jax.settings import Choice, Settings, resolved
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
 
 CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
-MOST_TOP_K = 1024
+LARGEST_BOUND = 1024  # of what a truncation's static bound may be: top_k's, say
+SEEDS = 2**31
+SERVABLE = (*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL)
+"""Names of methods that can be served anywhere: log probabilities are those of a law by prefix."""
 
 
 class Prompt(NamedTuple):
     """A prompt as the verifier reads it, [] for a blank one, and as each model of another vocabulary does."""
 
     tokens: list[int]
-    own: dict[Translated, list[int]]
+    foreign: dict[Translated, list[int]]
+
+
+class Decoding(NamedTuple):
+    """A request that this server takes: how it is decoded, and where."""
+
+    settings: Settings
+    prompts: list[Prompt]
+    lane: ServedLane
+    requests: list[Request | None]  # one for each choice; None: its prompt is blank
 
 
 class ServedModel:
     """One config under its name. Each of `methods` is compiled; requests choose among them. Models that can
     read `chunk` tokens of a prompt between two rounds.
 
-    Raises ValueError for a method that cannot be served.
+    Raises ValueError for a method that cannot be served, and a chat template that cannot be read.
     """
 
     def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int,
@@ -41,108 +57,147 @@ class ServedModel:
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
-        self.max_top_k = min(MOST_TOP_K, cascade.verifier.vocab_size)
+        self.bounds = {name: min(LARGEST_BOUND, cascade.verifier.vocab_size)
+                       for name, truncation in TRUNCATIONS.items() if truncation.bounded}
+        chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
+        self.chats = chats[0] is not None
         if cascade.levels == 0:  # whatever its config says, it is the verifier
-            self.defaults, methods = dataclasses.replace(self.defaults, method="verifier"), ()
-        self.methods = tuple(dict.fromkeys([self.defaults.name, *methods]))
-        every = [self._compiled(method) for method in self.methods]
+            self.defaults, methods = dataclasses.replace(self.defaults, **ALONE), ()
+        choices: dict[str, Choice | tuple[Choice, ...]] = {
+            self.defaults.name: self.defaults.method, **{method: method for method in methods}}
+        self.methods = tuple(choices)
+        compiled = [self._compiled(choice) for choice in choices.values()]
         self.lanes: dict[Any, ServedLane] = {}
-        for key, lane in cascade.lanes(every).items():
+        for key, lane in cascade.lanes(compiled).items():
             chunked = any_continues(lane.plan.sampler, lane.params)
             lane = lane._replace(plan=dataclasses.replace(
-                lane.plan, ragged=lane.plan.sampler.level > 0,
+                lane.plan, ragged=bool(lane.methods),
                 chunk=min(chunk, cascade.max_source_length) if chunked else 0))
-            some = next(one for one in every if cascade.lane_of(one) == key)
-            self.lanes[key] = ServedLane(name, cascade, lane, some, rows, cascade.max_source_length)
+            example = next(settings for settings in compiled if cascade.lane_of(settings) == key)
+            self.lanes[key] = ServedLane(name, cascade, lane, example, rows, cascade.max_source_length)
 
-    def _compiled(self, method: str) -> Settings:
+    def _compiled(self, method: Choice | tuple[Choice, ...]) -> Settings:
         """Settings of everything that this method's requests may ask for."""
-        for one in method.split("+"):
-            known = [*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL]
-            if one not in known:  # log probabilities are those of a law by prefix
-                raise ValueError(f"--methods: {one} cannot be served; known: {', '.join(known)}.")
-        truncations: dict[str, Any] = {name: self.max_top_k if truncation.bounded else truncation.off
-                       for name, truncation in TRUNCATIONS.items()}
+        servable = (*SERVABLE, *self.cascade.named)
+        for name in method.split("+") if isinstance(method, str) else ():
+            if name not in servable:
+                raise FieldError("methods", method, f"known: {', '.join(servable)}.",
+                                 f"--methods: {name} cannot be served")
+        truncations: dict[str, Any] = {name: self.bounds.get(name, truncation.off)
+                                       for name, truncation in TRUNCATIONS.items()}
         settings = dataclasses.replace(self.defaults, method=method, stop=("\n",), **truncations)
         settings.of_levels("method", max(self.cascade.levels, 1))
         return resolved(settings, self.cascade.named)
 
-    def settings(self, asked: Asked) -> Settings:
-        """How a request is decoded. Raises Refused."""
-        changes, limit = asked.changes, self.cascade.max_new_tokens
-        if changes.get("max_new_tokens", 1) > limit:
-            raise Refused(f"max_tokens is {changes['max_new_tokens']}; this server writes at most {limit}.",
-                          "max_tokens")
-        if (changes.get("top_k") or 0) > self.max_top_k:
-            raise Refused(f"top_k is {changes['top_k']}; this server takes at most {self.max_top_k}: leave "
-                          "it out, or give top_p or min_p.", "top_k")
+    async def decoding(self, request: ParsedRequest) -> Decoding:
+        """How a request is decoded, and where. Raises FieldError or Refused for one that cannot be."""
+        settings = self._settings(request)
+        lane, methods = self._lane(settings, request)
+        if request.logprobs is not None and not lane.states_law(methods):
+            raise FieldError("logprobs", request.logprobs, "leave it out, or take a lossless method.",
+                             f"what {settings.name} writes with these models has no law by its prefix")
+        # A chat template is a program, and may take its time.
+        prompts = await asyncio.to_thread(self._prompts, request) if request.messages else (
+            self._prompts(request))
+        return Decoding(settings, prompts, lane, [
+            Request(prompt.tokens, settings, number, methods, settings.stop, prompt.foreign)
+            if prompt.tokens else None for prompt in prompts for number in range(request.n)])
+
+    def _settings(self, request: ParsedRequest) -> Settings:
+        """The server's settings with what the request changes, and a seed of its own where it draws without
+        one."""
+        changes, names = request.changes, request.names
+        for setting, limit in {"max_new_tokens": self.cascade.max_new_tokens, **self.bounds}.items():
+            if (changes.get(setting) or 0) > limit:
+                raise FieldError(names[setting], changes[setting], f"this server takes at most {limit}.")
+        if any(UNFINISHED in text for text in changes.get("stop", ())):
+            raise FieldError("stop", changes["stop"], "leave it out.",
+                             "stop holds U+FFFD, which stands for an unfinished character")
         try:
             settings = self.cascade.checked(self.defaults, changes)
-            settings = dataclasses.replace(settings, block_size=self._block_size(settings))
+        except FieldError as error:
+            name = names.get(error.field, error.field)
+            raise (error if name == error.field else FieldError(name, error.value, error.remedy)) from None
         except ValueError as error:
-            param = str(error).split()[0]
-            raise Refused(str(error), param if param in changes else None) from None
-        if settings.name not in self.methods:
-            raise Refused(f"method {settings.name} is not served here; known: {', '.join(self.methods)}.",
-                          "method")
+            raise Refused(error) from None
+        self._check_blocks(settings)
+        method = dataclasses.replace(self.defaults, **changes).name
+        if method not in self.methods:
+            raise FieldError("method", method, f"known: {', '.join(self.methods)}.",
+                             f"method {method} is not served here")
+        if settings.temperature > 0 and "seed" not in changes:
+            return dataclasses.replace(settings, seed=secrets.randbelow(SEEDS))
         return settings
 
-    def _block_size(self, settings: Settings) -> Any:
-        """A request's block size; raises ValueError unless it is at most the server's."""
-        most, own = self.defaults.block_size, settings.block_size
-        if self.defaults.adaptive or settings.adaptive:
-            if own != most:
-                raise ValueError(f"block_size is {own}; this server's is {most}: leave it out.")
-            if settings.max_block_size > self.defaults.max_block_size:
-                raise ValueError(f"max_block_size is {settings.max_block_size}; this server drafts at most "
-                                 f"{self.defaults.max_block_size}.")
-            return own
-        if own == most or not isinstance(own, int) or not isinstance(most, int) or self.cascade.levels > 1:
-            if own != most:
-                raise ValueError(f"block_size is {own}; this model is a hierarchy, and its block sizes are "
-                                 f"fixed: {most}.")
-            return own
-        if own > most:
-            raise ValueError(f"block_size is {own}; this server drafts at most {most}.")
-        return own
+    def _check_blocks(self, settings: Settings) -> None:
+        """Raises FieldError for more drafts a round than the server's, or other ones where they are fixed."""
+        server, size = self.defaults, settings.block_size
+        fixed = server.adaptive or self.cascade.levels > 1 or not isinstance(size, int)
+        if fixed and size != server.block_size:
+            raise FieldError("block_size", size, f"this server's is {server.block_size}: leave it out.")
+        for name in ("block_size",) if not fixed else ("max_block_size",) if server.adaptive else ():
+            if getattr(settings, name) > getattr(server, name):
+                raise FieldError(name, getattr(settings, name),
+                                 f"this server drafts at most {getattr(server, name)}.")
 
-    def lane(self, settings: Settings) -> ServedLane:
-        """Where such a request is decoded."""
-        own = self.defaults
-        return self.lanes[self.cascade.lane_of(dataclasses.replace(
-            settings, block_size=own.block_size, max_block_size=own.max_block_size))]
+    def _lane(self, settings: Settings, request: ParsedRequest) -> tuple[ServedLane, tuple[int, ...]]:
+        """Where such a request is decoded, and the numbers of its methods there. Raises FieldError where it
+        changes what is fixed when a lane is compiled."""
+        place = self.place(settings)
+        if place is not None:
+            return place
+        for setting, value in request.changes.items():
+            default = getattr(self.defaults, setting)
+            settings = dataclasses.replace(settings, **{setting: default})
+            if self.place(settings) is not None:
+                raise FieldError(request.names.get(setting, setting), value,
+                                 f"this server's is {default}: leave it out.")
+        raise Refused("this server has compiled nothing that decodes such a request.")
 
-    def prompts(self, asked: Asked) -> list[Prompt]:
-        """What is asked for, read. Raises Refused."""
-        if asked.messages:
-            if self.cascade.tokenizer.chat is None:
-                raise Refused(f"{self.name} has no chat template: use /v1/completions.", "messages")
-            try:
-                texts = [self.cascade.tokenizer.conversation(asked.messages)]
-            except ValueError as error:
-                raise Refused(str(error), "messages") from None
-        else:
-            texts = list(asked.prompts)
-        field, limit = ("messages" if asked.messages else "prompt"), self.cascade.max_source_length
+    def place(self, settings: Settings) -> tuple[ServedLane, tuple[int, ...]] | None:
+        """Where such settings are decoded, and the numbers of their methods there; None for nowhere."""
+        lane = self.lanes.get(self.cascade.lane_of(dataclasses.replace(
+            settings, block_size=self.defaults.block_size, max_block_size=self.defaults.max_block_size)))
+        try:
+            return None if lane is None else (lane, lane.lane.numbers(settings))
+        except ValueError:  # a rule with a value that is compiled into it
+            return None
+
+    def _prompts(self, request: ParsedRequest) -> list[Prompt]:
+        """The request's texts, read. Raises FieldError, or Refused for one that is too long."""
+        cascade, field, limit = self.cascade, request.text_field, self.cascade.max_source_length
+        texts = [self._conversation(request)] if request.messages else [*request.prompts]
         for text in texts:
             if len(text) > limit * CHARACTERS_PER_TOKEN:
-                raise Refused(f"{field} has {len(text)} characters; at most {limit} tokens are read.", field,
-                              code="context_length_exceeded")
-        if asked.messages:
-            [row] = self.cascade.tokenizer.encode_batch(texts)
-            rows, cut = [self.cascade.tokenizer.framed(row)], [False]
-            own = readings(self.cascade.foreign, texts, limit, lambda texts,
-                           own: texts if own.chat is None else [
-                own.conversation(asked.messages)])
+                raise too_long(field, f"{len(text)} characters", limit)
+        if request.messages:
+            [row] = cascade.tokenizer.encode_batch(texts)
+            rows, cut = [cascade.tokenizer.framed(row)], [False]
+            foreign = readings(cascade.foreign, texts, limit, lambda texts, tokenizer: (
+                texts if tokenizer.chat is None else [rendered(tokenizer, request)]))
         else:
-            rows, cut = self.cascade.encode(texts, truncate=True)
-            own = self.cascade.own_readings(texts)
+            rows, cut = cascade.encode(texts, truncate=True)
+            foreign = cascade.own_readings(texts)
         if any(cut) or max(map(len, rows)) > limit:
-            raise Refused(f"{field} has more tokens than the {limit} that are read: shorten it.", field,
-                          code="context_length_exceeded")
-        return [Prompt(*one) for one in zip(rows, own, strict=True)]
+            raise too_long(field, f"more tokens than {limit}", limit)
+        return [Prompt(*pair) for pair in zip(rows, foreign, strict=True)]
 
-    def request(self, prompt: Prompt, settings: Settings, number: int) -> Request:
-        """What the scheduler is asked for; number: which of a prompt's answers."""
-        methods = self.lane(settings).lane.numbers(settings)
-        return Request(prompt.tokens, settings, number, methods, settings.stop, prompt.own)
+    def _conversation(self, request: ParsedRequest) -> str:
+        if not self.chats:
+            raise FieldError("messages", request.messages, "use /v1/completions.",
+                             f"{self.name} has no chat template")
+        return rendered(self.cascade.tokenizer, request)
+
+
+def rendered(tokenizer: Tokenizer, request: ParsedRequest) -> str:
+    """A conversation in a tokenizer's template. Raises FieldError where that does not take it."""
+    try:
+        return tokenizer.conversation(request.messages)
+    except ValueError as error:
+        raise FieldError("messages", request.messages, "change them.", str(error).rstrip(".")) from None
+
+
+def too_long(field: str, size: str, limit: int) -> Refused:
+    return Refused(FieldError(field, size, f"at most {limit} tokens are read: shorten it.",
+                              f"{field} has {size}"), code="context_length_exceeded")
+

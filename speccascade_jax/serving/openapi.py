@@ -20,12 +20,12 @@ def description() -> dict[str, Any]:
     refusals = {str(status): {"description": about, "content": {"application/json": {"schema": ERROR}}}
                 for status, about in REFUSALS.items()}
 
-    def asking(kind: str, about: str) -> dict[str, Any]:
+    def posted(kind: str, about: str) -> dict[str, Any]:
+        fields, required = FIELDS[kind], REQUIRED[kind]
         properties = {name: {"description": field.about, "anyOf": [field.schema, {"type": "null"}]}
-                      for name, field in FIELDS[kind].items() if name != REQUIRED[kind]}
-        needed = FIELDS[kind][REQUIRED[kind]]
-        properties[REQUIRED[kind]] = {"description": needed.about, **needed.schema}
-        schema = {"type": "object", "required": [REQUIRED[kind]], "properties": properties,
+                      for name, field in fields.items()}
+        properties[required] = {"description": fields[required].about, **fields[required].schema}
+        schema = {"type": "object", "required": [required], "properties": properties,
                   "additionalProperties": False}
         answer = {"description": "The answer", "content": {
             "application/json": {"schema": {"type": "object"}},
@@ -34,20 +34,20 @@ def description() -> dict[str, Any]:
         return {"post": {"summary": about, "security": [{}, {"key": []}], "requestBody": body,
                          "responses": {"200": answer, **refusals}}}
 
-    def telling(about: str, more: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
-        found = {"200": {"description": about, "content": {kind: {}}}, **more}
-        return {"get": {"summary": about, "security": [{}, {"key": []}], "responses": found}}
+    def read(about: str, more: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
+        responses = {"200": {"description": about, "content": {kind: {}}}, **more}
+        return {"get": {"summary": about, "security": [{}, {"key": []}], "responses": responses}}
 
-    some = {status: refusals[status] for status in ("401", "404")}
-    named = telling("One model", some)
+    guarded = {status: refusals[status] for status in ("401", "404")}
+    named = read("One model", guarded)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     named["get"]["parameters"] = [name]
     not_yet = {"503": {"description": "Not now"}}
     return {
         "openapi": "3.1.0", "info": {"title": "speccascade_jax", "version": __version__},
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "paths": {"/v1/completions": asking("completion", "Continue or translate texts"),
-                  "/v1/chat/completions": asking("chat", "Continue a conversation"),
-                  "/v1/models": telling("What is served", some), "/v1/models/{name}": named,
-                  "/health": telling("Alive", not_yet), "/ready": telling("Compiled", not_yet),
-                  "/metrics": telling("Prometheus metrics", {}, "text/plain")}}
+        "paths": {"/v1/completions": posted("completion", "Continue or translate texts"),
+                  "/v1/chat/completions": posted("chat", "Continue a conversation"),
+                  "/v1/models": read("What is served", guarded), "/v1/models/{name}": named,
+                  "/health": read("Alive", not_yet), "/ready": read("Compiled", not_yet),
+                  "/metrics": read("Prometheus metrics", {}, "text/plain")}}

@@ -28,7 +28,7 @@ class Pieces:
         self.ends: list[int] = []   # where each token's text ends
         self.text = ""              # of all tokens but what is unfinished at its end
         self.solid = 0              # tokens up to the last one that ends with a whole character
-        self.given = 0              # tokens
+        self.sent = 0              # tokens
 
     def of(self, result: Result, finished: bool) -> list[Piece]:
         """The pieces that have become certain: those of a whole number of tokens."""
@@ -47,7 +47,7 @@ class Pieces:
             text, ends = self.text, self.ends
             safe = len(text) - held_back(text, self.stop)
             certain = next((n for n, end in enumerate(ends[:self.solid]) if end > safe), self.solid)
-        begin, self.given = self.given, max(certain, self.given)
+        begin, self.sent = self.sent, max(certain, self.sent)
         return [Piece(text[ends[n - 1] if n else 0:ends[n]], tokens[n], result.origin[n], result.level[n])
                 for n in range(begin, certain)]
 
@@ -56,4 +56,4 @@ def held_back(text: str, stop: tuple[str, ...]) -> int:
     """The length of the longest end of `text` that some stop text begins with."""
     longest = max(map(len, stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1)
-                 if any(one.startswith(text[len(text) - n:]) for one in stop)), 0)
+                 if any(sequence.startswith(text[len(text) - n:]) for sequence in stop)), 0)

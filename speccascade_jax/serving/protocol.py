@@ -1,105 +1,127 @@
-"""OpenAI's wire format: what a request may hold, and the objects of an answer.
+"""OpenAI's wire format: what a request may hold, and how it is read.
 
-FIELDS is spelt once: requests are checked against it, and the OpenAPI description is made of it.
+A request's fields are those of Settings, as many as there are, and OpenAI's own. They are spelt once:
+requests are checked against them, and the OpenAPI description is made of them.
 """
 
 import dataclasses
 import difflib
-import json
-import math
+import typing
 from typing import Any, NamedTuple
 
-from speccascade_jax.inference.inputs import check_text, parse_json
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference.inputs import parse_json
+from speccascade_jax.serving.schema import Schema, check, schema_of, shown
 from speccascade_jax.settings import Settings
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MOST_STOPS, LONGEST_STOP = 16, 256  # stop texts a request, characters each
 MOST_PROMPTS = 128
+ALONE: dict[str, Any] = {"method": "verifier"}  # the settings that speculative: false stands for
+WIRE_NAMES = {"max_new_tokens": ("max_tokens", "max_completion_tokens")}  # OpenAI's names of settings
 
 
 class Refused(Exception):
-    """A request that is answered by an error: its HTTP status, and what OpenAI's error object says."""
+    """A request that is answered by an error: its HTTP status, and what OpenAI's error object says. Its
+    `param` is the field that the reason is about, if it is about one."""
 
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None,
+    def __init__(self, reason: str | Exception, *, status: int = 400, code: str | None = None,
                  kind: str = "invalid_request_error", headers: dict[str, str] | None = None):
-        super().__init__(message)
+        super().__init__(str(reason))
         self.status, self.headers = status, headers or {}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        param = reason.field if isinstance(reason, FieldError) else None
+        self.body = {"error": {"message": str(reason), "type": kind, "param": param, "code": code}}
 
 
 class Field(NamedTuple):
     """A field of a request: its JSON schema, as far as it can be told before the model is known."""
 
     about: str
-    schema: dict[str, Any]
+    schema: Schema
+    setting: str | None = None  # the field of Settings that it names
+    several: bool = False       # whether that holds a tuple, whatever is given
 
 
-def number(about: str, low: float | None = None, high: float | None = None, kind: str = "number") -> Field:
-    bounds = {"minimum": low, "maximum": high}
-    return Field(about, {"type": kind, **{key: value for key, value in bounds.items() if value is not None}})
+Fields = dict[str, Field]
+
+
+class Dialect(NamedTuple):
+    """What clients made for OpenAI or vLLM send besides a setting's own values: these become `meaning`."""
+
+    least: float    # the smallest such value
+    below: float    # and what all of them are smaller than
+    meaning: Any
+
+
+DIALECTS = {"top_k": Dialect(-1, 1, None), "top_p": Dialect(0, 1e-9, 1e-9)}  # all tokens; the likeliest alone
+
+
+def number(about: str, low: float, high: float, kind: str = "integer") -> Field:
+    return Field(about, {"type": kind, "minimum": low, "maximum": high})
 
 
 def flag(about: str) -> Field:
     return Field(about, {"type": "boolean"})
 
 
-TEXT = {"type": "string"}
-LENGTH = number("The most tokens of the answer.", 1, 2**31 - 1, "integer")
-STOP = {**TEXT, "minLength": 1, "maxLength": LONGEST_STOP}
-COMMON = {
+TEXT: Schema = {"type": "string"}
+MESSAGE: Schema = {"type": "object", "required": ["role", "content"], "properties": {
+    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]}, "content": TEXT,
+    "name": TEXT}}
+COMMON: Fields = {
     "model": Field("A name of /v1/models; may be left out where there is one.", TEXT),
-    "n": number("How many answers to a prompt.", 1, 128, "integer"),
-    "max_tokens": LENGTH,
-    "temperature": number("0 is greedy.", 0),
-    "top_p": number("Sample among the likeliest tokens that reach this mass.", 0, 1),
-    "top_k": number("Sample among the k likeliest tokens; 0 or -1: all.", -1, 2**31 - 1, "integer"),
-    "min_p": number("Sample among tokens at least this share as likely as the likeliest.", 0, 1),
-    "seed": number("With the prompt and the settings it fixes the answer.", -2**63, 2**63 - 1, "integer"),
-    "stop": Field("Texts that end an answer.",
-                  {"anyOf": [STOP, {"type": "array", "items": STOP, "maxItems": MOST_STOPS}]}),
+    "n": number("How many answers to a prompt.", 1, 128),
     "stream": flag("Send the answer as it is written, as server-sent events."),
     "stream_options": Field("include_usage: send the usage at the end of a stream.",
                             {"type": "object", "properties": {"include_usage": {"type": "boolean"}},
                              "additionalProperties": False}),
     "user": Field("Ignored.", TEXT),
-    "method": Field("The deferral rule, or verifier or drafter.", TEXT),
-    "alpha": Field("The rule's lenience; of a hierarchy, one number or one for each verifier.",
-                   {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"},
-                                                   "minItems": 1, "maxItems": 16}]}),
-    "block_size": Field("Tokens drafted a round, up to the server's; or adaptive, where the server's is.",
-                        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**15},
-                                   {**TEXT, "enum": ["adaptive"]}]}),
-    "max_block_size": number("The most that are drafted where blocks are adaptive, up to the server's.", 1,
-                             2**15, "integer"),
-    "speculative": flag("False: the verifier by itself."),
+    "speculative": flag("False: the largest model by itself."),
     "origin": flag("Say who wrote each token."),
-    "presence_penalty": number("Only 0 is known.", 0, 0),
-    "frequency_penalty": number("Only 0 is known.", 0, 0),
+    "presence_penalty": number("Only 0 is known.", 0, 0, "number"),
+    "frequency_penalty": number("Only 0 is known.", 0, 0, "number"),
 }
-COMPLETION = COMMON | {
+COMPLETION: Fields = {
     "prompt": Field("The source text, or several.",
                     {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1,
                                       "maxItems": MOST_PROMPTS}]}),
-    "logprobs": number("Log probabilities of the tokens and of so many likeliest ones.", 0, 5, "integer"),
+    "logprobs": number("Log probabilities of the tokens and of so many likeliest ones.", 0, 5),
     "echo": Field("Only false is known.", {"type": "boolean", "enum": [False]}),
-    "best_of": number("As many as n.", 1, 128, "integer"),
+    "best_of": number("As many as n.", 1, 128),
 }
-MESSAGE = {"type": "object", "required": ["role", "content"], "properties": {
-    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]}, "content": TEXT,
-    "name": TEXT}}
-CHAT = COMMON | {
+CHAT: Fields = {
     "messages": Field("The conversation so far.", {"type": "array", "items": MESSAGE, "minItems": 1,
                                                    "maxItems": 1024}),
-    "max_completion_tokens": LENGTH,
     "logprobs": flag("Give the tokens' log probabilities."),
-    "top_logprobs": number("And those of so many likeliest ones.", 0, 20, "integer"),
+    "top_logprobs": number("And those of so many likeliest ones.", 0, 20),
 }
-FIELDS = {"completion": COMPLETION, "chat": CHAT}
 REQUIRED = {"completion": "prompt", "chat": "messages"}
 
 
+def settings_fields(settings: type[Settings] = Settings) -> Fields:
+    """A field of a request for each of Settings, under OpenAI's names where it has some."""
+    annotations, fields = typing.get_type_hints(settings), {}
+    for setting in dataclasses.fields(settings):
+        schema = schema_of(annotations[setting.name], setting.metadata)
+        if setting.name in DIALECTS:
+            schema.pop("exclusiveMinimum", None)
+            schema["minimum"] = DIALECTS[setting.name].least
+        several = typing.get_origin(annotations[setting.name]) is tuple
+        about = setting.metadata.get("help", f"{setting.name}: see the documentation of decoding.")
+        for name in WIRE_NAMES.get(setting.name, (setting.name,)):
+            fields[name] = Field(about, schema, setting.name, several)
+    return fields
+
+
+def request_fields(kind: str, settings: type[Settings] = Settings) -> Fields:
+    """All fields of a request; kind: completion or chat."""
+    return {**settings_fields(settings), **COMMON, **{"completion": COMPLETION, "chat": CHAT}[kind]}
+
+
+FIELDS = {kind: request_fields(kind) for kind in REQUIRED}
+
+
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request whose fields are of the right types; whether their values fit the model is told later."""
 
     model: str | None
@@ -107,141 +129,107 @@ class Asked:
     messages: tuple[dict[str, str], ...]  # of a chat
     n: int
     changes: dict[str, Any]            # fields of Settings that the request names
+    names: dict[str, str]              # how it calls them
     stream: bool
     include_usage: bool
     logprobs: int | None               # how many of the likeliest tokens; None: no log probabilities
     origin: bool
 
+    @property
+    def text_field(self) -> str:
+        """The field that holds what is decoded."""
+        return "messages" if self.messages else "prompt"
 
-def parse(body: bytes, kind: str) -> Asked:
-    """A request's body; kind: completion or chat. Raises Refused."""
-    try:
-        text = body.decode()
-    except UnicodeDecodeError:
-        raise Refused("the body is not UTF-8.") from None
-    try:
-        given = parse_json(text, "the body")
-    except ValueError as error:
-        raise Refused(str(error)) from None
-    if not isinstance(given, dict):
-        raise Refused(f"the body is {_shown(given)}; it must be a JSON object.")
-    fields = FIELDS[kind]
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
+
+def parse(body: bytes, kind: str, fields: Fields | None = None) -> ParsedRequest:
+    """A request's body; kind: completion or chat; fields: other ones than FIELDS'. Raises FieldError for a
+    wrong field, Refused for what has no fields."""
+    fields = FIELDS[kind] if fields is None else fields
+    values = {name: value for name, value in json_object(body).items() if value is not None}
+    for name, value in values.items():
         if name not in fields:
             near = difflib.get_close_matches(name[:50], fields, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(fields))}."
-            raise Refused(f"there is no field {_shown(name)}; {hint}", _shown(name)[1:-1])
-        _check(name, value, fields[name].schema, name)
-    if REQUIRED[kind] not in given:
-        raise Refused(f"{REQUIRED[kind]} is missing.", REQUIRED[kind])
-    return _asked(given, kind)
+            raise FieldError(shown(name)[1:-1], value, hint, f"there is no field {shown(name)}")
+        check(name, value, fields[name].schema)
+    if REQUIRED[kind] not in values:
+        raise FieldError(REQUIRED[kind], None, "give one.", f"{REQUIRED[kind]} is missing")
+    changes, names = settings_of(values, fields)
+    prompt = values.get("prompt", ())
+    return ParsedRequest(
+        values.get("model"), (prompt,) if isinstance(prompt, str) else tuple(prompt),
+        tuple(values.get("messages", ())), answers_of(values), changes, names, values.get("stream", False),
+        usage_of(values), logprobs_of(values, kind), values.get("origin", False))
 
 
-def _asked(given: dict[str, Any], kind: str) -> Asked:
-    prompt = given.get("prompt", ())
-    n = given.get("n", 1)
-    if given.get("best_of", n) != n:
-        raise Refused(f"best_of is {given['best_of']}, n is {n}: only answers that are sent are decoded; "
-                      "leave best_of out.", "best_of")
-    if "stream_options" in given and not given.get("stream"):
-        raise Refused("stream_options go with stream: true.", "stream_options")
-    logprobs = given.get("logprobs")
-    if kind == "chat":
-        logprobs = given.get("top_logprobs", 0) if logprobs else None
-        if "top_logprobs" in given and logprobs is None:
-            raise Refused("top_logprobs goes with logprobs: true.", "top_logprobs")
-    return Asked(given.get("model"), (prompt,) if isinstance(prompt, str) else tuple(prompt),
-                 tuple(given.get("messages", ())), n, _changes(given), given.get("stream", False),
-                 given.get("stream_options", {}).get("include_usage", False), logprobs,
-                 given.get("origin", False))
-
-
-def _changes(given: dict[str, Any]) -> dict[str, Any]:
-    """What a request names of Settings' fields, under their names."""
-    names = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-    same = {field.name for field in dataclasses.fields(Settings)} - {"hand_over"}
-    changes = {names.get(name, name): value for name, value in given.items()
-               if name in same or name in names}
-    if isinstance(changes.get("alpha"), list):
-        changes["alpha"] = tuple(changes["alpha"])
-    if "stop" in changes:
-        stop = changes["stop"]
-        changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(UNFINISHED in one for one in changes["stop"]):
-            raise Refused("stop holds U+FFFD, which stands for an unfinished character: leave it out.",
-                          "stop")
-    for name, off in (("top_k", 1), ("top_p", 1e-9)):
-        if changes.get(name, off) < off:  # others' way to say: all tokens; a top_p of 0 keeps the likeliest
-            changes[name] = None if name == "top_k" else off
-    if given.get("speculative") is False:
-        if changes.get("method", "verifier") != "verifier":
-            raise Refused(f"speculative is false, which is the verifier by itself, but method is "
-                          f"{_shown(changes['method'])}: give one of the two.", "speculative")
-        changes["method"] = "verifier"
-    return changes
-
-
-def _check(name: str, value: Any, schema: dict[str, Any], where: str) -> None:
-    """Raises Refused, naming `where`, unless a value is as its schema says."""
-    if "anyOf" in schema:
-        fitting = [one for one in schema["anyOf"] if _is(value, one["type"])]
-        if not fitting:
-            kinds = " or ".join(ARTICLES[one["type"]] for one in schema["anyOf"])
-            raise Refused(f"{where} is {_shown(value)}; it must be {kinds}.", name)
-        schema = fitting[0]
-    kind = schema["type"]
-    if not _is(value, kind):
-        raise Refused(f"{where} is {_shown(value)}; it must be {ARTICLES[kind]}.", name)
-    if "enum" in schema and value not in schema["enum"]:
-        raise Refused(f"{where} is {_shown(value)}; known: {', '.join(map(_shown, schema['enum']))}.", name)
-    if kind in ("number", "integer"):
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-        if not (low <= value <= high and (kind == "integer" or math.isfinite(value))):
-            raise Refused(f"{where} is {_shown(value)}; it lies in [{low}, {high}].", name)
-    if kind == "string":
-        try:
-            check_text(value, where)
-        except ValueError as error:
-            raise Refused(str(error), name) from None
-        if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
-            raise Refused(f"{where} has {len(value)} characters; {schema.get('minLength', 0)} to "
-                          f"{schema['maxLength']} are allowed.", name)
-    if kind == "array":
-        least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
-        if not least <= len(value) <= most:
-            raise Refused(f"{where} has {len(value)} items; {least} to {most} are allowed.", name)
-        for n, item in enumerate(value):
-            _check(name, item, schema["items"], f"{where}[{n}]")
-    if kind == "object":
-        for key in schema.get("required", ()):
-            if key not in value:
-                raise Refused(f"{where} has no {key}.", name)
-        for key, item in value.items():
-            if key in schema["properties"]:
-                if item is not None:
-                    _check(name, item, schema["properties"][key], f"{where}.{key}")
-            else:
-                raise Refused(f"{where} has no field {_shown(key)}; known: "
-                              f"{', '.join(schema['properties'])}.", name)
-
-
-ARTICLES = {"number": "a number", "integer": "a whole number", "string": "a text", "boolean": "true or false",
-            "array": "a list", "object": "an object"}
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    types: dict[str, Any] = {"number": (int, float), "integer": int, "string": str, "boolean": bool,
-                             "array": list, "object": dict}
-    return isinstance(value, types[kind])
-
-
-def _shown(value: Any) -> str:
-    """A value as a short piece of JSON; a text of the client's is not repeated at length."""
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object that a body holds. Raises Refused."""
     try:
-        text = json.dumps(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+        value = parse_json(body.decode(), "the body")
+    except UnicodeDecodeError:
+        raise Refused("the body is not UTF-8.") from None
+    except ValueError as error:
+        raise Refused(error) from None
+    if not isinstance(value, dict):
+        raise Refused(f"the body is {shown(value)}; it must be a JSON object.")
+    return value
+
+
+def answers_of(values: dict[str, Any]) -> int:
+    n = values.get("n", 1)
+    if values.get("best_of", n) != n:
+        raise FieldError("best_of", values["best_of"],
+                         "only answers that are sent are decoded: leave it out.",
+                         f"best_of is {values['best_of']}, and n is {n}")
+    return n
+
+
+def usage_of(values: dict[str, Any]) -> bool:
+    """Whether a stream ends with its usage."""
+    options = values.get("stream_options")
+    if options is not None and not values.get("stream"):
+        raise FieldError("stream_options", options, "give stream: true, or leave it out.",
+                         "stream_options go with a stream")
+    return (options or {}).get("include_usage") or False
+
+
+def logprobs_of(values: dict[str, Any], kind: str) -> int | None:
+    """How many likeliest tokens' log probabilities are wanted; None: not even the tokens' own."""
+    if kind == "completion":
+        return values.get("logprobs")
+    if values.get("logprobs"):
+        return values.get("top_logprobs", 0)
+    if "top_logprobs" in values:
+        raise FieldError("top_logprobs", values["top_logprobs"], "give logprobs: true, or leave it out.",
+                         "top_logprobs go with logprobs")
+    return None
+
+
+def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a request names of Settings' fields, and how it calls each of them."""
+    changes: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, value in values.items():
+        setting = fields[name].setting
+        if setting is None:
+            continue
+        meant = setting_of(value, fields[name])
+        if changes.get(setting, meant) != meant:
+            raise FieldError(name, value, "give one of the two.", f"{name} and {names[setting]} differ")
+        changes[setting], names[setting] = meant, name
+    for setting, meant in ALONE.items() if values.get("speculative") is False else ():
+        if changes.get(setting, meant) != meant:
+            raise FieldError("speculative", False, "give one of the two.",
+                             f"speculative is false, and {setting} is {shown(changes[setting])}")
+        changes[setting] = meant
+    return changes, names
+
+
+def setting_of(value: Any, field: Field) -> Any:
+    """A field's value as Settings holds it."""
+    dialect = DIALECTS.get(field.setting or "")
+    if dialect is not None and dialect.least <= value < dialect.below:
+        return dialect.meaning
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if field.several else value

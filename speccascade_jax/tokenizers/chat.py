@@ -1,48 +1,41 @@
 """Chat templates: a conversation as the text that the model continues."""
 
+import contextlib
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from speccascade_jax.checkpoints.files import exists, parse_json, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_COMPANION
+from speccascade_jax.tokenizers import chat_worker
 
-LARGEST = 2**20  # bytes of a template
+LARGEST = 2**20  # characters of a template
+STARTING = 60.0  # seconds in which Python and Jinja must have started, on however busy a machine
+SLOW = f"it takes more than {chat_worker.SECONDS} s"
 
 
 class ChatTemplate:
-    """A Jinja template in Hugging Face's form, and the special tokens that it may name."""
+    """A Jinja template in Hugging Face's form, and the special tokens that it may name.
+
+    It is compiled and rendered in a process of its own, within bounds on time, memory and length: see
+    chat_worker. Threads may share it; they take turns. Raises ValueError for a template that is damaged.
+    """
 
     def __init__(self, source: str, specials: Mapping[str, str]):
-        try:
-            from jinja2 import nodes
-            from jinja2.ext import Extension, loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise ValueError("a chat template needs Jinja: pip install 'speccascade_jax[chat]'.") from None
-
-        class Generation(Extension):
-            """{% generation %}, which marks for training what an assistant wrote: here nothing but its
-            text."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True),
-                                   lineno=line)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=[Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        try:
-            self.template = environment.from_string(source)
-        except Exception as error:  # of Jinja, and of Python where it compiles what Jinja made
-            raise ValueError(f"the chat template is damaged: {error}.") from None
-        self.specials = dict(specials)
+        if importlib.util.find_spec("jinja2") is None:
+            raise ValueError("a chat template needs Jinja: pip install 'speccascade_jax[chat]'.")
+        self.source, self.specials = source, dict(specials)
+        self.turn = threading.Lock()
+        self.worker: Worker | None = self._started()
 
     @classmethod
     def find(cls, folder: Any, specials: Mapping[str, str]) -> "ChatTemplate | None":
@@ -56,11 +49,12 @@ class ChatTemplate:
                     source = content.decode(errors="replace")
                 else:
                     source = parse_json(folder / name, content).get("chat_template")
-        if isinstance(source, list):  # several by name
-            named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
+        if source is None:
             return None
+        if isinstance(source, list):
+            source = default_of(source, folder)
+        if not isinstance(source, str):
+            raise ValueError(f"the chat template in {folder} is no text: fetch it again, or remove it.")
         if len(source) > LARGEST:
             raise ValueError(f"the chat template in {folder} has {len(source):,} characters: it is none.")
         try:
@@ -73,43 +67,101 @@ class ChatTemplate:
 
         Raises ValueError where the template does not take such a conversation.
         """
+        values = {"messages": [dict(message) for message in messages], "tools": None, "documents": None,
+                  "add_generation_prompt": add_generation_prompt}
+        with self._turn() as in_time:
+            answer = self._answer(values) if in_time else {"fault": SLOW}
+        if "refusal" in answer:
+            raise ValueError(f"the chat template says: {answer['refusal']}")
+        if "fault" in answer:
+            raise ValueError(f"the chat template does not take these messages: {answer['fault']}.")
+        return answer["text"]
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether the worker is free for this thread, within the time that a conversation may take."""
+        in_time = self.turn.acquire(timeout=chat_worker.SECONDS)
         try:
-            return self.template.render(
-                messages=[dict(one) for one in messages], tools=None, documents=None,
-                add_generation_prompt=add_generation_prompt, **self.specials)
-        except Refusal as error:
-            raise ValueError(f"the chat template says: {error}") from None
-        except Exception as error:  # whatever a template may raise
-            raise ValueError(f"the chat template does not take these messages: {error}") from None
+            yield in_time
+        finally:
+            if in_time:
+                self.turn.release()
+
+    def _answer(self, values: dict[str, Any]) -> dict[str, str]:
+        """The worker's answer; one that gives none in time is ended, and the next call starts another."""
+        worker = self.worker = self.worker or self._started()
+        try:
+            return worker.ask(values, chat_worker.SECONDS)
+        except OSError as error:
+            worker.end()
+            self.worker = None
+            return {"fault": SLOW if isinstance(error, TimeoutError) else "it ended its process"}
+
+    def _started(self) -> "Worker":
+        """A worker that has compiled the template. Raises ValueError for one that is damaged."""
+        worker = Worker()
+        try:
+            answer = worker.ask({"source": self.source, "specials": self.specials}, STARTING)
+        except OSError:
+            answer = {"fault": "it cannot be compiled in time"}
+        if "fault" in answer:
+            worker.end()
+            raise ValueError(f"the chat template is damaged: {answer['fault']}.")
+        return worker
 
 
-class Refusal(Exception):
-    """What a template itself objects to."""
+class Worker:
+    """A process that runs chat_worker, and the socket that leads to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        script = str(Path(__file__).with_name("chat_worker.py"))
+        path = os.pathsep.join(filter(None, sys.path))
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", script], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+        self.end = weakref.finalize(self, _end, self.connection, process)
+
+    def ask(self, message: Any, seconds: float) -> dict[str, str]:
+        """The answer to a message. Raises OSError where there is none, TimeoutError after so many seconds."""
+        deadline, answer = monotonic() + seconds, bytearray()
+        self.connection.settimeout(seconds)
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+        while not answer.endswith(b"\n"):
+            self.connection.settimeout(max(deadline - monotonic(), 1e-3))
+            received = self.connection.recv(2**16)
+            if not received:
+                raise ConnectionError("the process has ended")
+            answer += received
+        return json.loads(answer)
 
 
-def _refuse(message: str) -> None:
-    raise Refusal(message)
+def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    connection.close()
+    process.kill()
+    process.wait()
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Jinja's own would escape what HTML does not like."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
+def default_of(templates: Sequence[Any], folder: Any) -> str:
+    """The template named `default` of several. Raises ValueError where there is none."""
+    named = [template for template in templates if isinstance(template, dict)]
+    for template in named:
+        if template.get("name") == "default" and isinstance(template.get("template"), str):
+            return template["template"]
+    names = ", ".join(template["name"] for template in named if isinstance(template.get("name"), str))
+    raise ValueError(f"the chat template in {folder} is a list without a template named default"
+                     f"{f'; it names {names}' if names else ''}: name the one to use so.")
 
 
 def specials_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by role (bos_token, eos_token, pad_token, ...) of a tokenizer_config.json."""
-    found = {}
+    specials = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+            specials[name] = content
+    return specials
 
 
 def read_companion(folder: Path, name: str) -> dict[str, Any]:

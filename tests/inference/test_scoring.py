@@ -1,13 +1,15 @@
 """Scores found afterwards: their sums are the logarithms of the enumerated law."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from toys import Digits, TableLM, sequence_law, table
 
-from speccascade_jax.inference.scoring import Scorer
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers import hierarchy
+from speccascade_jax.inference.scoring import Scorer, states_law
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models import model_of
+from speccascade_jax.models.shared_encoder import SharedEncoderConfig
 from speccascade_jax.scheduling.scheduler import Request
 from speccascade_jax.settings import Settings
 
@@ -30,10 +32,7 @@ def test_scores_are_the_law(kind):
     cascade = Cascade(models, tables, Digits(), max_source_length=16, max_new_tokens=3)
     settings = [Settings(**{"temperature": 1.0, **asked}) for asked in ASKED[kind]]
     [lane] = cascade.lanes(settings).values()
-    scorer = Scorer(dataclasses.replace(lane.plan, max_top_k=4), lane.params, 16)
-    if kind == "two models":
-        plan = dataclasses.replace(lane.plan, max_top_k=4, top_p=True, min_p=True)
-        scorer = Scorer(plan, lane.params, 16)
+    scorer = Scorer(lane.plan, lane.params, 16)
     for own in settings:
         levels = len(tables) - 1
         options = {name: value for name in ("temperature", "top_k", "top_p", "min_p")
@@ -42,9 +41,23 @@ def test_scores_are_the_law(kind):
         law = sequence_law(tables, methods, alphas, PROMPT, steps=3, eos=3, **options)
         request = Request(PROMPT, own, 0, lane.numbers(own))
         found = {text: scorer(request, list(text)) for text in law}
-        np.testing.assert_allclose([np.exp(one.own.sum()) for one in found.values()], list(law.values()),
-                                   atol=1e-6)
-        for text, one in found.items():
-            assert one.own.shape == (len(text),) and one.likeliest.shape == (len(text), 4)
-            assert (np.diff(one.theirs, axis=1) <= 0).all()
-            assert all(one.own[n] == one.theirs[n][one.likeliest[n] == token] for n, token in enumerate(text))
+        np.testing.assert_allclose([np.exp(scores.logprobs.sum()) for scores in found.values()],
+                                   list(law.values()), atol=1e-6)
+        for text, scores in found.items():
+            assert scores.logprobs.shape == (len(text),) and scores.likeliest.shape == (len(text), 4)
+            assert (np.diff(scores.likeliest_logprobs, axis=1) <= 0).all()
+            assert all(scores.logprobs[n] == scores.likeliest_logprobs[n][scores.likeliest[n] == token]
+                       for n, token in enumerate(text))
+
+
+@pytest.mark.parametrize("states,rules,stated", [
+    (False, ["opt"], True), (True, ["opt"], False), (True, ["speculative"], True),
+    (True, ["opt", "speculative"], True), (True, ["speculative", "opt"], True), (True, ["opt", "opt"], False),
+    (False, ["lookahead"], False), (False, ["lookahead", "speculative"], True)])
+def test_a_drafter_that_reads_its_verifiers_states_has_no_law_by_prefix(states, rules, stated):
+    """But what a lossless rule writes has: the verifier's."""
+    shared = model_of(SharedEncoderConfig(states=states))
+    models = [*shared.members, TableLM(shared.vocab_size)][:len(rules) + 1]
+    methods = [METHODS[rule] for rule in rules]
+    assert states_law(hierarchy(models, methods, [2] * len(rules)), methods) == stated
+    assert states_law(hierarchy(shared.members[:1], [], []), [])

@@ -48,6 +48,7 @@ class Server:
     def end(self):
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout=60)
+        self.logged = self.lines()
         self.log.close()
         return code
 

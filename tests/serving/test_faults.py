@@ -9,39 +9,52 @@ import numpy as np
 import pytest
 from served_toys import ask, gauges, raw, serving, until_idle
 
+from speccascade_jax.tokenizers import chat_worker
+from speccascade_jax.tokenizers.chat import ChatTemplate
+
 DEEP = b'{"prompt": ' + b"[" * 100_000
-WRONG = {  # a body -> its status, and a word of the sentence
-    b"": (400, "not JSON"), b"{": (400, "not JSON"), b"[]": (400, "JSON object"), b"3": (400, "JSON object"),
-    b"null": (400, "JSON object"), b"\xff\xfe": (400, "UTF-8"), DEEP: (400, "nested"),
-    b'{"prompt": "1", "temperature": NaN}': (400, "temperature is NaN"),
-    b'{"prompt": "1", "alpha": Infinity}': (400, "alpha is Infinity"),
-    b'{"prompt": "1", "alpha": [1, NaN]}': (400, "alpha[1]"),
-    b'{"prompt": "1", "seed": ' + b"9" * 5000 + b"}": (400, "not JSON"),
-    b'{"prompt": "1", "seed": 9223372036854775808}': (400, "seed"),
-    b'{"prompt": "\\ud800"}': (400, "half a character"), b'{"prompt": 3}': (400, "a text or a list"),
-    b'{"prompt": "1\x001"}': (400, "not JSON"),
-    b'{"prompt": ["1", 2]}': (400, "prompt[1]"), b'{"prompt": []}': (400, "0 items"),
-    b'{"prompt": null}': (400, "prompt is missing"), b"{}": (400, "prompt is missing"),
-    b'{"prompt": "1", "n": true}': (400, "n is true"), b'{"prompt": "1", "n": 0}': (400, "n is 0"),
-    b'{"prompt": "1", "n": 128}': (400, "at most"), b'{"prompt": "1", "n": 1.5}': (400, "whole number"),
-    b'{"prompt": "1", "stop": "x\xef\xbf\xbd"}': (400, "U+FFFD"),
-    b'{"prompt": "1", "stop": ""}': (400, "0 characters"), b'{"prompt": "1", "stop": [[]]}': (400, "stop[0]"),
-    b'{"prompt": "1", "stream": "yes"}': (400, "true or false"),
-    b'{"prompt": "1", "stream_options": {"include_usage": true}}': (400, "stream: true"),
-    b'{"prompt": "1", "stream": true, "stream_options": {"x": 1}}': (400, "no field"),
-    b'{"prompt": "1", "method": "sequence"}': (400, "not served"),
-    b'{"prompt": "1", "method": "x"}': (400, "unknown method"),
-    b'{"prompt": "1", "method": "opt", "speculative": false}': (400, "one of the two"),
-    b'{"prompt": "1", "top_p": 1.5}': (400, "top_p"), b'{"prompt": "1", "top_k": 1000}': (400, "top_k"),
+HUGE = b"1" + b"0" * 399
+WRONG = {  # a body -> its status, and the field that is wrong
+    b"": (400, None), b"{": (400, None), b"[]": (400, None), b"3": (400, None), b"null": (400, None),
+    b"\xff\xfe": (400, None), DEEP: (400, None), b'{"prompt": "1\x001"}': (400, None),
+    b'{"prompt": "1", "seed": ' + b"9" * 5000 + b"}": (400, None),  # more digits than Python reads
+    b'{"prompt": "1", "temperature": NaN}': (400, "temperature"),
+    b'{"prompt": "1", "alpha": Infinity}': (400, "alpha"),
+    b'{"prompt": "1", "alpha": [1, NaN]}': (400, "alpha"),
+    b'{"prompt": "1", "alpha": [0.1, ' + HUGE + b"]}": (400, "alpha"),
+    **{b'{"prompt": "1", "' + field.encode() + b'": ' + sign + HUGE + b"}": (400, field) for field in (
+        "alpha", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n", "best_of", "logprobs",
+        "block_size", "max_block_size", "presence_penalty") for sign in (b"", b"-")},
+    b'{"prompt": "\\ud800"}': (400, "prompt"), b'{"prompt": 3}': (400, "prompt"),
+    b'{"prompt": ["1", 2]}': (400, "prompt"), b'{"prompt": []}': (400, "prompt"),
+    b'{"prompt": null}': (400, "prompt"), b"{}": (400, "prompt"),
+    b'{"prompt": "1", "n": true}': (400, "n"), b'{"prompt": "1", "n": 0}': (400, "n"),
+    b'{"prompt": "1", "n": 128}': (400, "n"), b'{"prompt": "1", "n": 1.5}': (400, "n"),
+    b'{"prompt": "1", "stop": "x\xef\xbf\xbd"}': (400, "stop"),
+    b'{"prompt": "1", "stop": ""}': (400, "stop"), b'{"prompt": "1", "stop": [[]]}': (400, "stop"),
+    b'{"prompt": "1", "stream": "yes"}': (400, "stream"),
+    b'{"prompt": "1", "stream_options": {"include_usage": true}}': (400, "stream_options"),
+    b'{"prompt": "1", "stream": true, "stream_options": {"x": 1}}': (400, "stream_options"),
+    b'{"prompt": "1", "method": "sequence"}': (400, "method"),
+    b'{"prompt": "1", "method": "opt", "speculative": false}': (400, "speculative"),
+    b'{"prompt": "1", "max_tokens": 1, "max_completion_tokens": 2}': (400, "max_completion_tokens"),
+    b'{"prompt": "1", "hand_over": "keep"}': (400, "hand_over"),
+    b'{"prompt": "1", "top_k": 1000}': (400, "top_k"),
+    b'{"prompt": "1", "block_size": 3}': (400, "block_size"),
     b'{"prompt": "1", "best_of": 2}': (400, "best_of"), b'{"prompt": "1", "echo": true}': (400, "echo"),
-    b'{"prompt": "1", "model": "x"}': (404, "no model"),
-    b'{"prompt": "1", "alpha": -1}': (400, "alpha is -1"),
-    b'{"prompt": "1", "tempreature": 1}': (400, "did you mean"),
-    b'{"prompt": "1", "max_tokens": 4}': (400, "at most 3"),
-    b'{"prompt": "' + b"1" * 16 + b'"}': (400, "more tokens than the 16"),
-    b'{"prompt": "' + b"1" * 900_000 + b'"}': (400, "at most 16 tokens"),
-    b'{"prompt": "' + b"1" * 10_000_000 + b'"}': (413, "bytes"),
+    b'{"prompt": "1", "model": "x"}': (404, "model"),
+    b'{"prompt": "1", "tempreature": 1}': (400, "tempreature"),
+    b'{"prompt": "1", "max_tokens": 4}': (400, "max_tokens"),
+    b'{"prompt": "' + b"1" * 16 + b'"}': (400, "prompt"),
+    b'{"prompt": "' + b"1" * 900_000 + b'"}': (400, "prompt"),
+    b'{"prompt": "' + b"1" * 10_000_000 + b'"}': (413, None),
 }
+OF_SETTINGS = {  # those that Settings itself refuses
+    b'{"prompt": "1", "method": "x"}': "method", b'{"prompt": "1", "top_p": 1.5}': "top_p",
+    b'{"prompt": "1", "alpha": -1}': "alpha", b'{"prompt": "1", "max_tokens": 0}': "max_tokens",
+    b'{"prompt": "1", "temperature": -1}': "temperature",
+    b'{"prompt": "1", "seed": 9223372036854775808}': "seed",
+    b'{"prompt": "1", "block_size": 0}': "block_size"}
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +73,19 @@ def sound(url):
 def refusals(url):
     """How many requests found the queue full, as /metrics says."""
     lines = ask(url, path="/metrics")[1].splitlines()
-    found = [line for line in lines if 'refused_total{status="429"}' in line]
-    return float(found[0].split()[-1]) if found else 0
+    counts = [line for line in lines if 'refused_total{status="429"}' in line]
+    return float(counts[0].split()[-1]) if counts else 0
 
 
 def test_wrong_requests_are_answered_with_a_sentence(impatient):
     url, _ = impatient
     before = sound(url)
-    for body, (status, words) in WRONG.items():
-        found, answer, _ = ask(url, body)
-        said = answer["error"]["message"]
-        assert found == status and words in said, (body[:80], found, said)
-        assert 10 < len(said) < 400 and "\n" not in said and set(answer["error"]) == {
-            "message", "type", "param", "code"}
+    for body, (status, param) in WRONG.items():
+        refused, answer, _ = ask(url, body)
+        error = answer["error"]
+        assert (refused, error["param"]) == (status, param), (body[:80], refused, error)
+        assert 10 < len(error["message"]) < 400 and "\n" not in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
     chat = b'{"messages": [{"role": "user", "content": "1"}]}'
     for path, body, status in (("/v1/none", b"{}", 404), ("/v1/completions", None, 405),
                                ("/health", b"{}", 405), ("/v1/chat/completions", chat, 400)):
@@ -80,6 +93,12 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
         assert found == status and answer["error"]["message"]
     assert ask(url, b'{"prompt": "1"}', **{"Content-Type": "text/plain"})[0] == 415
     assert sound(url) == before != [] and gauges(url) == [0, 0]
+
+
+@pytest.mark.parametrize("body", OF_SETTINGS)
+def test_what_settings_refuse_names_the_clients_field(body, impatient):
+    status, answer, _ = ask(impatient[0], body)
+    assert (status, answer["error"]["param"]) == (400, OF_SETTINGS[body])
 
 
 def test_nul_characters_are_characters(impatient):
@@ -161,7 +180,7 @@ def test_a_full_queue_says_when_to_come_again(impatient):
 
 def test_a_request_that_takes_too_long_is_ended(toy, monkeypatch):
     with serving(toy, seconds=0.5) as (url, _):
-        lane = toy.lane(toy.defaults)
+        lane, _ = toy.place(toy.defaults)
         real = lane.step
         monkeypatch.setattr(lane, "step", lambda rounds: (time.sleep(0.4), real(rounds))[1])
         status, answer, _ = ask(url, {"prompt": "201", "n": 32})
@@ -181,7 +200,7 @@ def test_a_request_that_takes_too_long_is_ended(toy, monkeypatch):
 def test_a_round_that_raises_ends_its_requests_and_no_others(toy, monkeypatch):
     with serving(toy, max_queue=100) as (url, _):
         before = sound(url)
-        lane = toy.lane(toy.defaults)
+        lane, _ = toy.place(toy.defaults)
         real, failing = type(lane.scheduler).run, threading.Event()
 
         def run(scheduler, rounds=None):
@@ -203,15 +222,28 @@ def test_a_round_that_raises_ends_its_requests_and_no_others(toy, monkeypatch):
         assert ask(url, path="/health")[0] == 200
 
 
-def test_logits_that_are_no_numbers_are_told_and_leave_the_server_alive(toy):
-    lane = toy.lane(toy.defaults)
-    with serving(toy) as (url, _):
-        whole = lane.scheduler.programs.params
-        lane.scheduler.programs.params = tuple(np.full_like(table, np.nan) for table in whole)
-        status, answer, _ = ask(url, {"prompt": "201"})
-        assert status == 500 and "not numbers" in answer["error"]["message"]
-        lane.scheduler.programs.params = whole
+def test_logits_that_are_no_numbers_end_their_request_alone(toy):
+    """Its neighbours in the batch go on, and the next ones are served."""
+    lane, _ = toy.place(toy.defaults)
+    with serving(toy) as (url, engine):
+        wanted = [ask(url, {"prompt": "200", "seed": seed})[1]["choices"] for seed in range(8)]
+        sound_params = lane.scheduler.programs.params
+        damaged = sound_params[1].copy()
+        damaged[1, 3] = np.nan  # after a prompt that ends in 1
+        lane.scheduler.programs.params = (sound_params[0], damaged)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(12) as pool:
+                broken = [pool.submit(ask, url, {"prompt": "201", "n": 2}) for _ in range(4)]
+                others = [pool.submit(ask, url, {"prompt": "200", "seed": seed}) for seed in range(8)]
+            assert [answer.result()[1]["choices"] for answer in others] == wanted
+            for answer in broken:
+                status, body, _ = answer.result()
+                assert (status, body["error"]["type"], body["error"]["param"]) == (500, "server_error", None)
+            assert lane.failures == 0 and ask(url, path="/health")[0] == 200
+        finally:
+            lane.scheduler.programs.params = sound_params
         assert ask(url, {"prompt": "201"})[0] == 200
+        assert until_idle(url) < 20 and engine.idle and not lane.jobs
 
 
 def test_keys_cors_and_the_page_are_as_asked(toy):
@@ -220,9 +252,35 @@ def test_keys_cors_and_the_page_are_as_asked(toy):
         assert ask(url, {"prompt": "1"})[0] == 401 == ask(url, path="/v1/models")[0]
         assert ask(url, {"prompt": "1"}, Authorization="Bearer firs")[0] == 401
         assert ask(url, {"prompt": "1"}, Authorization="Bearer \u00e9")[0] == 401
+        assert ask(url, {"prompt": "1"}, Authorization="Basic second")[0] == 401
         assert ask(url, {"prompt": "1"}, Authorization="Bearer second")[0] == 200
         assert ask(url, path="/")[0] == 404 and ask(url, path="/health")[0] == 200
         headers = ask(url, path="/health", Origin="https://example.org")[2]
         assert headers["Access-Control-Allow-Origin"] == "https://example.org"
         headers = ask(url, path="/health", Origin="https://example.com")[2]
         assert headers["Access-Control-Allow-Origin"] is None
+
+
+def test_a_key_with_umlauts_is_compared_as_utf_8(toy):
+    with serving(toy, keys=("schl\u00fcssel",)) as (url, _):
+        for encoding, status in (("utf-8", 200), ("latin-1", 401)):
+            header = b"Bearer " + "schl\u00fcssel".encode(encoding)
+            assert ask(url, {"prompt": "1"}, Authorization=header)[0] == status
+
+
+def test_a_template_that_loops_leaves_health_alone(toy, monkeypatch):
+    """It runs outside the event loop, and ends in time."""
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr(chat_worker, "SECONDS", 2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(toy.cascade.tokenizer, "chat", ChatTemplate(loop, {}), raising=False)
+    monkeypatch.setattr(toy, "chats", True)
+    chat = {"messages": [{"role": "user", "content": "1"}]}
+    with serving(toy) as (url, _), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(ask, url, chat, "/v1/chat/completions")
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert ask(url, path="/health")[0] == 200 and ask(url, {"prompt": "1"})[0] == 200
+        assert time.monotonic() - began < 1 and not refused.done()
+        status, answer, _ = refused.result()
+        assert (status, answer["error"]["param"]) == (400, "messages")

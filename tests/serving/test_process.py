@@ -5,9 +5,10 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,28 +29,66 @@ config = DecodeConfig(drafter={drafter!r}, verifier={verifier!r}, method="token_
 """
 
 
-def said(capsys, *flags):
-    """The exit code of a command line that is wrong, and its sentence."""
-    code = serve.main(list(flags))
-    return code, " ".join(capsys.readouterr().err.split())
+def refused(capsys, *flags):
+    """The sentence of a command line that is wrong."""
+    assert serve.main(list(flags)) == 2
+    return " ".join(capsys.readouterr().err.split())
 
 
 def test_wrong_command_lines_end_with_a_sentence(tmp_path, capsys, served_config):
-    empty = tmp_path / "keys"
+    """One that names the flag."""
+    empty, latin, pipe = tmp_path / "empty", tmp_path / "latin", tmp_path / "pipe"
     empty.write_text("\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for flags, words in (
-                ([f"--port={port}"], "cannot listen"), (["--port=70000"], "--port is 70000"),
-                (["--host=no.such.host.invalid"], "cannot listen"), (["--rows=0"], "--rows is 0"),
-                (["--rounds=0"], "--rounds is 0"), (["--timeout=0"], "--timeout"),
-                (["--timeout=nan"], "--timeout"),
-                ([f"--api-key-file={empty}"], "holds no key"), (["--api-key-file=missing"], "cannot read"),
-                (["--methods", "bild"], "bild cannot be served"), (["--also", "nothing"], "no config"),
-                (["--vocabulary=slem"], "slem drafts on the host"),
-                (["--also", str(served_config)], "names tiny twice")):
-            code, sentence = said(capsys, f"--config={served_config}", "--port=0", *flags)
-            assert code == 2 and words in sentence, (flags, sentence)
+    latin.write_bytes("schl\u00fcssel".encode("latin-1"))
+    os.mkfifo(pipe)
+    for flags in (["--port=70000"], ["--host=no.such.host.invalid"], ["--rows=0"], ["--rounds=0"],
+                  ["--timeout=0"], ["--timeout=nan"], [f"--api-key-file={empty}"],
+                  [f"--api-key-file={latin}"], [f"--api-key-file={pipe}"], ["--api-key-file=missing"],
+                  [f"--api-key-file={tmp_path}"], ["--api-key-file=/dev/zero"], ["--methods", "bild"],
+                  ["--also", "nothing"], ["--vocabulary=slem"], ["--also", str(served_config)]):
+        sentence = refused(capsys, f"--config={served_config}", "--port=0", *flags)
+        assert flags[0].split("=")[0] in sentence or flags[-1] in sentence, (flags, sentence)
+
+
+def test_the_second_server_of_a_port_is_refused(capsys, served_config):
+    """Before anything is loaded, and while the first may still be loading."""
+    with serve.bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert str(port) in refused(capsys, f"--config={served_config}", f"--port={port}")
+        assert str(port) in refused(capsys, f"--config={served_config}", "--host=0.0.0.0", f"--port={port}")
+
+
+def test_a_key_that_no_client_could_send_is_refused(capsys, served_config, monkeypatch):
+    for key in (b"\xff", b" "):
+        monkeypatch.setitem(os.environ, serve.KEY, os.fsdecode(key))
+        assert serve.KEY in refused(capsys, f"--config={served_config}", "--port=0")
+
+
+def test_keys_are_read_as_utf_8(tmp_path, monkeypatch, served_config):
+    file = tmp_path / "keys"
+    file.write_bytes("\ufeffschl\u00fcssel\n\n second \r\n".encode())
+    monkeypatch.setenv(serve.KEY, "third")
+    arguments = serve.parse([f"--config={served_config}", f"--api-key-file={file}"])
+    assert serve.keys(arguments) == ("third", "schl\u00fcssel", "second")
+
+
+def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server):
+    """At once, and not by an abort."""
+    server = make_server(tmp_path, f"--config={served_config}", "--rows=2",
+                         JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    while True:  # until it listens
+        try:
+            assert urllib.request.urlopen(server.url + "/health").status == 200
+            break
+        except urllib.error.URLError:
+            assert server.process.poll() is None
+            time.sleep(0.05)
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(server.url + "/ready")
+    time.sleep(1)  # into the first programs
+    began = time.monotonic()
+    assert server.end() == 0 and time.monotonic() - began < 15
+    assert not any("terminate called" in line for line in server.logged)
 
 
 @pytest.mark.full
@@ -110,16 +149,19 @@ def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_serv
     events = list(client.chat.completions.create(**asked, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == wanted[0]
-    with pytest.raises(openai.BadRequestError, match="no system role"):
-        client.chat.completions.create(model="chatty", messages=[{"role": "system", "content": "x"}])
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
-        client.chat.completions.create(model="tiny", messages=chat)
+    for model, messages in (("chatty", [{"role": "system", "content": "x"}]), ("tiny", chat)):
+        with pytest.raises(openai.BadRequestError) as error:  # the template objects; there is none
+            client.chat.completions.create(model=model, messages=messages)
+        assert error.value.param == "messages"
     assert client.completions.create(model="tiny", prompt="the cat").choices[0].text
-    for body in (b'{"messages": []}', b'{"messages": [{"role": "user"}]}', b'{"messages": [3]}',
-                 b'{"messages": [{"role": "king", "content": "x"}]}', b'{"messages": "x"}',
-                 b'{"messages": [{"role": "user", "content": "' + b"a dog " * 100 + b'"}]}',
-                 b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}'):
-        assert ask(server.url, b'{"model": "chatty", ' + body[1:], "/v1/chat/completions")[0] == 400
+    for messages in (b"[]", b'[{"role": "user"}]', b"[3]", b'[{"role": "king", "content": "x"}]', b'"x"',
+                     b'[{"role": "user", "content": "' + b"a dog " * 100 + b'"}]'):
+        status, answer, _ = ask(server.url, b'{"model": "chatty", "messages": ' + messages + b"}",
+                                "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "messages")
+    status, answer, _ = ask(server.url, {"model": "chatty", "messages": chat, "top_logprobs": 1},
+                            "/v1/chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "top_logprobs")
     assert server.end() == 0
 
 

@@ -1,0 +1,131 @@
+"""JSON schemas of a dataclass's fields, and values held to a schema."""
+
+import json
+import math
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from speccascade_jax.core.errors import FieldError
+
+Schema = dict[str, Any]
+LONGEST_TEXT, MOST_ITEMS = 256, 16  # of a field that holds a name, a stop text, or several
+PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
+KINDS = {"number": "a number", "integer": "a whole number", "string": "a text", "boolean": "true or false",
+         "array": "a list", "object": "an object"}
+
+
+def schema_of(annotation: Any, metadata: Mapping[str, Any]) -> Schema:
+    """The schema of a field: what JSON can say of its type, within the bounds `low` and `high` of its
+    metadata, `low` excluded with `above`. Of a tuple alone, a single item is as good as a list of one."""
+    choices = alternatives(annotation, metadata)
+    if get_origin(annotation) is tuple:
+        choices = [choices[0]["items"], *choices]
+    return choices[0] if len(choices) == 1 else {"anyOf": choices}
+
+
+def alternatives(annotation: Any, metadata: Mapping[str, Any]) -> list[Schema]:
+    """A schema for each type of a union; none for None and for what JSON cannot say."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [choice for part in get_args(annotation) for choice in alternatives(part, metadata)]
+    if get_origin(annotation) is Literal:
+        return [{"type": "string", "enum": list(get_args(annotation))}]
+    if get_origin(annotation) is tuple:
+        items = alternatives(get_args(annotation)[0], metadata)
+        return [{"type": "array", "items": items[0], "maxItems": MOST_ITEMS}] if items else []
+    if annotation not in PLAIN:
+        return []
+    schema: Schema = {"type": PLAIN[annotation]}
+    if annotation is str:
+        return [schema | {"minLength": 1, "maxLength": LONGEST_TEXT}]
+    low = "exclusiveMinimum" if metadata.get("above") else "minimum"
+    bounds = {low: metadata.get("low"), "maximum": metadata.get("high")}
+    return [schema | {name: bound for name, bound in bounds.items()
+                      if bound is not None and math.isfinite(bound)}]
+
+
+def check(field: str, value: Any, schema: Schema, place: str = "") -> None:
+    """Raises FieldError unless a field's value is as its schema says; `place`: where in the field it is."""
+    place = place or field
+    schema = _fitting(field, value, schema, place)
+    if "enum" in schema and value not in schema["enum"]:
+        known = ", ".join(map(shown, schema["enum"]))
+        raise FieldError(field, value, f"known: {known}.", f"{place} is {shown(value)}")
+    CHECKS.get(schema["type"], lambda *_: None)(field, value, schema, place)
+
+
+def _fitting(field: str, value: Any, schema: Schema, place: str) -> Schema:
+    """The schema, of several the one of the value's type."""
+    choices = schema.get("anyOf", [schema])
+    for choice in choices:
+        if is_of(value, choice["type"]):
+            return choice
+    kinds = " or ".join(dict.fromkeys(KINDS[choice["type"]] for choice in choices))
+    raise FieldError(field, value, f"it must be {kinds}.", f"{place} is {shown(value)}")
+
+
+def _check_number(field: str, value: Any, schema: Schema, place: str) -> None:
+    # Compared, not converted: a whole number may have hundreds of digits. NaN is in no interval.
+    largest = sys.float_info.max
+    low, high = schema.get("minimum", -largest), schema.get("maximum", largest)
+    above = schema.get("exclusiveMinimum", -math.inf)
+    if above < value and low <= value <= high:
+        return
+    limits = [f"at least {low}"] * ("minimum" in schema) + [f"above {above}"] * ("exclusiveMinimum" in schema)
+    limits += [f"at most {high}"] * ("maximum" in schema)
+    remedy = f"it must be {' and '.join(limits)}." if limits else "give a finite number."
+    raise FieldError(field, value, remedy, f"{place} is {shown(value)}")
+
+
+def _check_string(field: str, value: Any, schema: Schema, place: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise FieldError(field, value, "mend or drop it.",
+                         f"{place} holds half a character, which UTF-8 has no place for")
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
+    if not shortest <= len(value) <= longest:
+        raise FieldError(field, value, f"{shortest} to {longest} are allowed.",
+                         f"{place} has {len(value)} characters")
+
+
+def _check_array(field: str, value: Any, schema: Schema, place: str) -> None:
+    fewest, largest = schema.get("minItems", 0), schema.get("maxItems", len(value))
+    if not fewest <= len(value) <= largest:
+        raise FieldError(field, value, f"{fewest} to {largest} are allowed.",
+                         f"{place} has {len(value)} items")
+    for number, item in enumerate(value):
+        check(field, item, schema["items"], f"{place}[{number}]")
+
+
+def _check_object(field: str, value: Any, schema: Schema, place: str) -> None:
+    for key in schema.get("required", ()):
+        if key not in value:
+            raise FieldError(field, value, "give one.", f"{place} has no {key}")
+    for key, item in value.items():
+        if key not in schema["properties"]:
+            raise FieldError(field, value, f"known: {', '.join(schema['properties'])}.",
+                             f"{place} has no field {shown(key)}")
+        if item is not None:
+            check(field, item, schema["properties"][key], f"{place}.{key}")
+
+
+CHECKS = {"number": _check_number, "integer": _check_number, "string": _check_string, "array": _check_array,
+          "object": _check_object}
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Whether a value that JSON has given is of a schema's type."""
+    if isinstance(value, bool):
+        return kind == "boolean"
+    types_of: dict[str, Any] = {"number": (int, float), "integer": int, "string": str, "boolean": bool,
+                                "array": list, "object": dict}
+    return isinstance(value, types_of[kind])
+
+
+def shown(value: Any) -> str:
+    """A value as a short piece of JSON; a text of the client's is not repeated at length."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
