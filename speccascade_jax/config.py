@@ -97,7 +97,9 @@ class TrainConfig:
     teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
     teacher_tokens: bool = False      # targets are cut as the teacher cuts them, and each of its tokens is
                                       # spelled in own ones, as tli has a drafter read what is committed
-    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
+    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16; None:
+                                      # to `export` in output_dir, where that format holds such a model
+    shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
     steps: int = 10_000
     batch_tokens: int = 2048          # positions a batch, of the longer side, padding included
     accumulate: int = 1               # batches a step
@@ -125,6 +127,12 @@ class TrainConfig:
     lora_base: str = "float32"        # what `init`'s parameters are held in meanwhile; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Every folder that its model may lie in."""
+        export = self.export_dir or str(Path(self.output_dir, "export"))
+        return (self.output_dir, export, *([] if self.shipped is None else [str(DEMO / self.shipped)]))
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
@@ -146,6 +154,7 @@ class RouterConfig:
     steps: int = 300
     learning_rate: float = 0.01
     seed: int = 0
+    shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
 
     def check(self) -> None:
         """Raises ValueError for a value out of its range."""
@@ -364,7 +373,7 @@ def _other_kind(name: str, config: Any) -> str:
     if isinstance(config, DecodeConfig):
         hint = f"; name {config.task}" if config.task else ""
         return f"is a pair to decode with, not a training run{hint}."
-    folders = {str(Path(folder)) for folder in (config.output_dir, config.export_dir) if folder is not None}
+    folders = {str(Path(folder)) for folder in config.folders}
     users = []
     for other in available():
         with contextlib.suppress(ConfigError):
