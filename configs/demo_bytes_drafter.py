@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from speccascade_jax.config import DEMO, load
+from speccascade_jax.config import load
 from speccascade_jax.models.t5 import T5Config
 
 DRAFTER = load("demo_drafter")
 
 config = dataclasses.replace(
     DRAFTER, name="demo_bytes_drafter", output_dir="runs/demo_bytes_drafter",
-    export_dir=str(DEMO / "bytes_drafter"), tokenizer="runs/demo_bytes_tokenizer.model", tokenizer_size=260,
+    shipped="bytes_drafter", tokenizer="runs/demo_bytes_tokenizer.model", tokenizer_size=260,
     tokenizer_pieces="char",
     task=dataclasses.replace(DRAFTER.task, max_source_length=320, max_target_length=320),
     model=T5Config(vocab_size=260, d_model=192, d_kv=64, num_heads=3, d_ff=512,

@@ -9,7 +9,7 @@ from speccascade_jax.models.t5 import T5Config
 
 config = dataclasses.replace(
     load("demo_verifier"), name="demo_drafter", output_dir="runs/demo_drafter",
-    export_dir=str(DEMO / "drafter"), tokenizer=str(DEMO / "verifier" / "spiece.model"),
+    shipped="drafter", tokenizer=str(DEMO / "verifier" / "spiece.model"),
     model=T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),
     teacher=str(DEMO / "verifier"), teacher_outputs="runs/demo_singles.jsonl", teacher_singles=True,

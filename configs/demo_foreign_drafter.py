@@ -4,12 +4,12 @@ distributions of another vocabulary cannot be learnt)."""
 
 import dataclasses
 
-from speccascade_jax.config import DEMO, load
+from speccascade_jax.config import load
 from speccascade_jax.models.t5 import T5Config
 
 config = dataclasses.replace(
     load("demo_drafter"), name="demo_foreign_drafter", output_dir="runs/demo_foreign_drafter",
-    export_dir=str(DEMO / "foreign_drafter"), tokenizer="runs/demo_foreign_tokenizer.model",
+    shipped="foreign_drafter", tokenizer="runs/demo_foreign_tokenizer.model",
     tokenizer_size=1024,
     model=T5Config(vocab_size=1024, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                    num_encoder_layers=4, num_decoder_layers=1, dropout_rate=0.0),

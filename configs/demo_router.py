@@ -1,6 +1,6 @@
 """The learned rule of the shipped English-to-German pair: python scripts/finetune.py --config=demo_router."""
 
-from speccascade_jax.config import DEMO, RouterConfig
+from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="demo_router", output=str(DEMO / "router.json"), pair="demo",
-                      examples=400, dtype="int8")
+config = RouterConfig(name="demo_router", output="runs/demo_router/router.json", shipped="router.json",
+                      pair="demo", examples=400, dtype="int8")

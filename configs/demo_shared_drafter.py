@@ -13,7 +13,7 @@ VERIFIER = load("demo_verifier")
 
 config = dataclasses.replace(
     VERIFIER, name="demo_shared_drafter", output_dir="runs/demo_shared_drafter",
-    export_dir=str(DEMO / "shared_drafter"), init=str(DEMO / "verifier"), tokenizer=None,
+    shipped="shared_drafter", init=str(DEMO / "verifier"), tokenizer=None,
     model=SharedEncoderConfig(
         VERIFIER.model, T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
                                  num_encoder_layers=0, num_decoder_layers=1, dropout_rate=0.0), states=True),

@@ -1,6 +1,6 @@
 """The shipped verifier: EN->DE on Tatoeba, one to four sentences an example, from scratch."""
 
-from speccascade_jax.config import DATA, DEMO, Task, TrainConfig
+from speccascade_jax.config import DATA, Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
 task = Task(
@@ -11,7 +11,7 @@ task = Task(
 
 config = TrainConfig(
     name="demo_verifier", output_dir="runs/demo_verifier",
-    export_dir=str(DEMO / "verifier"), task=task,
+    shipped="verifier", task=task,
     tokenizer="runs/demo_tokenizer.model", tokenizer_size=2048,
     model=T5Config(vocab_size=2048, d_model=512, d_kv=64, num_heads=8, d_ff=1024,
                    num_encoder_layers=2, num_decoder_layers=5, dropout_rate=0.1),

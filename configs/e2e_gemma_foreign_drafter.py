@@ -10,7 +10,7 @@ DRAFTER = load("e2e_gemma_drafter")
 
 config = dataclasses.replace(
     DRAFTER, name="e2e_gemma_foreign_drafter", output_dir="runs/e2e_gemma_foreign_drafter",
-    export_dir=str(DEMO / "e2e_gemma_foreign_drafter"), tokenizer="runs/e2e_gemma_foreign_tokenizer.model",
+    shipped="e2e_gemma_foreign_drafter", tokenizer="runs/e2e_gemma_foreign_tokenizer.model",
     tokenizer_size=512, tokenizer_pieces="bpe",
     task=dataclasses.replace(DRAFTER.task, max_source_length=72, max_target_length=96),
     model=dataclasses.replace(GEMMA2, vocab_size=512, d_model=96, d_kv=32, d_ff=256, num_heads=3,

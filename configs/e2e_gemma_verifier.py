@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from speccascade_jax.config import DATA, DEMO, Task, TrainConfig
+from speccascade_jax.config import DATA, Task, TrainConfig
 from speccascade_jax.models.presets import GEMMA2
 
 task = Task(
@@ -12,7 +12,7 @@ task = Task(
 
 config = TrainConfig(
     name="e2e_gemma_verifier", output_dir="runs/e2e_gemma_verifier",
-    export_dir=str(DEMO / "e2e_gemma_verifier"), task=task,
+    shipped="e2e_gemma_verifier", task=task,
     tokenizer="runs/e2e_gemma_tokenizer.model", tokenizer_size=1024,
     model=dataclasses.replace(GEMMA2, vocab_size=1024, d_model=256, d_kv=32, d_ff=640, num_heads=8,
                               num_kv_heads=4,

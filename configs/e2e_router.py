@@ -1,6 +1,6 @@
 """The learned rule of the shipped data-to-text pair: python scripts/finetune.py --config=e2e_router."""
 
-from speccascade_jax.config import DEMO, RouterConfig
+from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="e2e_router", output=str(DEMO / "e2e_router.json"), pair="e2e",
-                      places=3, dtype="int8")
+config = RouterConfig(name="e2e_router", output="runs/e2e_router/router.json", shipped="e2e_router.json",
+                      pair="e2e", places=3, dtype="int8")

@@ -1,6 +1,6 @@
 """The data-to-text verifier: E2E NLG (its data is CC BY-SA 4.0), small and from scratch."""
 
-from speccascade_jax.config import DATA, DEMO, Task, TrainConfig
+from speccascade_jax.config import DATA, Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
 task = Task(
@@ -11,7 +11,7 @@ task = Task(
 
 config = TrainConfig(
     name="e2e_verifier", output_dir="runs/e2e_verifier",
-    export_dir=str(DEMO / "e2e_verifier"), task=task,
+    shipped="e2e_verifier", task=task,
     tokenizer="runs/e2e_tokenizer.model", tokenizer_size=512,
     model=T5Config(vocab_size=512, d_model=192, d_kv=64, num_heads=3, d_ff=384,
                    num_encoder_layers=2, num_decoder_layers=4, dropout_rate=0.1),

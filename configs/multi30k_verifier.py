@@ -8,7 +8,7 @@ MULTI30K = f"{DATA}/multi30k_en_de"
 VERIFIER = load("demo_verifier")
 
 config = dataclasses.replace(
-    VERIFIER, name="multi30k_verifier", output_dir="runs/multi30k_verifier", export_dir=None,
+    VERIFIER, name="multi30k_verifier", output_dir="runs/multi30k_verifier", shipped=None,
     init=str(DEMO / "verifier"), tokenizer=None,
     model=dataclasses.replace(VERIFIER.model, dropout_rate=0.2),
     task=Task(train=f"{MULTI30K}/train.jsonl.gz", validation=f"{MULTI30K}/validation.jsonl.gz",

@@ -26,6 +26,10 @@ from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 DTYPES = "float32", "bfloat16", "int8"
 LARGEST = 2**20
 """Bytes of a config file."""
+LARGEST_BITS = 256
+"""Of a whole number in a config: a float holds it, and it can be printed."""
+LONGEST_SOURCE = 2**17
+"""Tokens of an input: an eighth of max_source_length is the least that is padded to."""
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next((folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
                PACKAGE / "configs")
@@ -97,7 +101,9 @@ class TrainConfig:
     teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
     teacher_tokens: bool = False      # targets are cut as the teacher cuts them, and each of its tokens is
                                       # spelled in own ones, as tli has a drafter read what is committed
-    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16
+    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16; None:
+                                      # to `export` in output_dir, where that format holds such a model
+    shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
     steps: int = 10_000
     batch_tokens: int = 2048          # positions a batch, of the longer side, padding included
     accumulate: int = 1               # batches a step
@@ -125,6 +131,12 @@ class TrainConfig:
     lora_base: str = "float32"        # what `init`'s parameters are held in meanwhile; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Every folder that its model may lie in."""
+        export = self.export_dir or str(Path(self.output_dir, "export"))
+        return (self.output_dir, export, *([] if self.shipped is None else [str(DEMO / self.shipped)]))
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
@@ -146,30 +158,32 @@ class RouterConfig:
     steps: int = 300
     learning_rate: float = 0.01
     seed: int = 0
+    shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
 
     def check(self) -> None:
-        """Raises ValueError for a value out of its range."""
+        """Raises FieldError for a value out of its range."""
+        check_usable(self)
         if self.method != "router":
             for field in ("temperatures", "top_ps", "places"):
                 if getattr(self, field) != getattr(type(self), field):
-                    raise ValueError(f"{field} is {getattr(self, field)}, but only a router reads it: leave "
-                                     "it out.")
+                    raise FieldError(field, getattr(self, field), "leave it out: only a router reads it.")
         for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
-                raise ValueError(f"{field} is {getattr(self, field)}; it lies in [1, 1000000].")
+                raise FieldError(field, getattr(self, field), "it lies in [1, 1000000].")
         if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0.")
+            raise FieldError("learning_rate", self.learning_rate, "it must be above 0.")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it lies in [0, 2**63).")
+            raise FieldError("seed", self.seed, "it lies in [0, 2**63).")
         for field, low, high in (("temperatures", 0.0, math.inf), ("top_ps", sys.float_info.min, 1.0)):
             values = getattr(self, field)
             if not values or not all(low <= value <= high and value < math.inf for value in values):
-                raise ValueError(f"{field} is {values}; give one value or more, "
+                raise FieldError(field, values, "give one value or more, "
                                  + ("of at least 0." if high > 1 else "above 0 and at most 1."))
         if self.split not in ("train", "validation", "test"):
-            raise ValueError(f"unknown split {self.split!r}: train, validation or test.")
+            raise FieldError("split", self.split, "known: train, validation, test.",
+                             f"unknown split {self.split!r}")
         if not self.output.endswith(".json"):
-            raise ValueError(f"output is {self.output!r}; a router's file ends in .json.")
+            raise FieldError("output", self.output, "a router's file ends in .json.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +216,7 @@ class DecodeConfig(Settings):
 
     def __post_init__(self) -> None:
         if not self.models and not (self.drafter and self.verifier):
-            raise ValueError("no models: a config names a drafter and a verifier, or models.")
+            raise FieldError("models", self.models, "name a drafter and a verifier, or models.", "no models")
 
     @property
     def roles(self) -> list[tuple[str, str]]:
@@ -227,28 +241,28 @@ class DecodeConfig(Settings):
     def check(self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
               ) -> None:
         """Raises ValueError for a value out of its range: what can be told before models are loaded."""
+        check_usable(self)
         levels, paths = len(self.roles) - 1, tuple(path for _, path in self.roles)
         if self.planned_for and paths != self.planned_for:
-            raise ValueError(f"this is a plan for the models {', '.join(self.planned_for)}, not for "
-                             f"{', '.join(paths)}: plan for these with scripts/plan.py.")
+            raise FieldError("models", paths, "plan for these with scripts/plan.py.", "this is a plan for "
+                             f"the models {', '.join(self.planned_for)}, not for {', '.join(paths)}")
         super().check(vocab_size, levels, {**known, **named(self.samplers)})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError("method", min(untrained), NO_FILE,
                              f"method {min(untrained)} is a trained network")
-        for name in ("batch_size", "max_source_length", "max_new_tokens", "tensor_parallel"):
+        for name in ("batch_size", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, and below 2**31.")
-        for name in ("prefix", "suffix"):
-            if any("\ud800" <= character <= "\udfff" for character in getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!a}, which holds half a character: give "
-                                 "whole ones.")
+                raise FieldError(name, getattr(self, name), "it must be at least 1, and below 2**31.")
+        if not 1 <= self.max_source_length <= LONGEST_SOURCE:
+            raise FieldError("max_source_length", self.max_source_length,
+                             f"it must be at least 1, and at most {LONGEST_SOURCE}.")
         for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
             if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
-                raise ValueError("alpha is nan; give a number.")
+                raise FieldError("alpha", alpha, "give a number.")
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
                 field = "max_block_size" if self.adaptive else "block_size"
-                raise ValueError(f"{field} is {block_size}; a text has at most max_new_tokens, "
-                                 f"{self.max_new_tokens}: lower it.")
+                raise FieldError(field, block_size, "lower it: a text has at most max_new_tokens, "
+                                 f"{self.max_new_tokens}.")
         if self.vocabulary not in VOCABULARIES:
             raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
@@ -260,7 +274,7 @@ def dtype_of(config: DecodeConfig) -> str:
     if config.dtype == "auto":
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if config.dtype not in DTYPES:
-        raise ValueError(f"dtype is {config.dtype!r}; known: auto, {', '.join(DTYPES)}.")
+        raise FieldError("dtype", config.dtype, f"known: auto, {', '.join(DTYPES)}.")
     return config.dtype
 
 
@@ -320,21 +334,45 @@ def _run(path: Path) -> dict[str, Any]:
                  if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
-        said = " ".join(traceback.format_exception_only(error)[-1][:300].split())
+        said = str(error) if isinstance(error, FieldError) else traceback.format_exception_only(error)[-1]
+        said = " ".join(said[:300].split())
         raise ConfigError(f"{path}{f', line {lines[-1]}' if lines else ''}: {said.rstrip('.')}.") from None
 
 
 def _wrong_fields(config: Any) -> Iterator[str]:
-    """Each field of a dataclass, and of those within, that holds another type than it should."""
+    """Each field of a dataclass, and of those within, that holds another type than it should, or what no
+    program can work with."""
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
-        if not _fits(value, kind):
+        if unusable := _unusable(value):
+            yield f"{name} {unusable}"
+        elif not _fits(value, kind):
             wanted = f"its type is {_named(kind)}"
             if get_origin(kind) is Literal:
                 wanted = f"known: {', '.join(get_args(kind))}"
             yield f"{name} is {reprlib.repr(value)}; {wanted}"
         elif dataclasses.is_dataclass(value):
             yield from _wrong_fields(value)
+
+
+def _unusable(value: Any) -> str:
+    """What is wrong with a text or a number that its type allows; nothing where it can be used."""
+    values = value if isinstance(value, tuple) else (value,)
+    for text in values:
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            return f"is {text[:50]!a}, which holds half a character: give whole ones"
+        if isinstance(text, int) and text.bit_length() > LARGEST_BITS:
+            return f"is a whole number of {text.bit_length()} bits: give a smaller one"
+    return ""
+
+
+def check_usable(config: Any) -> None:
+    """Raises FieldError for a field's text or number that no program can work with."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if unusable := _unusable(value):
+            raise FieldError(field.name, None if isinstance(value, int) else value, "change it.",
+                             f"{field.name} {unusable}")
 
 
 def _named(kind: Any) -> str:
@@ -364,7 +402,7 @@ def _other_kind(name: str, config: Any) -> str:
     if isinstance(config, DecodeConfig):
         hint = f"; name {config.task}" if config.task else ""
         return f"is a pair to decode with, not a training run{hint}."
-    folders = {str(Path(folder)) for folder in (config.output_dir, config.export_dir) if folder is not None}
+    folders = {str(Path(folder)) for folder in config.folders}
     users = []
     for other in available():
         with contextlib.suppress(ConfigError):

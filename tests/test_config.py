@@ -8,7 +8,8 @@ import pytest
 
 import speccascade_jax
 from speccascade_jax import config as configs
-from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig
+from speccascade_jax.config import LONGEST_SOURCE, ConfigError, DecodeConfig, TrainConfig
+from speccascade_jax.core.errors import FieldError
 
 PAIR = "from speccascade_jax.config import DecodeConfig\nconfig = DecodeConfig(drafter='a', verifier='b'{})\n"
 RUN = """from speccascade_jax.config import *
@@ -37,7 +38,7 @@ WRONG = {  # what a file holds, and what is said of it
     "none": ("config = None", "defines no `config`"),
     "a dict": ("config = {'drafter': 'a'}", "`config` is {'drafter': 'a'}; it must be a DecodeConfig, a "),
     "a class": ("from speccascade_jax.config import DecodeConfig as config", "it must be a DecodeConfig, a "),
-    "missing fields": (PAIR.replace("drafter='a', ", "").format(""), "line 2: ValueError: no models"),
+    "missing fields": (PAIR.replace("drafter='a', ", "").format(""), "line 2: no models; "),
     "unknown field": (wrong_field("gamma=5"), "line 2: TypeError: .*'gamma'"),
     "text for int": (wrong_field("batch_size='4'"), "batch_size is '4'; its type is int"),
     "bool for int": (wrong_field("block_size=True"), "block_size is True; its type is int"),
@@ -54,6 +55,12 @@ WRONG = {  # what a file holds, and what is said of it
     "task of a run": (RUN.format("T5Config()", "Task(1, '', '')"), "train is 1; its type is str"),
     "model of a run": (RUN.format("T5Config(d_model='x')", "Task('', '', '')"), "d_model"),
     "no model": (RUN.format("'t5'", "Task('', '', '')"), "model is 't5'; its type is "),
+    "half a character": (wrong_field("router='\\ud800'"), "router is .*half a character"),
+    "half a character in texts": (wrong_field("stop=('a', '\\udcff')"), "stop is .*half a character"),
+    "half a character of a task": (RUN.format("T5Config()", "Task('a', 'b', '\\ud800')"), "test is .*half"),
+    "digits": (wrong_field("alpha=10**400"), "alpha is a whole number of 1329 bits"),
+    "digits of levels": (wrong_field("alpha=(0.1, -10**400)"), "alpha is a whole number of 1329 bits"),
+    "digits that cannot be printed": (wrong_field("seed=10**6000"), "seed is a whole number of 19932 bits"),
     "itself": ("import runpy\nrunpy.run_path(__file__)", "RecursionError: maximum recursion depth"),
     "itself by load": ("from speccascade_jax.config import load\nconfig = load(__file__)", "RecursionError"),
     "nested": ("x = " + "(" * 5000 + ")" * 5000, "line 1: "),
@@ -133,7 +140,9 @@ def test_every_config_that_comes_with_the_package_is_right():
 
 
 OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens", 2**31),
-                ("max_new_tokens", 1_000_000),
+                ("max_new_tokens", 1_000_000), ("max_source_length", 2**31 - 1),
+                ("max_source_length", LONGEST_SOURCE + 1), ("alpha", 10**400), ("temperature", 10**400),
+                ("seed", -10**6000), ("router", "\ud800"), ("tokenizer", "a\udcff"), ("drafter", "\ud800"),
                 ("block_size", "sometimes"), ("max_block_size", 0), ("stop_below", 1.5),
                 ("block_size", 2**70), ("block_size", 1_000_000), ("tensor_parallel", 0),
                 ("alpha", float("nan")),
@@ -142,13 +151,15 @@ OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens",
                 ("stop", ("",)), ("top_p", float("nan")), ("min_p", -1.0), ("top_k", 0)]
 
 
-@pytest.mark.parametrize("name,value", OUT_OF_RANGE)
+@pytest.mark.parametrize("name,value", OUT_OF_RANGE, ids=range(len(OUT_OF_RANGE)))
 def test_values_out_of_range_are_told_before_models_are_loaded(name, value):
     for method in ("verifier", "token_v3"):
         run = DecodeConfig(drafter="a", verifier="b", method=method)
         run.check()
-        with pytest.raises(ValueError, match=name):
+        dataclasses.replace(run, max_source_length=LONGEST_SOURCE).check()
+        with pytest.raises(FieldError) as error:
             dataclasses.replace(run, **{name: value}).check()
+        assert name in (error.value.field, "max_new_tokens")
 
 
 def test_configs_are_looked_for_where_the_folder_is_gone(tmp_path, monkeypatch):
@@ -160,5 +171,6 @@ def test_configs_are_looked_for_where_the_folder_is_gone(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("field", ["prefix", "suffix"])
 def test_half_a_character_is_refused(field):
-    with pytest.raises(ValueError, match=f"{field} is .*half a character"):
+    with pytest.raises(FieldError) as error:
         dataclasses.replace(configs.load("demo"), **{field: "a\ud800"}).check()
+    assert (error.value.field, error.value.value) == (field, "a\ud800")

@@ -1,9 +1,11 @@
 """load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 """The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
 FORMATS: dict[str, Callable[..., None]] = {
     "huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
+UNFINISHED = ".unfinished"  # ends the name of a folder that save() has not completed
 SAVED = "float32", "bfloat16", "float16"
 LOADED = *SAVED, "int8"
 
@@ -249,13 +252,15 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
         raise ValueError(f"{checkpoint.path} was loaded for decoding (packed, or int8), which no format "
                          "holds: load it again in float32.")
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}{UNFINISHED}")
     try:
-        beside.mkdir(parents=True)
-        FORMATS[to](beside, checkpoint.model, checkpoint.params, dtype)
-        if checkpoint.tokenizer is not None:
-            tokenizer_files.copy(checkpoint.tokenizer, beside)
-        beside.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path.parent)
+        with locked_folder(beside):
+            FORMATS[to](beside, checkpoint.model, checkpoint.params, dtype)
+            if checkpoint.tokenizer is not None:
+                tokenizer_files.copy(checkpoint.tokenizer, beside)
+            beside.rename(path)
     except Exception as error:  # each format's library has its own kinds for a full disk
         for pause in (0.1, 0.4):  # for threads of the format's library that still write
             shutil.rmtree(beside, ignore_errors=True)
@@ -263,3 +268,35 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
         raise ValueError(f"cannot write {path}: {reason(error)}") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder that remove_unfinished() leaves alone meanwhile. The lock is the kernel's: it goes when
+    the process does. Where a file system has no locks, nothing is removed."""
+    handle = -1
+    while handle < 0:
+        folder.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not folder.exists():
+                os.close(handle)
+                handle = -1
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Removes what killed processes have left of folders that they were writing in `parent`."""
+    for folder in parent.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(handle)

@@ -26,10 +26,11 @@ from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.commands import compiling
-from speccascade_jax.commands.commandline import at_least, at_most, exit_code
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of
 from speccascade_jax.commands.report import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
@@ -174,7 +175,8 @@ def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
         return decoders
     for model in (cascade.drafter, cascade.verifier):
         if not isinstance(model, T5Model):
-            raise ValueError(f"--vs compares T5 models; --config={arguments.config} has another one.")
+            raise FieldError("vs", arguments.vs, f"--config={arguments.config} has another one.",
+                             "--vs compares T5 models")
     with tempfile.TemporaryDirectory() as folder:
         drafter, verifier = (other_libraries.exported(checkpoints.load(path), Path(folder) / name)
                              for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
@@ -260,8 +262,8 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
     least = arguments.min_tokens
     kept = [n for n, (_, output) in enumerate(every["verifier"]) if len(output.tokens) >= least]
     if len(kept) < 3:  # what a slope is fitted by
-        raise ValueError(f"only {len(kept)} inputs have outputs of {least} tokens or more: raise --limit or "
-                         "--join.")
+        raise FieldError("limit", arguments.limit, "raise --limit or --join.",
+                         f"only {len(kept)} inputs have outputs of {least} tokens or more")
     seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
     outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
@@ -326,9 +328,11 @@ def check(arguments: Arguments) -> DecodeConfig:
     """The config that is measured. Raises ValueError for what cannot be, before anything is read or made."""
     a = arguments
     if a.vs and a.input is None and a.preset is None:
-        raise ValueError("--vs compares whole decodings: give inputs with --input, or sizes with --preset.")
+        raise FieldError("vs", a.vs, "give inputs with --input, or sizes with --preset.",
+                         "--vs compares whole decodings")
     if a.preset is not None and a.input is not None:
-        raise ValueError("random weights write nothing worth timing: give --preset or --input.")
+        raise FieldError("preset", a.preset, "give --preset or --input.",
+                         "random weights write nothing worth timing")
     other_libraries.check_installed(a.vs)
     if a.tpu is not None:
         compiling.check(a)
@@ -339,11 +343,11 @@ def check(arguments: Arguments) -> DecodeConfig:
     for name, values, limit in (("block_sizes", a.block_sizes, run.max_new_tokens),
                                ("batch_sizes", a.batch_sizes, 4096)):
         if not values:
-            raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one.")
+            raise FieldError(name, values, "give at least one.", f"{flag_of(name)} is empty")
         at_least(1, **{name: min(values)})
         at_most(limit, **{name: max(values)})
     if a.method not in METHODS:
-        raise ValueError(f"unknown method {a.method!r}; known: {', '.join(METHODS)}.")
+        raise FieldError("method", a.method, f"known: {', '.join(METHODS)}.", f"unknown method {a.method!r}")
     points = [Settings(method=a.method, alpha=a.alpha, block_size=block_size, temperature=a.temperature)
               for block_size in a.block_sizes]
     for point in points:
@@ -351,13 +355,14 @@ def check(arguments: Arguments) -> DecodeConfig:
     if a.input is not None:
         check_methods(dataclasses.replace(run, vocabulary=a.vocabulary or run.vocabulary), points)
     if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
-        raise ValueError(f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu "
-                         "take two: give --input alone, or time each model's calls with scripts/plan.py.")
+        raise FieldError("config", a.config, "give --input alone, or time each model's calls with "
+                         "scripts/plan.py.", f"config {a.config} has {len(run.roles)} models; parts, other "
+                         "libraries and --tpu take two")
     for name in a.preset or ():
         if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
+            raise FieldError("preset", name, f"known: {', '.join(PRESETS)}.", f"unknown preset {name!r}")
         if a.vs and not isinstance(PRESETS[name], T5Config):
-            raise ValueError(f"--vs compares T5 models; {name} is another one.")
+            raise FieldError("vs", a.vs, f"{name} is another one.", "--vs compares T5 models")
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 
@@ -384,8 +389,9 @@ def benchmark(arguments: Arguments) -> None:
                  read_texts(arguments.input, arguments.join, arguments.limit))
         cascade = Cascade.from_config(run)
         if cascade.foreign and (texts is None or arguments.vs):
-            raise ValueError(f"config {arguments.config} has a drafter of another vocabulary; parts and "
-                             "other libraries are timed of models of one: give --input alone.")
+            raise FieldError("config", arguments.config, "give --input alone.",
+                             f"config {arguments.config} has a drafter of another vocabulary; parts and "
+                             "other libraries are timed of models of one")
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)
         else:

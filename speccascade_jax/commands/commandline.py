@@ -17,6 +17,7 @@ from rich.text import Text
 
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
 
 
 def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[str, Any]:
@@ -31,7 +32,8 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
     if name is None:
         if not {"-h", "--help"}.isdisjoint(argv):
             return tyro.MISSING, tyro.MISSING
-        raise ValueError(f"give --config=NAME, one of: {', '.join(configs.available())}.")
+        raise FieldError("config", None, f"give --config=NAME, one of: {', '.join(configs.available())}.",
+                         "--config is missing")
     return name, configs.load(name, kind)
 
 
@@ -63,34 +65,46 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
     except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ValueError as error:
-        said = str(error)
-    except OSError as error:
-        said = (f"{error.filename or 'writing'}: {error.strerror or error}; what was saved before stays "
-                "whole.")
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        said = "out of memory: lower the batch size, the lengths or the block size."
     except KeyboardInterrupt as error:
         errors.print(f"interrupted{error}{interrupted}.", soft_wrap=True)
         return 130
+    except Exception as error:
+        said = sentence(error)
+        if said is None:
+            raise
     errors.print(f"error: {said}", style="red", soft_wrap=True)
     return 2
 
 
+def sentence(error: Exception) -> str | None:
+    """What the command line says of an error; None for what is a fault of the program."""
+    if isinstance(error, ValueError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'writing'}: {error.strerror or error}; what was saved before stays whole."
+    if isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError)
+                                          and "RESOURCE_EXHAUSTED" in str(error)):
+        return "out of memory: lower the batch size, the lengths or the block size."
+    return None
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field."""
+    return f"--{field.replace('_', '-')}"
+
+
 def at_least(least: int, **values: int | None) -> None:
-    """Raises ValueError for a flag's value below `least`; None is one that was not given."""
+    """Raises FieldError for a flag's value below `least`; None is a flag that is not there."""
     for name, value in values.items():
         if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+            raise FieldError(name, value, f"it must be at least {least}.", f"{flag_of(name)} is {value}")
 
 
 def at_most(most: int, **values: int) -> None:
-    """Raises ValueError for a flag's value beyond what can be done in any time or memory."""
+    """Raises FieldError for a flag's value beyond what can be done in any time or memory."""
     for name, value in values.items():
         if value > most:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at most {most}.")
+            raise FieldError(name, value, f"it must be at most {most}.", f"{flag_of(name)} is {value}")
 
 
 def check_summary(path: str | None, field: str) -> None:
@@ -100,12 +114,12 @@ def check_summary(path: str | None, field: str) -> None:
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read(2**20)
     try:
-        found = json.JSONDecoder().raw_decode(text)[0] if text else {field: None}
+        first = json.JSONDecoder().raw_decode(text)[0] if text else {field: None}
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or field not in found:
-        raise ValueError(f"--summary is {path}, which holds something else than summaries: name another "
-                         "file.")
+        first = None
+    if not isinstance(first, dict) or field not in first:
+        raise FieldError("summary", path, "name another file.",
+                         f"--summary is {path}, which holds something else than summaries")
 
 
 def table_of(summary: dict[str, Any], title: str) -> Table:
@@ -124,9 +138,10 @@ def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: 
     """The task that the pair of `config` is scored on."""
     name = task or run.task
     if name is None:
-        raise ValueError(f"--task is missing: name the training config whose task {config} is scored on.")
+        raise FieldError("task", None, f"name the training config whose task {config} is scored on.",
+                         "--task is missing")
     at_least(1, join=join)
     training = configs.load(name, TrainConfig)
     if split not in ("train", "validation", "test"):
-        raise ValueError(f"unknown split {split!r}: train, validation or test.")
+        raise FieldError("split", split, "known: train, validation, test.", f"unknown split {split!r}")
     return dataclasses.replace(training.task, join=training.task.join if join is None else join)

@@ -8,6 +8,7 @@ import jax
 from speccascade_jax.commands.commandline import at_least, at_most
 from speccascade_jax.commands.report import Report
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import tpus
 from speccascade_jax.models import Config
 
@@ -16,9 +17,9 @@ def check(arguments: Any) -> None:
     """Raises ValueError for flags of benchmark.py that do not go with --tpu, or are out of range."""
     a = arguments
     if a.input is not None or a.vs:
-        raise ValueError("--tpu compiles and runs nothing: leave --input and --vs out.")
+        raise FieldError("tpu", a.tpu, "leave --input and --vs out.", "--tpu compiles and runs nothing")
     if not 0 <= a.acceptance <= 1:
-        raise ValueError(f"--acceptance is {a.acceptance}; it lies in [0, 1].")
+        raise FieldError("acceptance", a.acceptance, "it lies in [0, 1].")
     at_least(1, source_length=min(a.source_length, default=1), new_tokens=a.new_tokens,
              tensor_parallel=min(a.tensor_parallel, default=1))
     at_most(2**20, source_length=max(a.source_length, default=1), new_tokens=a.new_tokens or 1)

@@ -31,12 +31,13 @@ from speccascade_jax.commands.commandline import (
     table_of,
 )
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.coverage import shown
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
 from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
-from speccascade_jax.inference.ray_jobs import cut, finished, read_shards
+from speccascade_jax.inference.ray_jobs import check_address, cut, finished, read_shards
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
@@ -95,13 +96,14 @@ def print_list(screen: Console) -> None:
 
 def read_inputs(arguments: Arguments) -> Sequence[str]:
     if arguments.text is not None and arguments.input is not None:
-        raise ValueError("--text and --input exclude each other: give one.")
+        raise FieldError("text", arguments.text, "give one of them.", "--text and --input exclude each other")
     if arguments.text is not None:
         return [check_text(arguments.text, "--text")]
     if arguments.input is not None:
-        return read_texts(arguments.input)
+        return read_texts(arguments.input, arguments.limit)
     if not arguments.run.examples:
-        raise ValueError(f"config {arguments.config} has no examples of its own: give --text or --input.")
+        raise FieldError("input", None, "give --text or --input.",
+                         f"config {arguments.config} has no examples of its own")
     return arguments.run.examples
 
 
@@ -218,8 +220,10 @@ def decode_on_ray(arguments: Arguments, address: str) -> None:
     run, screen = arguments.run, console()
     at_least(1, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.input is None or arguments.output is None or arguments.summary is not None:
-        raise ValueError("--ray reads --input and writes --output, and takes no --summary.")
-    texts = read_shards(arguments.input)[:arguments.limit]
+        raise FieldError("ray", address, "give both, and leave --summary out.",
+                         "--ray reads --input and writes --output, and takes no --summary")
+    check_address(address)
+    texts = read_shards(arguments.input, arguments.limit)
     settings = settings_of(run)
     shards = cut(texts, arguments.shard_size, arguments.output)
     todo = [shard for shard in shards if finished(shard, settings) is None]

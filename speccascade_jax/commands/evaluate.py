@@ -148,15 +148,18 @@ def check(arguments: Arguments, task: Task) -> None:
         dataclasses.replace(arguments.run, method=method).check()
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.ray is not None and (arguments.output is None or arguments.cluster is not None):
-        raise ValueError("--ray keeps its shards in --output, which is missing, and takes no --cluster."
-                         if arguments.output is None else "--ray and --cluster exclude each other: give one.")
+        if arguments.output is None:
+            raise FieldError("ray", arguments.ray, "give --output, and no --cluster.",
+                             "--ray keeps its shards in --output, which is missing")
+        raise FieldError("ray", arguments.ray, "give one.", "--ray and --cluster exclude each other")
     written: dict[str, str | Path | None] = {}
     if arguments.output is not None:
         folder = Path(arguments.output)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"cannot write {folder}: {error.strerror}; --output is a folder.") from None
+            raise FieldError("output", str(folder), "--output is a folder.",
+                             f"cannot write {folder}: {error.strerror}") from None
         for method in dict.fromkeys(arguments.methods):
             path = folder / f"{method}.jsonl"
             written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}

@@ -4,7 +4,8 @@
     python scripts/finetune.py --config=demo_router
     python scripts/finetune.py --config=demo_mixture
 
-Killed and started again, it goes on from its last save.
+Killed and started again, it resumes from its last save. The best parameters are exported to the run's folder
+(`export` in it); those that come with the package are replaced with --ship only.
 """
 
 import dataclasses
@@ -14,10 +15,12 @@ import tyro
 
 from speccascade_jax.commands.commandline import config_of, console, exit_code
 from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
-from speccascade_jax.inference.outputs import check_targets
+from speccascade_jax.inference.outputs import check_targets, write_whole
+from speccascade_jax.learned.router import load as load_router
 from speccascade_jax.parallel import connect
-from speccascade_jax.training.checks import check
+from speccascade_jax.training.checks import check, check_folder, check_not_shipped, export_folders, shipped_at
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.router import train_router
 
@@ -33,6 +36,8 @@ class Arguments:
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     cluster: str | None = None
     """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+    ship: bool = False
+    """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +47,36 @@ class RouterArguments:
     run: tyro.conf.OmitArgPrefixes[RouterConfig]
     config: str
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    ship: bool = False
+    """Also replace the network of this name that comes with the package (speccascade_jax/demo)."""
 
 
-def finetune_router(name: str, run: RouterConfig, argv: list[str]) -> None:
-    own = tyro.cli(RouterArguments, default=RouterArguments(run, name), args=argv, prog="finetune.py",
-                   description=__doc__).run
-    own.check()
-    Path(own.output).parent.mkdir(parents=True, exist_ok=True)
-    check_targets({"--output": Path(own.output)}, {"--config": path_of(name)})
+def check_router(config: str, run: RouterConfig, ship: bool) -> None:
+    """Raises ValueError where the network could not be written, or something else would be lost."""
+    run.check()
+    output = Path(run.output)
+    check_folder("output", str(output.parent))
+    check_not_shipped("output", output)
+    if output.exists():
+        load_router(output)  # raises for what is no such network: it is somebody else's
+    if ship:
+        shipped_at(run)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    check_targets({"--output": output}, {"--config": path_of(config)})
+
+
+def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
+    arguments = tyro.cli(RouterArguments, default=RouterArguments(run, config), args=argv,
+                         prog="finetune.py", description=__doc__)
+    run = arguments.run
+    check_router(config, run, arguments.ship)
     screen = console()
-    for what, figure in train_router(own, replaced).items():
+    for what, figure in train_router(run, replaced).items():
         screen.print(f"on texts held out: {what}: {figure:.4f}")
-    screen.print(f"written: {own.output}. Decode with it: python scripts/decode.py --config={own.pair} "
-                 f"--method {own.method} --alpha 0.1 --router {own.output}", soft_wrap=True)
+    if arguments.ship:
+        write_whole(shipped_at(run), Path(run.output).read_text(encoding="utf-8"))
+    screen.print(f"written: {run.output}. Decode with it: python scripts/decode.py --config={run.pair} "
+                 f"--method {run.method} --alpha 0.1 --router {run.output}", soft_wrap=True)
 
 
 def finetune(argv: list[str]) -> None:
@@ -70,11 +92,13 @@ def finetune(argv: list[str]) -> None:
                          description=about)
     metric = arguments.run.task.metric
     if metric not in METRICS:
-        raise ValueError(f"unknown metric {metric!r}: {', '.join(METRICS)}.")
-    check(arguments.run)
+        raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
+    check(arguments.run, arguments.ship)
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    train(arguments.run, METRICS[metric])
+    train(arguments.run, METRICS[metric], arguments.ship)
+    for folder in export_folders(arguments.run, arguments.ship):
+        console().print(f"written: {folder}", soft_wrap=True)
 
 
 def main(argv: list[str]) -> int:

@@ -33,6 +33,7 @@ from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, console, exit_code
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
@@ -181,14 +182,14 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
 def load(arguments: Arguments) -> None:
     at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
     if not 0 < arguments.minutes < 1e4:
-        raise ValueError(f"--minutes is {arguments.minutes}; it must be above 0.")
+        raise FieldError("minutes", arguments.minutes, "it must be above 0, and below 10,000.")
     if arguments.vs_transformers:
         check_installed(["hf"])
     run = configs.load(arguments.config, DecodeConfig)
     inputs = read_texts(arguments.input) if arguments.input else list(run.examples)
     inputs = [text for text in inputs if text.strip()]
     if not inputs:
-        raise ValueError("there are no texts: give --input.")
+        raise FieldError("input", arguments.input, "give --input.", "there are no texts")
     texts = [inputs[n % len(inputs)] for n in range(arguments.requests)]
     bodies: list[Body] = [{"prompt": text, "seed": n} for n, text in enumerate(texts)]
     screen, figures = console(), dict[str, Any]()

@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
@@ -70,14 +71,14 @@ class Arguments:
 def read_inputs(arguments: Arguments) -> list[str]:
     run, limit = arguments.run, arguments.limit
     if arguments.input is not None:
-        return list(read_texts(arguments.input)[:limit])
+        return read_texts(arguments.input, limit)
     if run.task is not None:
         task = task_of(arguments.config, run, None, "validation", None)
         if Path(task.validation).exists():
             return [source for source, _ in joined_examples(task, task.validation)[:limit]]
     if not run.examples:
-        raise ValueError(f"config {arguments.config} has neither a task whose texts are here nor examples: "
-                         "give --input.")
+        raise FieldError("input", None, "give --input.",
+                         f"config {arguments.config} has neither a task whose texts are here nor examples")
     return list(run.examples[:limit])
 
 
@@ -88,17 +89,19 @@ def check(arguments: Arguments) -> None:
     at_least(1, limit=a.limit, max_block=a.max_block, most_models=a.most_models, repetitions=a.repetitions)
     at_most(max(WIDTHS) - 1, max_block=a.max_block)
     if not run.lossless:
-        raise ValueError(f"method is {run.name}; a plan is of lossless decoding: give --method speculative.")
+        raise FieldError("method", run.name, "give --method speculative: a plan is of lossless decoding.")
     if VOCABULARIES[run.vocabulary].drafts is not None:
-        raise ValueError("a plan needs every drafter's distribution, which slem has not: give --vocabulary "
-                         "tli.")
+        raise FieldError("vocabulary", run.vocabulary, "give --vocabulary tli.",
+                         f"a plan needs every drafter's distribution, which {run.vocabulary} has not")
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":
-            raise ValueError(f"--output is {path}; a config file's name ends in .py.")
+            raise FieldError("output", str(path), "a config file's name ends in .py.",
+                             f"--output is {path}")
         check_targets({"--output": path}, {"--config": configs.path_of(a.config)})
         if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
-            raise ValueError(f"--output is {path}, which holds something else: delete it or name another.")
+            raise FieldError("output", str(path), "delete it or name another.",
+                             f"--output is {path}, which holds something else")
 
 
 def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
@@ -325,7 +328,7 @@ def plan(arguments: Arguments) -> None:
     run, screen = arguments.run, console()
     texts = [text for text in read_inputs(arguments) if text.strip()]
     if not texts:
-        raise ValueError("all inputs are blank: give texts to plan for.")
+        raise FieldError("input", arguments.input, "give texts to plan for.", "all inputs are blank")
     cascade = Cascade.from_config(run)
     paths = short_names([path for _, path in run.roles])
     names = tuple(paths)

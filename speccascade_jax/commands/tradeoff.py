@@ -25,6 +25,7 @@ from rich.table import Table
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
 from speccascade_jax.config import DecodeConfig, Task
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation import plots
@@ -165,7 +166,7 @@ class Measurements:
         self.arguments, self.task, self.screen = arguments, task, screen
         examples = joined_examples(task, getattr(task, split))[:arguments.limit]
         if not examples:
-            raise ValueError(f"the {split} split is empty: name another --split.")
+            raise FieldError("split", split, "name another --split.", f"the {split} split is empty")
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)
@@ -292,14 +293,15 @@ def check(arguments: Arguments) -> None:
     numbers = [size for size in a.block_sizes or () if isinstance(size, int)]
     at_most(a.run.max_new_tokens, block_sizes=max(numbers, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
-        raise ValueError("--at-quality and --at-latency exclude each other: give one.")
+        raise FieldError("at_latency", a.at_latency, "give one.",
+                         "--at-quality and --at-latency exclude each other")
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
-        raise ValueError(f"--at-latency is {a.at_latency}; write a share of the verifier's time above 0.")
+        raise FieldError("at_latency", a.at_latency, "write a share of the verifier's time above 0.")
     if a.at_quality not in (None, *QUALITIES) and not _finite(a.at_quality):
-        raise ValueError(f"--at-quality is {a.at_quality!r}; write a number, verifier or truncated.")
+        raise FieldError("at_quality", a.at_quality, "write a number, verifier or truncated.")
     if a.at_quality is not None or a.at_latency is not None:
         if not a.timed:
-            raise ValueError("nothing can be picked without latency: raise --timed.")
+            raise FieldError("timed", a.timed, "raise --timed.", "nothing can be picked without latency")
         check_pick(Path(a.pick), Path(a.output), a.config)
 
 
@@ -313,11 +315,12 @@ def _finite(text: str | None) -> bool:
 def check_pick(path: Path, folder: Path, config: str) -> None:
     """Raises ValueError where no config can be written to `path`, or something else would be lost."""
     if path.suffix != ".py":
-        raise ValueError(f"--pick is {path}; a config file's name ends in .py.")
+        raise FieldError("pick", str(path), "a config file's name ends in .py.", f"--pick is {path}")
     if path.exists() or path.resolve().parent != folder.resolve():  # that one is made for the sweep
         check_targets({"--pick": path}, {"--config": configs.path_of(config), "--output": folder})
     if path.is_file() and not path.read_bytes().startswith(f"# {PICKED}".encode()):
-        raise ValueError(f"--pick is {path}, which holds something else: delete it or name another file.")
+        raise FieldError("pick", str(path), "delete it or name another file.",
+                         f"--pick is {path}, which holds something else")
 
 
 def make_folder(folder: Path) -> None:
@@ -326,7 +329,8 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"--output is {folder}, which is no folder to write in: {error.strerror}.") from None
+        raise FieldError("output", str(folder), "name another.", f"--output is {folder}, which is no folder "
+                         f"to write in ({error.strerror})") from None
 
 
 def sweep(arguments: Arguments) -> None:

@@ -207,12 +207,12 @@ class Pair:
 def shapes_of(run: DecodeConfig) -> list[Config]:
     """The shapes of a config's models, from their folders or, where these are missing, from the training
     configs that make them. Raises ValueError where nothing tells them."""
-    trained: dict[str | None, Config] = {}
+    trained: dict[str, Config] = {}
     for name in available():
         with contextlib.suppress(ConfigError):
             config = load(name)
             if isinstance(config, TrainConfig):
-                trained |= dict.fromkeys((config.output_dir, config.export_dir), config.model)
+                trained |= dict.fromkeys(config.folders, config.model)
     configs = []
     for role, path in run.roles:
         folder, member = checkpoints.split_member(path)

@@ -1,47 +1,68 @@
 """Texts from files."""
 
+import contextlib
 import gzip
+import itertools
 import json
 import os
 import reprlib
 import stat
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 BOM = b"\xef\xbb\xbf"
+LONGEST_LINE = 2**22
+"""Bytes of a line: a million tokens, more than any model reads at once."""
 
 
-def read_lines(path: str | Path, data: bytes | None = None) -> list[str]:
-    """The lines of a text file, gzipped or not, or of `data` that came from `path`.
+def read_lines(path: str | Path) -> Iterator[str]:
+    """The lines of a text file, gzipped or not, read as they are asked for; `-` is stdin.
 
-    A byte order mark is left out. Raises ValueError with file and line on bad UTF-8.
+    A byte order mark is left out. Raises ValueError with file and line on bad UTF-8 and on a line of more
+    than LONGEST_LINE bytes.
     """
+    name = "stdin" if path == "-" else path
     try:
-        data = read_bytes(path) if data is None else data
-        data = gzip.decompress(data) if str(path).endswith(".gz") else data
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(_opened(path))
+            if str(path).endswith(".gz"):
+                file = stack.enter_context(gzip.GzipFile(fileobj=file))
+            yield from _decoded(file, str(name))
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    lines = data.removeprefix(BOM).split(b"\n")
-    if lines and not lines[-1]:
-        lines.pop()
-    decoded = []
-    for number, line in enumerate(lines, 1):
+        raise ValueError(f"cannot read {name}: {error}") from None
+
+
+def _decoded(file: Any, name: str) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = file.readline(LONGEST_LINE + 2)  # and a line end
+        if len(line.rstrip(b"\r\n")) > LONGEST_LINE:
+            raise ValueError(f"{name}, line {number}: longer than {LONGEST_LINE:,} bytes; split it.")
+        ended = line.endswith(b"\n")
+        text = line.removeprefix(BOM) if number == 1 else line
+        if not ended and not text:
+            return
         try:
-            decoded.append(line.decode("utf-8").rstrip("\r"))
+            yield text.removesuffix(b"\n").decode("utf-8").rstrip("\r")
         except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {number}: not valid UTF-8; convert the file first "
+            raise ValueError(f"{name}, line {number}: not valid UTF-8; convert the file first "
                              "(iconv -f latin1 -t utf-8).") from None
-    return decoded
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """A file's bytes. Devices are refused: /dev/zero never ends."""
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    """A file's bytes, or stdin's. Devices are refused: /dev/zero never ends."""
+    if path == "-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed: give --input another file than -.")
+        yield sys.stdin.buffer
+        return
     with open(path, "rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
             raise OSError("it is a device, not a file")
-        return file.read()
+        yield file
 
 
 def parse_json(line: str, where: str) -> Any:
@@ -66,19 +87,15 @@ def check_text(text: Any, where: str) -> str:
     return text
 
 
-def read_texts(path: str) -> list[str]:
-    """The texts of a .txt (a line each) or a .jsonl (the field `source`), either gzipped; `-` is stdin.
+def read_texts(path: str, limit: int | None = None) -> list[str]:
+    """The texts of a .txt (a line each) or a .jsonl (the field `source`), either gzipped; `-` is stdin. Of
+    all there are, the first `limit`: no more of the file is read.
 
     Raises ValueError with the line's number.
     """
-    if path != "-":
-        lines = read_lines(path)
-    elif sys.stdin is None:
-        raise ValueError("standard input is closed: give --input another file than -.")
-    else:
-        lines = read_lines("stdin", sys.stdin.buffer.read())
+    lines = itertools.islice(read_lines(path), limit)
     if not path.removesuffix(".gz").endswith(".jsonl"):
-        return lines
+        return list(lines)
     texts = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"

@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.inputs import check_text, parse_json
 from speccascade_jax.inference.text import Output
 
 T = TypeVar("T")
 ORIGINS = ("draft", "correction", "bonus", "model")
 REMEDY = "delete it or choose another --output"
+LARGEST_SETTINGS = 2**22  # bytes: a config's fields and its texts
 
 
 class OutputFile:
@@ -37,6 +39,7 @@ class OutputFile:
         self.path = path
         while True:
             _check_regular(path)
+            self.made = [] if os.path.lexists(path) else [path]  # what an error before the first line removes
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 _lock(self.handle, path, wait)
@@ -79,16 +82,24 @@ class OutputFile:
     def __enter__(self) -> "OutputFile":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self.made and self._is_empty():
+            for path in self.made:
+                path.unlink(missing_ok=True)
         self.close()
+
+    def _is_empty(self) -> bool:
+        """Whether the file has no line, and still bears its name."""
+        return (self.handle >= 0 and os.fstat(self.handle).st_size == 0 and self.path.exists()
+                and os.path.samestat(os.fstat(self.handle), os.stat(self.path)))
 
 
 def _lock(handle: int, path: Path, wait: bool) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{path} is being written by another process: wait for its end, or choose another "
-                         "--output.") from None
+        raise FieldError("output", str(path), "wait for its end, or choose another --output.",
+                         f"{path} is being written by another process") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
@@ -99,7 +110,7 @@ def _check_regular(path: Path) -> None:
     mode = path.stat().st_mode if path.exists() else stat.S_IFREG
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
-        raise ValueError(f"cannot write {path}: it is {what}; name a file.")
+        raise FieldError("output", str(path), "name a file.", f"cannot write {path}: it is {what}")
 
 
 def settings_file(path: str | Path) -> Path:
@@ -131,22 +142,48 @@ def resume(path: str | Path, settings: dict[str, Any],
             if rest:
                 os.truncate(file.handle, sum(map(len, whole)) + len(whole))
             if not whole:
+                _check_replaceable(path, kept, settings)
                 write_whole(kept, json.dumps(settings, indent=1) + "\n")
+                if file.made:
+                    file.made.append(kept)
         except OSError as error:
-            raise ValueError(f"cannot write {error.filename or path}: {error.strerror}.") from None
+            raise FieldError("output", str(path), "name another place.",
+                             f"cannot write {error.filename or path}: {error.strerror}") from None
         stack.pop_all()  # the caller closes the file
         return lines, file
 
 
 def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
     if not kept.is_file():
-        raise ValueError(f"{path} exists, without the {kept.name} that tells what it was made of: {REMEDY}.")
-    before = parse_json(kept.read_text(errors="replace"), str(kept))
+        raise FieldError("output", str(path), f"{REMEDY}.",
+                         f"{path} exists, without the {kept.name} that tells what it was made of")
+    before = _settings_in(kept)
     if before != settings:
-        known = before if isinstance(before, dict) else {}
+        known = before or {}
         names = sorted(k for k in {*known, *settings} if known.get(k, ...) != settings.get(k, ...))
-        raise ValueError(f"{path} holds results of other settings (see {', '.join(names)} in {kept}): "
-                         f"{REMEDY}.")
+        raise FieldError("output", str(path), f"{REMEDY}.",
+                         f"{path} holds results of other settings (see {', '.join(names)} in {kept})")
+
+
+def _settings_in(kept: Path) -> dict[str, Any] | None:
+    """What a settings file holds; None where it is none of ours."""
+    if kept.stat().st_size > LARGEST_SETTINGS:
+        return None
+    try:
+        content = parse_json(kept.read_text(errors="replace"), str(kept))
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None:
+    """Raises FieldError where a file that is none of our settings stands in their place: one of ours has most
+    of their names, in whatever version."""
+    if kept.exists():
+        names = (_settings_in(kept) or {}).keys()
+        if 2 * len(names & settings.keys()) < max(len(settings), 1):
+            raise FieldError("output", str(path), "move that file, or choose another --output.",
+                             f"{kept}, where the settings of --output go, holds something else")
 
 
 def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | None) -> Any:
@@ -159,7 +196,8 @@ def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | 
             raise ValueError(f"no JSON object but {reprlib.repr(value)}")
         return value
     except ValueError as error:  # that of bad UTF-8, too
-        raise ValueError(f"{where}{str(error).removeprefix(where).rstrip('.')}: {REMEDY}.") from None
+        raise FieldError("output", str(path), f"{REMEDY}.",
+                         f"{where}{str(error).removeprefix(where).rstrip('.')}") from None
 
 
 def open_output(path: str | Path, settings: dict[str, Any], texts: Sequence[str], first_index: int = 0
@@ -248,11 +286,17 @@ def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, s
     for flag, path in written.items():
         if path is None:
             continue
-        _check_writable(Path(path))
+        _check_writable(flag, Path(path))
         for name in _names(path):
             if name in flags:
-                raise ValueError(f"{flag} is {path}, the same file as {flags[name]}: name another one.")
+                raise FieldError(_field(flag), str(path), "name another one.",
+                                 f"{flag} is {path}, the same file as {flags[name]}")
         flags |= dict.fromkeys(_names(path), flag)
+
+
+def _field(flag: str) -> str:
+    """The field of a flag, such as "--output" or "the settings of --output"."""
+    return flag.rpartition("--")[2].replace("-", "_")
 
 
 def _names(path: str | Path | None) -> list[Any]:
@@ -265,7 +309,7 @@ def _names(path: str | Path | None) -> list[Any]:
     return [real, (os.stat(real).st_dev, os.stat(real).st_ino)]
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(flag: str, path: Path) -> None:
     """Without opening it: a check leaves no empty file."""
     real = Path(os.path.realpath(path))
     try:
@@ -275,4 +319,5 @@ def _check_writable(path: Path) -> None:
         if not os.access(real.parent, os.W_OK | os.X_OK) or (real.exists() and not os.access(real, os.W_OK)):
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+        raise FieldError(_field(flag), str(path), "name another place.",
+                         f"cannot write {path}: {error.strerror}") from None

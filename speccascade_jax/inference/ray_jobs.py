@@ -2,20 +2,26 @@
 
 Ray Data places the actors, hands out the shards, and hands out again those of a worker that is lost. A
 shard's file is filled when it is complete, and its content depends on the inputs and settings only: a job
-that lost its driver goes on with the shards that are missing.
+that lost its driver resumes with the shards that are missing.
 """
 
 import dataclasses
 import glob
 import json
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import open_output, settings_file, write_whole
 from speccascade_jax.inference.text import Cascade, Output
+
+PATIENCE = 5.0  # seconds that a cluster has to answer
+SETTINGS = 4    # the type of HTTP/2's first frame
 
 
 class Shard(NamedTuple):
@@ -26,15 +32,45 @@ class Shard(NamedTuple):
     texts: list[str]
 
 
-def read_shards(pattern: str) -> list[str]:
-    """The texts of one file, or of all that a pattern such as "news-*.txt" stands for, in their names' order.
+def read_shards(pattern: str, limit: int | None = None) -> list[str]:
+    """The texts of one file, or of all that a pattern such as "news-*.txt" stands for, in their names' order;
+    the first `limit` of them, and no more is read.
 
     Raises ValueError where there is none.
     """
     names = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     if not names:
-        raise ValueError(f"no file is called {pattern}.")
-    return [text for name in names for text in read_texts(name)]
+        raise FieldError("input", pattern, "name one that is there.", f"no file is called {pattern}")
+    texts: list[str] = []
+    for name in names:
+        texts += read_texts(name, None if limit is None else limit - len(texts))
+    return texts
+
+
+def check_address(address: str) -> None:
+    """Raises FieldError where no cluster can answer at HOST:PORT or ray://HOST:PORT: Ray itself would try for
+    minutes. `local` and `auto`, which name no host, are left to Ray."""
+    if address in ("local", "auto"):
+        return
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
+        raise FieldError("ray", address, "give HOST:PORT, ray://HOST:PORT, auto or local.")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE) as connection:
+            connection.settimeout(PATIENCE)
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                _check_http2(connection)
+    except (OSError, UnicodeError) as error:
+        raise FieldError("ray", address, "start one there (ray start --head), or give --ray local.",
+                         f"no Ray cluster answers at {address} within {PATIENCE:g} s ({error})") from None
+
+
+def _check_http2(connection: socket.socket) -> None:
+    """Ray speaks gRPC, whose servers open with HTTP/2's settings. Raises OSError where none come."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
+    header = connection.recv(9, socket.MSG_WAITALL)
+    if len(header) < 9 or header[3] != SETTINGS:
+        raise OSError("what listens there is another service")
 
 
 def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
@@ -82,7 +118,8 @@ def decode(address: str, workers: int | None, run: DecodeConfig, settings: dict[
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ValueError(f"no Ray cluster answers at {address}: {error}") from None
+        raise FieldError("ray", address, "start one there (ray start --head), or give --ray local.",
+                         f"no Ray cluster answers at {address}: {error}") from None
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         each = {kind: min(node["Resources"].get(kind, 0) for node in nodes) for kind in ("GPU", "TPU")}

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from speccascade_jax.checkpoints.files import checked_path, read
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.core.rules import (
@@ -36,10 +38,13 @@ from speccascade_jax.core.rules import (
 )
 
 Array = jax.Array
+REMEDY = "train one with scripts/finetune.py."
 MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"
 FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {name} / 4" for name in MEANS))
 MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-3  # keeps logarithms and quotients finite
+LARGEST_FILE = 2**20  # bytes: of 16 units a network's file has 6,000
+LARGEST_WEIGHT = 1e6  # a network of larger ones is none that training makes, and sums of them may overflow
 
 
 class Weights(NamedTuple):
@@ -101,19 +106,28 @@ def described(weights: Weights, name: str = "router", **about: Any) -> str:
 
 
 def load(path: str | Path) -> Method:
-    """The method of a file that scripts/finetune.py has written. Raises ValueError for any other file."""
+    """The method of a file that scripts/finetune.py has written. Raises FieldError for any other file."""
     try:
-        found = json.loads(Path(path).read_text())
-        weights = Weights(*(np.array(found[name], np.float32) for name in Weights._fields))
-        units = weights.bias.shape
-        name = found.get("method", "router")  # which older files do not say
-        fits = (name in TRAINED and tuple(found["features"]) == FEATURES
-                and weights.hidden.shape == (len(FEATURES), *units) and weights.out.shape == units
-                and all(np.isfinite(x).all() for x in weights))
-    except OSError as error:
-        raise ValueError(f"router is {path}, which cannot be read: {error.strerror}.") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
+        content = read(checked_path(path), LARGEST_FILE)
+    except ValueError as error:
+        cause = str(error).rstrip(".")
+        raise FieldError("router", str(path), REMEDY,
+                         f"router is {str(path)!r}, which cannot be read ({cause})") from None
+    try:
+        described = json.loads(content)
+        weights = Weights(*(np.array(described[name], np.float64) for name in Weights._fields))
+        name = described.get("method", "router")  # which older files do not say
+        fits = (name in TRAINED and tuple(described["features"]) == FEATURES and is_network(weights))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         fits = False
     if not fits:
-        raise ValueError(f"router is {path}, which is no router's file: train one with scripts/finetune.py.")
-    return method_of(weights, name)
+        raise FieldError("router", str(path), REMEDY, f"router is {str(path)!r}, which is no router's file")
+    return method_of(Weights(*(array.astype(np.float32) for array in weights)), name)
+
+
+def is_network(weights: Weights) -> bool:
+    """Whether the arrays are one hidden layer's, of numbers that float32 can add."""
+    units = weights.bias.size
+    return (units > 0 and weights.hidden.shape == (len(FEATURES), units)
+            and weights.bias.shape == weights.out.shape == (units,)
+            and all(bool(np.all(np.abs(array) <= LARGEST_WEIGHT)) for array in weights))

@@ -328,7 +328,8 @@ def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> 
         name: column(name, TRUNCATIONS[name].off, TRUNCATIONS[name].dtype) for name in plan.truncations})
     inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
     rows, levels = len(asked), plan.sampler.level
-    alphas = np.array([s.of_levels("alpha", levels) for s in own], np.float32)
+    largest = np.finfo(np.float32).max  # 1e300 is as good as that
+    alphas = np.clip([s.of_levels("alpha", levels) for s in own], -largest, largest).astype(np.float32)
     methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
     return Requests._make((
         row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,

@@ -13,8 +13,10 @@ import sentencepiece
 from speccascade_jax.checkpoints.files import checked_path, parse_json, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
 from speccascade_jax.tokenizers.chat import ChatTemplate, read_companion, specials_of
+from speccascade_jax.tokenizers.json_checks import checked_content, guarded
 
 SPACE = "\u2581"  # what SentencePiece writes for one
+TRIED = 1000  # tokens that are decoded when a tokenizer.json is read
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -36,19 +38,14 @@ class TokenizerJson:
     """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
     tokens by role, as far as they are told."""
 
-    def __init__(self, content: bytes, roles: Mapping[str, str]):
+    def __init__(self, described: Mapping[str, Any], roles: Mapping[str, str]):
         try:
             import tokenizers
         except ImportError:
             raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
                              "SentencePiece file in its place.") from None
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-            self.tokenizer.encode("\U0010fffd")  # fails where unknown characters have no piece
-        except Exception as error:  # the only kind that tokenizers raises
-            raise RuntimeError(error) from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.tokenizer = guarded(tokenizers.Tokenizer.from_str, checked_content(described))
+        guarded(self.tokenizer.encode, "\U0010fffd")  # fails where unknown characters have no piece
         ids, self.added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder()
         # In Gemma's vocabulary </s> is a tag of HTML.
         eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
@@ -63,12 +60,16 @@ class TokenizerJson:
                        if not piece.startswith("<extra_id_")]
         if [ids[piece] for piece in self.pieces] != list(range(len(self.pieces))):
             raise RuntimeError("its ids are not 0, 1, 2 and so on")
-        self.bytes = byte_level(parse_json("tokenizer.json", content))
+        self.bytes = byte_level(described)
         self.frame = self._frame()
+        guarded(self.tokenizer.decode, list(range(min(len(self.pieces), TRIED))))
 
     def _frame(self) -> tuple[list[int], list[int]] | None:
         """What the file itself puts before and after a text; None where it puts nothing."""
-        inner, whole = (self.tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        inner, whole = (guarded(self.tokenizer.encode, "a", add_special_tokens=added).ids
+                        for added in (False, True))
+        if any(token >= len(self.pieces) for token in whole):
+            raise RuntimeError(f"it frames a text by the ids {whole}, and has {len(self.pieces)} tokens")
         for begin in range(len(whole) - len(inner) + 1):
             if whole[begin:begin + len(inner)] == inner and len(whole) > len(inner):
                 return whole[:begin], whole[begin + len(inner):]
@@ -112,7 +113,7 @@ class TokenizerJson:
     def encode(self, texts: str | list[str]) -> Any:
         if isinstance(texts, str):
             return self.tokenizer.encode(texts, add_special_tokens=False).ids
-        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
@@ -145,7 +146,8 @@ class Tokenizer:
         self.specials = {**specials_of(read_companion(path.parent, "special_tokens_map.json")),
                          **specials_of(told)}
         try:
-            self.processor: Any = (TokenizerJson(content, self.specials) if path.suffix == ".json" else
+            self.processor: Any = (TokenizerJson(parse_json(path, content), self.specials)
+                                   if path.suffix == ".json" else
                                    sentencepiece.SentencePieceProcessor(model_proto=content))
         except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None

@@ -15,8 +15,9 @@ import jax
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import FAMILIES
-from speccascade_jax.config import ExitTraining, Task, TrainConfig
-from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of, model_of
+from speccascade_jax.config import DEMO, ExitTraining, RouterConfig, Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
@@ -44,9 +45,12 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1")}
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, ship: bool = False) -> None:
     """Raises ValueError with the remedy for what would end a run later: a value out of its range, a file that
-    is not there, a folder that cannot be written, a host that does not answer. Takes no device."""
+    is not there, a folder that cannot be written, a host that does not answer. Takes no device.
+
+    ship: whether the run is to take the place of the weights that come with the package.
+    """
     check_fields(config)
     check_fields(config.task)
     check_fields(config.exits)
@@ -60,76 +64,97 @@ def check(config: TrainConfig) -> None:
             check_reachable(path)
     for role, path in checkpoints_read.items():
         if path is not None and not checkpoints.is_remote(path) and not Path(path).is_dir():
-            raise ValueError(f"there is no checkpoint folder {path}, which --{role} names: make it first or "
-                             "name another.")
-    if config.teacher_outputs is not None and config.teacher is None:
-        raise ValueError("teacher_outputs are decoded by a teacher: give its checkpoint with --teacher.")
-    if config.teacher_singles and config.teacher_outputs is None:
-        raise ValueError("teacher_singles says what teacher_outputs hold: name their file with "
-                         "--teacher-outputs.")
-    if config.teacher_tokens and config.teacher is None:
-        raise ValueError("teacher_tokens cuts targets as the teacher does: give its checkpoint with "
-                         "--teacher.")
-    if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
-        raise ValueError("on_policy has a teacher score what one model writes: name its checkpoint with "
-                         "--teacher, and train no network of members; or set on_policy to 0.")
-    if config.tokenizer is None and config.init is None:
-        raise ValueError("training from scratch needs a tokenizer: name its file with --tokenizer; it is "
-                         "trained on the task where it is missing.")
+            raise FieldError(role, path, "make it first or name another.",
+                             f"there is no checkpoint folder {path}, which --{role} names")
+    check_needs(config)
     if config.lora_rank:
         check_lora(config)
     if isinstance(config.model, NetworkConfig):
         check_network(config)
     for split in ("train", "validation"):
         check_split(split, getattr(config.task, split))
-    check_outputs(config)
+    check_outputs(config, ship)
+
+
+def check_needs(config: TrainConfig) -> None:
+    """Raises FieldError for a field without another that it needs."""
+    if config.teacher_outputs is not None and config.teacher is None:
+        raise FieldError("teacher_outputs", config.teacher_outputs, "give its checkpoint with --teacher.",
+                         "teacher_outputs are decoded by a teacher")
+    if config.teacher_singles and config.teacher_outputs is None:
+        raise FieldError("teacher_singles", True, "name their file with --teacher-outputs.",
+                         "teacher_singles says what teacher_outputs hold")
+    if config.teacher_tokens and config.teacher is None:
+        raise FieldError("teacher_tokens", True, "give its checkpoint with --teacher.",
+                         "teacher_tokens cuts targets as the teacher does")
+    if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
+        raise FieldError("on_policy", config.on_policy, "name its checkpoint with --teacher, and train no "
+                         "network of members; or set on_policy to 0.",
+                         "on_policy has a teacher score what one model writes")
+    if config.tokenizer is None and config.init is None:
+        raise FieldError("tokenizer", None, "name its file with --tokenizer; it is trained on the task where "
+                         "it is missing.", "training from scratch needs a tokenizer")
 
 
 def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
-    """Raises ValueError naming the first field that is out of its range, no known name or no text."""
+    """Raises FieldError for the first field that is out of its range, no known name or no text."""
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if value is None:
             continue
-        if isinstance(value, str) and ("\0" in value or not encodable(value)):
-            raise ValueError(f"{name} is {value!a}, which is no valid UTF-8 text.")
+        texts = value if isinstance(value, tuple) else (value,)
+        for text in texts:
+            if isinstance(text, str) and ("\0" in text or not encodable(text)):
+                raise FieldError(name, value, "give a text that UTF-8 can hold.",
+                                 f"{name} is {value!a}, which is no valid UTF-8 text")
         if name in NAMES and value not in NAMES[name]:
-            raise ValueError(f"unknown {name} {value!r}: {', '.join(NAMES[name])}.")
+            raise FieldError(name, value, f"known: {', '.join(NAMES[name])}.", f"unknown {name} {value!r}")
         if name in LEAST and not (isinstance(value, int) and LEAST[name] <= value <= LARGEST):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {LEAST[name]}, and "
-                             "below 2**31.")
+            raise FieldError(name, value, f"it must be a whole number of at least {LEAST[name]}, and below "
+                             "2**31.")
         if name in RANGES:
             fits, wanted = RANGES[name]
-            if not (isinstance(value, int | float) and math.isfinite(value) and fits(value)):
-                raise ValueError(f"{name} is {value!r}; it must be a number {wanted}.")
+            if not (isinstance(value, int | float) and is_finite(value) and fits(value)):
+                raise FieldError(name, value, f"it must be a number {wanted}.")
+
+
+def is_finite(value: float) -> bool:
+    """Whether float64 holds it: a whole number of 400 digits it does not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def check_network(config: TrainConfig) -> None:
-    """Raises ValueError where a network's members cannot be trained so."""
+    """Raises FieldError where a network's members cannot be trained so."""
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     if config.exits.frozen and config.init is None and not resumed:
-        raise ValueError("the full model is not trained (frozen): give its checkpoint with --init, or train "
-                         "it, too, with --no-frozen.")
+        raise FieldError("init", None, "give its checkpoint with --init, or train it, too, with --no-frozen.",
+                         "the full model is not trained (frozen)")
     if config.exits.frozen and isinstance(config.model, ExitsConfig) and config.model.head == "shared":
-        raise ValueError("these exits have nothing of their own (head is shared) and the full model is not "
-                         "trained (frozen): choose another head, or train all with --no-frozen.")
+        raise FieldError("head", "shared", "choose another head, or train all with --no-frozen.",
+                         "these exits have nothing of their own (head is shared) and the full model is not "
+                         "trained (frozen)")
     init, export = (None if path is None else Path(path).resolve()
                     for path in (config.init, config.export_dir))
     if export and not (config.exits.frozen and init and init.parent == export.parent):
-        raise ValueError(f"export_dir is {config.export_dir}; what is exported of a network has the small "
-                         "members only, and names the folder of the full model, --init, which is not trained "
-                         f"(frozen) and lies next to it: leave it out; the run in {config.output_dir} is a "
-                         "checkpoint itself.")
+        raise FieldError(
+            "export_dir", config.export_dir, f"leave it out; the run in {config.output_dir} is a checkpoint "
+            "itself.", f"export_dir is {config.export_dir}, but what is exported of a network has the small "
+            "members only, and names the folder of the full model, --init, which is not trained (frozen) and "
+            "lies next to it")
 
 
 def check_lora(config: TrainConfig) -> None:
     """Raises ValueError where the model cannot be trained by adapters."""
     if config.init is None:
-        raise ValueError("adapters (lora_rank) are trained next to the parameters of a checkpoint: name it "
-                         "with --init.")
+        raise FieldError("lora_rank", config.lora_rank, "name it with --init.",
+                         "adapters (lora_rank) are trained next to the parameters of a checkpoint")
     if isinstance(config.model, NetworkConfig):
-        raise ValueError("adapters (lora_rank) are for one model; the members of a network are trained next "
-                         "to a frozen one without: set lora_rank to 0.")
+        raise FieldError("lora_rank", config.lora_rank, "set lora_rank to 0.",
+                         "adapters (lora_rank) are for one model; the members of a network are trained next "
+                         "to a frozen one without")
     check_adapters(config)
 
 
@@ -151,9 +176,9 @@ def check_reachable(path: str) -> None:
     except (urllib.error.HTTPError, HTTPException):
         return  # an answer, if an unfriendly one; what it means is said when the file is read
     except (OSError, ValueError) as error:
-        found = getattr(error, "reason", error)
-        if not isinstance(found, ssl.SSLError):  # TensorStore has certificates of its own
-            raise ValueError(f"cannot read {path}: {server} cannot be reached from here ({found}); give a "
+        cause = getattr(error, "reason", error)
+        if not isinstance(cause, ssl.SSLError):  # TensorStore has certificates of its own
+            raise ValueError(f"cannot read {path}: {server} cannot be reached from here ({cause}); give a "
                              "local copy instead.") from None
 
 
@@ -166,55 +191,111 @@ def check_split(split: str, path: str) -> None:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"to read {path}: pip install {package}; or give a .jsonl file.")
     elif not path or not Path(path).exists():
-        raise ValueError(f"there is no file {path!r}, the task's {split} split: name one with --{split}.")
+        raise FieldError(split, path, f"name one with --{split}.",
+                         f"there is no file {path!r}, the task's {split} split")
     elif Path(path).is_dir():
-        raise ValueError(f"{path}, the task's {split} split, is a folder: name a file with --{split}.")
+        raise FieldError(split, path, f"name a file with --{split}.",
+                         f"{path}, the task's {split} split, is a folder")
 
 
-def check_outputs(config: TrainConfig) -> None:
-    """Raises ValueError where a folder that the run writes into is none, cannot be written or holds
+def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
+    """Where the run's best parameters go: a folder of its own and, to `ship`, one of the package's.
+
+    A network's run is a checkpoint itself, and models that Hugging Face's format does not hold stay runs.
+    Raises FieldError for a config without a folder of the package's.
+    """
+    folders = []
+    if config.export_dir is not None:
+        folders.append(Path(config.export_dir))
+    elif not isinstance(config.model, NetworkConfig) and holds(config.model):
+        folders.append(Path(config.output_dir, "export"))
+    if ship:
+        folders.append(shipped_at(config))
+    return folders
+
+
+def holds(model: Config) -> bool:
+    """Whether Hugging Face's format holds such a model."""
+    try:
+        checkpoints.check_savable(model, "huggingface")
+        return True
+    except ValueError:
+        return False
+
+
+def shipped_at(config: TrainConfig | RouterConfig) -> Path:
+    """What --ship writes. Raises FieldError where the package ships nothing that this config makes."""
+    if config.shipped is None or Path(config.shipped).name != config.shipped:
+        raise FieldError("ship", True, "leave --ship out, and name the run's folder or file in a config for "
+                         "decoding.", f"config {config.name} makes nothing that comes with the package")
+    return DEMO / config.shipped
+
+
+def check_not_shipped(field: str, path: str | Path) -> None:
+    """Raises FieldError for a path among the weights that come with the package: only --ship writes there."""
+    if Path(path).resolve().is_relative_to(DEMO.resolve()):
+        raise FieldError(field, str(path), "choose another place; --ship replaces the package's weights.",
+                         f"{field} is {path}, among the weights that come with the package")
+
+
+def check_outputs(config: TrainConfig, ship: bool = False) -> None:
+    """Raises FieldError where a folder that the run writes into is none, cannot be written or holds
     something else that is worth keeping."""
-    run, export = Path(config.output_dir), config.export_dir
+    run = Path(config.output_dir)
     check_folder("output_dir", config.output_dir)
+    check_not_shipped("output_dir", config.output_dir)
     if not (run / "model.json").is_file():
         for name in ("config.json", "checkpoint", "_METADATA"):
             if (run / name).exists():
-                raise ValueError(f"output_dir is {run}, which holds another checkpoint ({name}): choose "
-                                 "another folder.")
-    if export is not None:
-        check_folder("export_dir", export)
-        folders = {"output_dir": run, "init": config.init, "teacher": config.teacher}
-        for name, other in folders.items():
-            if other is not None and Path(other).resolve() == Path(export).resolve():
-                raise ValueError(f"export_dir and {name} are the same folder, {export}: choose another.")
-        if (Path(export) / "model.json").exists() and not isinstance(config.model, NetworkConfig):
-            raise ValueError(f"export_dir is {export}, which holds a run (model.json): choose another "
-                             "folder.")
+                raise FieldError("output_dir", str(run), "choose another folder.",
+                                 f"output_dir is {run}, which holds another checkpoint ({name})")
+    if config.export_dir is not None:
+        check_not_shipped("export_dir", config.export_dir)
+    for export in export_folders(config, ship):
+        check_export(config, export)
     for name in ("tokenizer", "teacher_outputs"):
         path = getattr(config, name)
         if path is None or (path.startswith("gs://") and name == "tokenizer"):
             continue
         if Path(path).exists() and not Path(path).is_file():
-            raise ValueError(f"{name} is {path}, which is no file: name another.")
+            raise FieldError(name, path, "name another.", f"{name} is {path}, which is no file")
         if not Path(path).exists():
-            check_folder(f"the folder of {name}", os.path.dirname(path) or ".")
+            check_folder(name, os.path.dirname(path) or ".")
             if name == "tokenizer" and config.tokenizer_size > config.model.vocab_size:
-                raise ValueError(f"tokenizer_size is {config.tokenizer_size}, the model has "
-                                 f"{config.model.vocab_size} entries: set model.vocab_size to at least that.")
+                raise FieldError("tokenizer_size", config.tokenizer_size, "set model.vocab_size to at least "
+                                 f"that: the model has {config.model.vocab_size} entries.")
+
+
+def check_export(config: TrainConfig, export: Path) -> None:
+    """Raises FieldError where the best parameters cannot go to `export`, or would be written over what the
+    run reads."""
+    check_folder("export_dir", str(export))
+    if not isinstance(config.model, NetworkConfig):
+        checkpoints.check_savable(config.model, "huggingface")
+    folders = {"output_dir": config.output_dir, "init": config.init, "teacher": config.teacher}
+    for name, other in folders.items():
+        if other is not None and Path(other).resolve() == export.resolve():
+            raise FieldError("export_dir", str(export), "choose another.",
+                             f"export_dir and {name} are the same folder, {export}")
+    if (export / "model.json").exists() and not isinstance(config.model, NetworkConfig):
+        raise FieldError("export_dir", str(export), "choose another folder.",
+                         f"export_dir is {export}, which holds a run (model.json)")
 
 
 def check_folder(name: str, path: str) -> None:
-    """Raises ValueError unless `path` is, or can become, a folder that files can be written to."""
+    """Raises FieldError unless `path` is, or can become, a folder that files can be written to."""
     if not path or "://" in path:
-        raise ValueError(f"{name} is {path!r}; it must be a local folder.")
+        raise FieldError(name, path, "it must be a local folder.")
     try:
         parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     except OSError as error:
-        raise ValueError(f"{name} is {path}: {error.strerror}.") from None
+        raise FieldError(name, path, "choose another.", f"{name} is {path}: {error.strerror}") from None
     if not parent.is_dir():
-        raise ValueError(f"{name} is {path}, but {parent} is a file: Not a directory; choose another.")
+        raise FieldError(name, path, "choose another.",
+                         f"{name} is {path}, but {parent} is a file: Not a directory")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{name} is {path}, but {parent} cannot be written to: choose another.")
+        raise FieldError(name, path, "choose another.",
+                         f"{name} is {path}, but {parent} cannot be written to")
 
 
 def check_memory(config: TrainConfig, rows: int) -> None:

@@ -29,7 +29,7 @@ from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training import distillation, lora
-from speccascade_jax.training.checks import check, check_memory
+from speccascade_jax.training.checks import check, check_memory, export_folders
 from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
 from speccascade_jax.training.exits import split
 from speccascade_jax.training.optimizer import make_optimizer
@@ -117,21 +117,22 @@ def start(config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest:
     return step, params, made("optimizer", optimizer.init, split(config, params)[0])
 
 
-def train(config: TrainConfig, metric: Metric | None = None) -> Path:
+def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False) -> Path:
     """Trains until config.steps and returns the run's directory; resumes where the last save ended.
 
     metric: scores the decoded validation texts at every evaluation; config.task.metric is its name.
+    ship: the best parameters also take the place of those that come with the package (config.shipped).
     Raises ValueError where the config, its files or the loss are unusable; what was saved stays whole.
     """
-    check(config)
+    check(config, ship)
     mesh, run = make_mesh(), Path(config.output_dir)
     first = jax.process_index() == 0
     with locked(run) if first else contextlib.nullcontext():
         train_locked(config, metric, mesh)
         if first:
             loss_curve(run)
-            if config.export_dir is not None:
-                export(run, Path(config.export_dir), config.init)
+            for folder in export_folders(config, ship):
+                export(run, folder, config.init)
     return run
 
 

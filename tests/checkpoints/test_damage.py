@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 from flax import serialization, traverse_util
-from processes import run
+from processes import REPOSITORY, run
 from safetensors.numpy import load_file, save_file
 from shapes import TINY_T5
 from tiny_models import random_checkpoint
@@ -169,6 +171,38 @@ def test_nothing_is_left_by_threads_that_write_on(intact, tmp_path, monkeypatch)
         checkpoints.save(tmp_path / "out", checkpoints.load(intact / "t5x"), "native")
     time.sleep(0.3)
     assert [*tmp_path.iterdir()] == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from speccascade_jax import checkpoints
+from speccascade_jax.commands.convert import main
+real = checkpoints.FORMATS["huggingface"]
+def killed(folder, *rest):
+    real(folder, *rest)
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.FORMATS["huggingface"] = killed
+main([*sys.argv[1:], "--to=huggingface"])
+"""
+
+
+def test_what_a_killed_convert_leaves_goes_with_the_next(intact, tmp_path):
+    """But not what another process is writing, nor what anybody else has put there."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(intact / "t5x"), str(tmp_path / "killed")],
+                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".killed.") and (left / "model.safetensors").is_file()
+    (tmp_path / ".mine").mkdir()
+    (tmp_path / ".notes.unfinished").write_text("a file")
+    (tmp_path / ".link.unfinished").symlink_to(".mine")
+    with checkpoints.locked_folder(tmp_path / ".busy.1.unfinished"):
+        assert convert([str(intact / "t5x"), str(tmp_path / "out"), "--to=native"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".busy.1.unfinished", ".link.unfinished", ".mine", ".notes.unfinished", "out"]
+    assert convert([str(intact / "t5x"), str(tmp_path / "more"), "--to=native"]) == 0
+    assert not (tmp_path / ".busy.1.unfinished").exists()
 
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)

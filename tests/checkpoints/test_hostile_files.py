@@ -3,6 +3,7 @@
 A process of its own reads them, so that a hang, a crash or a full memory is a result, too.
 """
 
+import base64
 import json
 import os
 import shutil
@@ -336,6 +337,67 @@ def test_a_tokenizer_json_that_cannot_take_every_text_is_refused(read, tmp_path)
     model = {"type": "Unigram", "vocab": [["<pad>", 0.0], ["</s>", 0.0], ["a", -1.0]], "unk_id": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
     check_refused(read(tmp_path / "tokenizer.json", "tokenizer"), "unk")
+
+
+TEXT, END = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}
+OTHER = {"Sequence": {"id": "B", "type_id": 0}}
+
+
+def template(single=(TEXT, END), ids=(1,), **changes):
+    special = {"</s>": {"id": "</s>", "ids": list(ids), "tokens": ["</s>"]}}
+    return {"post_processor": {"type": "TemplateProcessing", "single": list(single), "pair": [TEXT, OTHER],
+                               "special_tokens": special, **changes}}
+
+
+def charsmap(table):
+    return {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}]}}
+
+
+def vocabulary(**more):
+    return {"model": {"type": "WordLevel", "unk_token": "<unk>",
+                      "vocab": {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, **more}}}
+
+
+DAMAGED_JSON = {  # parts of a tokenizer.json that end the library's process, or raise what is no Exception
+    "a template's token": (template(special_tokens={}), "special_tokens"),
+    "a template's text": (template(single=[OTHER, END]), "TemplateProcessing"),
+    "a template without a text": (template(single=[END]), "TemplateProcessing"),
+    "a template's id": (template(ids=[4_000_000_000]), "4000000000"),
+    "a template's id beyond the vocabulary": (template(ids=[9]), "[3, 9]"),
+    "no characters": (charsmap(b""), "precompiled_charsmap"),
+    "characters without end": (charsmap(b"\xff" * 8), "precompiled_charsmap"),
+    "a table of wrong units": (charsmap(b"\4\0\0\0" + b"\xff" * 4 + b"a\0"), "cannot read"),
+    "a large id": (vocabulary(b=4_000_000_000), "4000000000"),
+    "an added token's id": ({"added_tokens": [
+        {"id": 4_000_000_000, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}]}, "4000000000"),
+    "a strip": ({"decoder": {"type": "Strip", "content": "a", "start": 10**18, "stop": 10**18}}, "Strip"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_JSON)
+def test_a_part_that_would_end_the_process_is_refused(case, read, tmp_path):
+    damage, words = DAMAGED_JSON[case]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **vocabulary(), **damage}))
+    check_refused(read(tmp_path / "tokenizer.json", "tokenizer"), words)
+
+
+PADDED = {"strategy": {"Fixed": 10**18}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+          "pad_type_id": 0, "pad_token": "<pad>"}
+CUT = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}
+WORDS = {"normalizer": {"type": "Prepend", "prepend": "a "}, "pre_tokenizer": {"type": "Whitespace"}}
+"""Every text has two tokens or more: one of them would be cut."""
+
+
+@pytest.mark.parametrize("part", [{"padding": PADDED}, {"truncation": CUT}, {"padding": 7, "truncation": 7}],
+                         ids=["padding", "truncation", "numbers"])
+def test_truncation_and_padding_are_not_read(part, read, tmp_path):
+    """They are the caller's: a fixed padding of 10**18 tokens ended the process."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(
+        {"version": "1.0", **vocabulary(), **WORDS, **part}))
+    outcome = read(tmp_path / "tokenizer.json", "tokenizer")
+    assert outcome.kind == "loaded" and outcome.gigabytes < GIGABYTES, outcome
 
 
 def test_a_damaged_vocabulary_is_refused_or_a_vocabulary(spiece, read, tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from processes import SCRIPTS
+from refusals import names, refusals
 
 from speccascade_jax import commands
 from speccascade_jax.inference.outputs import OutputFile
@@ -54,12 +55,18 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(capsys, words, command, *flags):
-    """One sentence with `words` on stderr, and exit code 2."""
+def refused(capsys, about, command, *flags):
+    """One sentence on stderr, and exit code 2; about: the field and the value that the error is about, or
+    words of one that has no field."""
     capsys.readouterr()
-    code = call(command, *flags)
+    with refusals() as errors:
+        code = call(command, *flags)
     said = capsys.readouterr().err
-    assert code == 2 and words in said and "Traceback" not in said, said
+    assert code == 2 and "Traceback" not in said, said
+    if isinstance(about, tuple):
+        assert names(errors[0]) == about or str(names(errors[0])) == str(about), errors
+    else:
+        assert about in said, said
     return said
 
 
@@ -90,7 +97,7 @@ def test_evaluate_writes_over_nothing(flags, folder, capsys):
     (folder / "texts").mkdir()
     before = contents(folder)
     for summary in ("data.jsonl", "texts/verifier.jsonl", "texts/verifier.jsonl.settings.json", "notes.txt"):
-        refused(capsys, "--summary is ", "evaluate", *own, f"--summary={summary}")
+        refused(capsys, ("summary", summary), "evaluate", *own, f"--summary={summary}")
     assert contents(folder) == before
 
 
@@ -100,17 +107,16 @@ def test_method_names_are_no_paths(command, flags, folder, capsys):
     inside = contents(folder)
     own = {"evaluate": ["--task=task.py", "--output=inside/texts"],
            "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=inside/out"]}
-    refused(capsys, "unknown method '../../x'", command, *flags, *own[command], "--methods", "../../x")
+    refused(capsys, ("method", "../../x"), command, *flags, *own[command], "--methods", "../../x")
     assert contents(folder) == inside
 
 
 def test_only_files_are_outputs(flags, folder, capsys):
     os.mkfifo("fifo")
     for path in ("/dev/full", "/dev/null", "fifo", "/tmp"):
-        for flag in ("--output", "--summary"):
-            refused(capsys, f"cannot write {path}: it is a", "decode", "--input=in.txt", *flags,
-                    f"{flag}={path}")
-    refused(capsys, "cannot write nowhere/out", "decode", "--input=in.txt", *flags, "--output=nowhere/out")
+        for field in ("output", "summary"):
+            refused(capsys, ("output", path), "decode", "--input=in.txt", *flags, f"--{field}={path}")
+    refused(capsys, ("output", "nowhere/out"), "decode", "--input=in.txt", *flags, "--output=nowhere/out")
     refused(capsys, "--output is a folder", "evaluate", *flags, "--task=task.py", "--output=notes.txt")
     assert not (folder / "nowhere").exists()
 
@@ -118,8 +124,7 @@ def test_only_files_are_outputs(flags, folder, capsys):
 def test_one_output_has_one_writer(flags, folder, capsys):
     out = folder / "out.jsonl"
     with OutputFile(out):
-        refused(capsys, "is being written by another process", "decode", "--input=in.txt", *flags,
-                f"--output={out}")
+        refused(capsys, ("output", str(out)), "decode", "--input=in.txt", *flags, f"--output={out}")
     assert call("decode", "--input=in.txt", *flags, f"--output={out}") == 0
     assert len(out.read_text().splitlines()) == 2
 
@@ -160,18 +165,23 @@ def test_a_full_disk_is_named(flags, folder):
 
 
 BAD = {  # flags of decode, and what is said
-    "limit 0": (["--limit=0"], "--limit is 0; it must be at least 1"),
-    "limit -1": (["--limit=-1"], "--limit is -1; it must be at least 1"),
-    "seed": (["--seed", 2**63], "seed is 9223372036854775808"),
-    "batch": (["--batch-size=0"], "batch_size is 0"),
-    "negative batch": (["--batch-size=-1"], "batch_size is -1"),
-    "endless batch": (["--batch-size", 10**30], f"batch_size is {10**30}"),
-    "devices": (["--tensor-parallel=0"], "tensor_parallel is 0"),
-    "nan": (["--alpha=nan", "--method=verifier"], "alpha is nan"),
-    "temperature": (["--temperature=inf"], "temperature is inf"),
-    "block size": (["--block-size", 10**30], f"block_size is {10**30}"),
-    "new tokens": (["--max-new-tokens", 10**30], f"max_new_tokens is {10**30}"),
-    "dtype": (["--dtype=float8"], "dtype is 'float8'"),
+    "limit 0": (["--limit=0"], ("limit", 0)),
+    "limit -1": (["--limit=-1"], ("limit", -1)),
+    "seed": (["--seed", 2**63], ("seed", 2**63)),
+    "batch": (["--batch-size=0"], ("batch_size", 0)),
+    "negative batch": (["--batch-size=-1"], ("batch_size", -1)),
+    "endless batch": (["--batch-size", 10**30], ("batch_size", 10**30)),
+    "devices": (["--tensor-parallel=0"], ("tensor_parallel", 0)),
+    "nan": (["--alpha=nan", "--method=verifier"], ("alpha", float("nan"))),
+    "temperature": (["--temperature=inf"], ("temperature", float("inf"))),
+    "block size": (["--block-size", 10**30], ("block_size", 10**30)),
+    "new tokens": (["--max-new-tokens", 10**30], ("max_new_tokens", 10**30)),
+    "source tokens": (["--max-source-length", 2**31 - 1], ("max_source_length", 2**31 - 1)),
+    "dtype": (["--dtype=float8"], ("dtype", "float8")),
+    "too long a text": (["--max-source-length=1"], "input 0 has"),
+    "no router": (["--method=router", "--router=fifo"], ("router", "fifo")),
+    "an endless router": (["--method=router", "--router=/dev/zero"], ("router", "/dev/zero")),
+    "somebody else's settings": (["--output=foreign.jsonl"], ("output", "foreign.jsonl")),
     "not UTF-8": (["--text=\udcff"], r"the argument '--text=\udcff' is not valid UTF-8"),
     "a path not UTF-8": (["--input=\udcff.txt"], "is not valid UTF-8"),
     "a flag not UTF-8": (["--\udcff=1"], "is not valid UTF-8"),
@@ -191,6 +201,8 @@ def test_it_is_one_sentence_before_anything_is_decoded(case, flags, folder, caps
     lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)
     (folder / "null.jsonl").write_text("".join([*lines[:2], '{"source": null}\n', *lines]))
     (folder / "half.jsonl").write_text('{"source": "\\ud800"}\n')
+    (folder / "foreign.jsonl.settings.json").write_text('{"theme": "dark"}')
+    os.mkfifo("fifo")
     more, words = BAD[case]
     before = contents(folder)
     given = [] if any(str(flag).startswith(("--input", "--text")) for flag in more) else ["--input=in.txt"]
@@ -201,18 +213,18 @@ def test_it_is_one_sentence_before_anything_is_decoded(case, flags, folder, caps
 
 BAD_TASKS = {
     "empty": ("evaluate", ["--split=validation"], "empty.jsonl holds no examples"),
-    "limit": ("evaluate", ["--limit=0"], "--limit is 0"),
-    "negative limit": ("evaluate", ["--limit=-1"], "--limit is -1"),
-    "join": ("evaluate", ["--join=0"], "--join is 0; it must be at least 1"),
-    "negative join": ("evaluate", ["--join=-3"], "--join is -3; it must be at least 1"),
+    "limit": ("evaluate", ["--limit=0"], ("limit", 0)),
+    "negative limit": ("evaluate", ["--limit=-1"], ("limit", -1)),
+    "join": ("evaluate", ["--join=0"], ("join", 0)),
+    "negative join": ("evaluate", ["--join=-3"], ("join", -3)),
     "no methods": ("evaluate", ["--methods"], "--methods"),
-    "split": ("evaluate", ["--split=dev"], "unknown split 'dev'"),
+    "split": ("evaluate", ["--split=dev"], ("split", "dev")),
     "no task": ("evaluate", ["--task=demo"], "demo is a pair to decode with, not a training run"),
-    "alpha of one method": ("evaluate", ["--alpha=3", "--methods", "verifier", "token_v3"], "alpha is 3.0"),
-    "shots": ("fewshot", ["--shots=-1"], "--shots is -1; it must be at least 0"),
+    "alpha of one method": ("evaluate", ["--alpha=3", "--methods", "verifier", "token_v3"], ("alpha", 3.0)),
+    "shots": ("fewshot", ["--shots=-1"], ("shots", -1)),
     "many shots": ("fewshot", ["--shots=7"], "has 6 examples, 7 are to be shown"),
     "nothing to ask": ("fewshot", ["--inputs=empty.jsonl"], "has no examples to ask"),
-    "few-shot limit": ("fewshot", ["--limit=0"], "--limit is 0"),
+    "few-shot limit": ("fewshot", ["--limit=0"], ("limit", 0)),
     "no field": ("fewshot", ["--task=triviaqa"], "data.jsonl, line 1: `question` is None; it must be a text"),
     "a text for texts": ("fewshot", ["--task=triviaqa", "--shot-pool=text.jsonl"],
                          "text.jsonl, line 1: `answers` is 'abc'; it must be a list of texts"),
@@ -265,6 +277,12 @@ def test_help_needs_no_config(command, capsys):
     for flag in ("--help", "-h"):
         assert call(command, flag) == 0
         assert f"usage: {command}.py" in capsys.readouterr().out
+
+
+def test_a_large_alpha_warns_of_nothing(flags, folder, recwarn):
+    """In float32 it would be infinite."""
+    assert call("decode", *flags, "--text=the cat", "--method=opt", "--alpha=1e300") == 0
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
 def test_a_batch_may_be_larger_than_the_input(flags, folder):

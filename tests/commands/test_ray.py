@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from corpora import SENTENCES, shuffled
 from processes import REPOSITORY, SCRIPTS
 
 from speccascade_jax.commands import decode
-from speccascade_jax.inference.ray_jobs import cut, read_shards
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference import ray_jobs
+from speccascade_jax.inference.ray_jobs import check_address, cut, read_shards
 
 TEXTS = shuffled(SENTENCES)[:96]
 
@@ -23,6 +27,7 @@ def test_shards_are_cut_in_order(tmp_path, capsys):
         (tmp_path / name).write_text("\n".join(texts) + "\n")
     texts = read_shards(str(tmp_path / "*.txt"))
     assert texts == TEXTS
+    assert read_shards(str(tmp_path / "*.txt"), 50) == TEXTS[:50]
     shards = cut(texts, 40, tmp_path)
     assert [(Path(s.file).name, s.first, len(s.texts)) for s in shards] == [
         ("part-00000.jsonl", 0, 40), ("part-00001.jsonl", 40, 40), ("part-00002.jsonl", 80, 16)]
@@ -32,6 +37,48 @@ def test_shards_are_cut_in_order(tmp_path, capsys):
             ([f"--input={tmp_path}/a.txt", "--output=x", "--shard-size=0"], "shard-size")):
         assert decode.main(["--ray=local", *flags]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def listener():
+    """A function that serves one connection with these bytes, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def answers(data):
+            def work():
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(data)
+                    connection.recv(100)
+                    if data is SILENT:
+                        connection.recv(100)
+            threading.Thread(target=work, daemon=True).start()
+            return f"127.0.0.1:{server.getsockname()[1]}"
+        yield answers
+
+
+SILENT = b""
+
+
+def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkeypatch):
+    """Ray itself tries for minutes."""
+    monkeypatch.setattr(ray_jobs, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    begun = time.monotonic()
+    for address in (nobody, f"ray://{nobody}", listener(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+                    listener(SILENT), "nowhere.invalid:1234", "localhost", "localhost:0",
+                    "localhost:99999999", ":1", "x:y", ""):
+        with pytest.raises(FieldError) as error:
+            check_address(address)
+        assert (error.value.field, error.value.value) == ("ray", address)
+    assert time.monotonic() - begun < 10
+    check_address(listener(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])))  # HTTP/2's settings, as gRPC answers
+    for address in ("local", "auto"):
+        check_address(address)
+    (tmp_path / "in.txt").write_text("the cat\n")
+    assert decode.main([f"--ray={nobody}", f"--input={tmp_path / 'in.txt'}",
+                        f"--output={tmp_path / 'out'}"]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def processes_of(pid):

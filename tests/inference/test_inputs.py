@@ -1,10 +1,12 @@
 """Texts from files: what is no text is refused with its line, before anything is decoded."""
 
 import gzip
+import io
 import json
 
 import pytest
 
+from speccascade_jax.inference import inputs
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines, read_texts
 
 TEXTS = ["eins", "", "zwei\u2028drei", "\ufeffvier"]
@@ -53,15 +55,64 @@ def test_a_damaged_or_truncated_gzip_is_refused(tmp_path):
                  whole + b"x"):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=f"cannot read {path}: "):
-            read_lines(path)
+            list(read_lines(path))
     path.write_bytes(whole)
-    assert len(read_lines(path)) == 1000
+    assert len(list(read_lines(path))) == 1000
 
 
 def test_devices_that_never_end_are_refused():
     for device in ("/dev/zero", "/dev/full"):
         with pytest.raises(ValueError, match=f"cannot read {device}: it is a device"):
-            read_lines(device)
+            list(read_lines(device))
+
+
+class Endless(io.RawIOBase):
+    """A stream that never ends, and how much of it was read."""
+
+    def __init__(self, line):
+        self.line, self.read_bytes = line, 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = (self.line * (len(buffer) // len(self.line) + 1))[:len(buffer)]
+        buffer[:] = data
+        self.read_bytes += len(data)
+        assert self.read_bytes < 2**20, "more of the file was read than is wanted"
+        return len(data)
+
+
+def test_no_more_of_a_file_is_read_than_is_wanted(monkeypatch):
+    """Of a file that unpacks to six gigabytes the first line took all of them."""
+    monkeypatch.setattr(inputs, "_opened", lambda path: io.BufferedReader(Endless(b"a line of it\n")))
+    assert read_texts("in.txt", limit=2) == ["a line of it"] * 2
+    endless = Endless(b"\n")
+    monkeypatch.setattr(gzip, "GzipFile", lambda fileobj: io.BufferedReader(endless))
+    assert read_texts("in.txt.gz", limit=3) == [""] * 3 and endless.read_bytes
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.txt.gz"])
+def test_a_line_has_a_longest_length(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "LONGEST_LINE", 1000)
+    packed = gzip.compress if name.endswith(".gz") else bytes
+    path = tmp_path / name
+    for end in (b"\n", b"\r\n"):
+        path.write_bytes(packed(b"one" + end + b"x" * 1000 + end + b"three"))
+        assert [len(line) for line in read_lines(path)] == [3, 1000, 5]
+        path.write_bytes(packed(b"one" + end + b"x" * 1001 + end + b"three"))
+        with pytest.raises(ValueError) as error:
+            read_texts(str(path))
+        assert str(error.value).startswith(f"{path}, line 2: ") and "1,000 bytes" in str(error.value)
+        assert read_texts(str(path), limit=1) == ["one"]
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
+    """However long it is, no more of it is read than a line may have."""
+    monkeypatch.setattr(inputs, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(inputs, "_opened", lambda path: io.BufferedReader(Endless(b"x")))
+    with pytest.raises(ValueError, match=r"in.txt, line 1: "):
+        read_texts("in.txt")
 
 
 def test_what_utf8_cannot_hold_is_no_text():

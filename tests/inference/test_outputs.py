@@ -10,6 +10,7 @@ import time
 import pytest
 from processes import REPOSITORY
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import (
     OutputFile,
     check_targets,
@@ -51,12 +52,53 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(path):
         assert path.read_bytes() == whole
 
 
+FOREIGN = {"of another program": b'{"theme": "dark", "alpha": 1}', "no object": b"[1]", "no JSON": b"mine",
+           "a sparse file": None}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("empty", [False, True], ids=["no output", "an empty output"])
+def test_somebody_elses_settings_are_kept(case, empty, path):
+    """What stands where the settings go, and is none of ours, is not written over."""
+    if empty:
+        path.write_bytes(b"")
+    settings_file(path).write_bytes(FOREIGN[case] or b"{")
+    if FOREIGN[case] is None:
+        os.truncate(settings_file(path), 2**40)
+    before = settings_file(path).stat()
+    with pytest.raises(FieldError) as error:
+        open_output(path, SETTINGS, TEXTS)
+    assert (error.value.field, error.value.value) == ("output", str(path))
+    after = settings_file(path).stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert path.exists() == empty
+
+
+def test_an_error_before_the_first_line_leaves_no_file(path):
+    """But a file of before, an empty one too, stays; and so does one with a line."""
+    def fails(lines):
+        with pytest.raises(RuntimeError):
+            file, _ = open_output(path, SETTINGS, TEXTS)
+            with file:
+                for output in OUTPUTS[:lines]:
+                    file.add(dataclasses.asdict(output))
+                raise RuntimeError
+        return sorted(p.name for p in path.parent.iterdir())
+
+    assert fails(0) == []
+    both = ["out.jsonl", "out.jsonl.settings.json"]
+    assert fails(1) == both and fails(0) == both
+    path.write_bytes(b"")
+    assert fails(0) == both and path.read_bytes() == b""
+
+
 def refused(path, words, settings=SETTINGS, texts=TEXTS, first=0):
     """open_output refuses the file, and leaves it and its settings as they were."""
     before = [f.read_bytes() if f.is_file() else None for f in (path, settings_file(path))]
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(FieldError, match=words) as error:
         open_output(path, settings, texts, first)
     assert "\n" not in str(error.value)
+    assert (error.value.field, error.value.value) == ("output", str(path))
     assert [f.read_bytes() if f.is_file() else None for f in (path, settings_file(path))] == before
 
 
@@ -130,22 +172,23 @@ def test_the_file_of_someone_else_is_left_alone(path):
     refused(path, "exists, without the out.jsonl.settings.json")
 
 
+def refuses(work, path):
+    with pytest.raises(FieldError) as error:
+        work()
+    assert (error.value.field, error.value.value) == ("output", str(path))
+
+
 def test_only_files_are_written(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/full")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "fifo", tmp_path / "link", "/dev/full", "/dev/null", tmp_path / "folder"):
-        with pytest.raises(ValueError, match=f"cannot write {path}: it is a"):
-            resume(path, SETTINGS)
-        with pytest.raises(ValueError, match=f"cannot write {os.path.realpath(path)}: it is a"):
-            write_whole(path, "text")
-        with pytest.raises(ValueError, match=f"cannot write {path}: it is a"):
-            check_targets({"--output": path}, {})
+        refuses(lambda path=path: resume(path, SETTINGS), path)
+        refuses(lambda path=path: write_whole(path, "text"), os.path.realpath(path))
+        refuses(lambda path=path: check_targets({"--output": path}, {}), path)
     os.mkfifo(tmp_path / "out.jsonl.settings.json")
-    with pytest.raises(ValueError, match=r"settings\.json: it is a device or a pipe"):
-        resume(tmp_path / "out.jsonl", SETTINGS)
-    with pytest.raises(ValueError, match="File name too long"):
-        resume(tmp_path / ("x" * 300), SETTINGS)
+    refuses(lambda: resume(tmp_path / "out.jsonl", SETTINGS), tmp_path / "out.jsonl.settings.json")
+    refuses(lambda: resume(tmp_path / ("x" * 300), SETTINGS), tmp_path / ("x" * 300))
 
 
 HOLD = """
@@ -163,12 +206,10 @@ def test_a_second_process_is_refused_until_the_first_is_dead(path):
                              env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     try:
         assert first.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match="is being written by another process"):
-            resume(path, SETTINGS)
+        refuses(lambda: resume(path, SETTINGS), path)
         link = path.with_name("link")
         link.symlink_to(path)
-        with pytest.raises(ValueError, match="is being written by another process"):
-            resume(link, SETTINGS)
+        refuses(lambda: resume(link, SETTINGS), link)
     finally:
         first.kill()
         first.wait()
@@ -258,17 +299,20 @@ def test_no_file_is_both_read_and_written_under_any_name(tmp_path):
     (tmp_path / "dangling").symlink_to(other)
     for same in (data, tmp_path / "link", tmp_path / "hard", tmp_path / "there" / "data.jsonl",
                  os.path.relpath(data)):
-        with pytest.raises(ValueError, match=r"--summary is .*, the same file as --input: name another"):
-            check_targets({"--summary": same}, {"--input": data})
-        with pytest.raises(ValueError, match=r"--summary is .*, the same file as --output"):
-            check_targets({"--output": data, "--summary": same}, {})
+        for written, read in (({"--summary": same}, {"--input": data}),
+                              ({"--output": data, "--summary": same}, {})):
+            with pytest.raises(FieldError) as error:
+                check_targets(written, read)
+            assert (error.value.field, error.value.value) == ("summary", str(same))
     for same in (other, tmp_path / "there" / "other", tmp_path / "dangling"):  # not there yet
-        with pytest.raises(ValueError, match=r"--summary is .*, the same file as --output"):
+        with pytest.raises(FieldError) as error:
             check_targets({"--output": other, "--summary": same}, {})
+        assert (error.value.field, error.value.value) == ("summary", str(same))
     check_targets({"--output": other, "--summary": None}, {"--input": data, "--tokenizer": None})
     assert not other.exists() and data.read_text() == "x"  # a check writes nothing
-    with pytest.raises(ValueError, match=r"cannot write .*: there is no folder"):
+    with pytest.raises(FieldError) as error:
         check_targets({"--output": tmp_path / "nowhere" / "out"}, {})
+    assert (error.value.field, error.value.value) == ("output", str(tmp_path / "nowhere" / "out"))
 
 
 def test_a_link_to_a_summary_stays_a_link(tmp_path):

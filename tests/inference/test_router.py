@@ -7,17 +7,19 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hostile import INSTEAD
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
 from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
 
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
-from speccascade_jax.core.rules import METHODS, Scores
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.rules import METHODS, TRAINED, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.learned import router
 from speccascade_jax.learned.router import FEATURES, Weights
-from speccascade_jax.settings import TRAINED, Settings
+from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import Batch, pad
 from speccascade_jax.training.rollouts import Tried
 from speccascade_jax.training.router import (
@@ -194,20 +196,53 @@ def test_only_routers_files_are_read(tmp_path):
     path, options = tmp_path / "router.json", {"method": "router", "alpha": 0.3}
     path.write_text(router.described(WEIGHTS, pair="toy"))
     assert pair(router=router.load(path)).checked(Settings(), options).name == "router"
-    with pytest.raises(ValueError, match="give its file with --router"):
+    with pytest.raises(FieldError) as error:
         pair().checked(Settings(), options)
-    with pytest.raises(ValueError, match="is of router: give a file of the same method"):
+    assert (error.value.field, error.value.value) == ("method", "router")
+    with pytest.raises(FieldError) as error:
         pair(router=router.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
+    assert (error.value.field, error.value.value) == ("method", "learned_mixture")
     path.write_text(router.described(WEIGHTS, "learned_mixture", pair="toy"))
     assert router.load(path).name == "learned_mixture" and router.load(path).high == 1
-    good = json.loads(path.read_text())
-    for damage in ({"method": "opt"}, {"bias": [1.0]}, {"out": [float("nan")] * 5}, {"features": ["x"]},
-                   {"hidden": "x"}):
-        path.write_text(json.dumps({**good, **damage}))
-        with pytest.raises(ValueError, match="no router's file"):
-            router.load(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        router.load(tmp_path / "none.json")
+
+
+F = len(FEATURES)
+NONSENSE = {
+    "a method": {"method": "opt"}, "units": {"bias": [1.0]}, "NaN": {"out": [float("nan")] * 5},
+    "features": {"features": ["x"]}, "a text": {"hidden": "x"}, "no numbers": {"out": [None] * 5},
+    "digits": {"out": [10**400] * 5}, "large": {"out": [1e300] * 5}, "sums overflow": {"bias": [1e30] * 5},
+    "no units": {"hidden": [[]] * F, "bias": [], "out": []},
+    "numbers for arrays": {"hidden": [0.0] * F, "bias": 0.0, "out": 0.0},
+    "two layers": {"hidden": [[[0.0] * 3] * 2] * F, "bias": [[0.0] * 3] * 2, "out": [[0.0] * 3] * 2},
+    "ragged": {"hidden": [[0.0] * 5] * (F - 1) + [[0.0]]}, "an object": {"bias": {"a": 1}},
+    "a list for a method": {"method": ["router"]}, "no features": {"features": 3},
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_numbers_and_shapes_of_nonsense_are_refused(case, tmp_path, recwarn):
+    path = tmp_path / "router.json"
+    path.write_text(json.dumps({**json.loads(router.described(WEIGHTS)), **NONSENSE[case]}))
+    refuses(path)
+    assert not recwarn.list
+
+
+def refuses(path):
+    with pytest.raises(FieldError) as error:
+        router.load(path)
+    assert (error.value.field, error.value.value) == ("router", str(path))
+
+
+@pytest.mark.parametrize("instead", [name for name in INSTEAD if name != "an endless device"])
+def test_what_is_no_routers_file_is_refused(instead, tmp_path):
+    """A pipe hangs no reader, and a sparse terabyte takes no memory."""
+    INSTEAD[instead](tmp_path / "router.json")
+    refuses(tmp_path / "router.json")
+
+
+def test_a_router_that_cannot_be_is_refused(tmp_path):
+    for path in (tmp_path / "none.json", "/dev/zero", "a\0b", "\ud800", "x" * 5000):
+        refuses(path)
 
 
 CONFIGS = {"pair": '''
@@ -221,6 +256,7 @@ config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
 ''', "router": '''
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
+from speccascade_jax.core.errors import FieldError
 config = RouterConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
 '''}
 
@@ -262,5 +298,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
                                     {"top_ps": (0.5,), "method": "learned_mixture"},
                                     {"places": 3, "method": "learned_mixture"}])
 def test_configs_of_nonsense_are_refused(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
+    with pytest.raises(FieldError) as error:
         dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()
+    field, value = next(iter(change.items()))
+    assert error.value.field == field and str(error.value.value) == str(value)
