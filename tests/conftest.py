@@ -38,7 +38,8 @@ def is_larger(item) -> bool:
 
 
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
-LONGEST = ("tests/test_fuzz.py", "tests/core/test_hierarchy.py", "tests/laws.py")
+LONGEST = ("tests/test_fuzz.py", "tests/core/samplers/test_hierarchy.py",
+           "tests/core/samplers/test_speculative.py", "tests/models/test_model_laws.py")
 
 
 def pytest_collection_modifyitems(config, items):

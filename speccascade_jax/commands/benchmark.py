@@ -320,7 +320,6 @@ def check(arguments: Arguments) -> DecodeConfig:
         raise ValueError("--vs compares whole decodings: give inputs with --input, or sizes with --preset.")
     if a.preset is not None and a.input is not None:
         raise ValueError("random weights write nothing worth timing: give --preset or --input.")
-    other_libraries.check_installed(a.vs)
     if a.tpu is not None:
         compiling.check(a)
     at_least(1, tokens=a.tokens, repetitions=a.repetitions, limit=a.limit, join=a.join)
@@ -349,6 +348,7 @@ def check(arguments: Arguments) -> DecodeConfig:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
         if a.vs and not isinstance(PRESETS[name], T5Config):
             raise ValueError(f"--vs compares T5 models; {name} is another one.")
+    other_libraries.check_installed(a.vs)  # last: nobody installs them for what cannot be compared
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 
