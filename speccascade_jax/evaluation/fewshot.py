@@ -178,7 +178,7 @@ def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
 
 
 def against_references(metric: str, field: str) -> Score:
-    """A metric of evaluation.METRICS against the examples' `field`."""
+    """A metric of quality.METRICS against the examples' `field`."""
     def score(answers: Sequence[str], examples: Sequence[Example]) -> Scored:
         return Scored({metric: METRICS[metric](answers, [[example[field]] for example in examples])}, [])
 

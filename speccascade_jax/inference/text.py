@@ -49,7 +49,7 @@ class Output:
     text: str
     tokens: list[int]             # what ends them (the end-of-sequence token, a stop sequence) included
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
-    counts: dict[str, Any]        # core.metrics.Counters and the drafter's passes; empty for an empty input
+    counts: dict[str, Any]        # core.counters.Counters and the drafter's passes; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
     level: list[int] = dataclasses.field(default_factory=list)  # which model wrote each token, 0 the smallest
 
@@ -73,7 +73,7 @@ class Cascade:
     chat: bool = False            # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: Vocabulary = "auto"  # the drafters of another vocabulary, and how these draft
-    router: Method | None = None  # the method of this name, see inference.router
+    router: Method | None = None  # a trained method, which stands for its name: see learned.router
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)

@@ -2,7 +2,7 @@
 arXiv 2502.05202).
 
 Ids are translated going in, laws come out over the target vocabulary, and so every sampler and every rule
-works unchanged. Which laws depends on the tables (inference.vocabularies makes them of two tokenizers):
+works unchanged. Which laws depends on the tables (vocabularies.joining makes them of two tokenizers):
 
     TLI (Algorithm 4)    q(t) of the tokens that both have, renormalised; the head has no other columns
     SLRS (Algorithm 3)   psi(t), how probable it is that what the drafter writes begins with t
