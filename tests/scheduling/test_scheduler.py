@@ -169,6 +169,14 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     assert max(abs(place - n) for n, place in enumerate(places)) < 12  # nobody waits for longer texts
 
 
+def test_rows_draft_blocks_of_their_own_sizes(served, requests):
+    sized = [request._replace(settings=dataclasses.replace(request.settings, block_size=1 + n % 3))
+             for n, request in enumerate(requests[:6])]
+    for request, result in zip(sized, run(Scheduler(served, 3, Letters(), bucket), sized), strict=True):
+        size, rounds = request.settings.block_size, result.counts["rounds"]
+        assert (size - 1) * rounds < result.counts["drafted"] <= size * rounds  # fewer where a draft ends
+
+
 def test_prompts_of_like_lengths_are_read_together(served):
     """The first of those that wait is always among them, and whoever is passed over keeps its turn."""
     scheduler = Continuous(served, 6, Letters(), bucket, WIDTHS[-1])
