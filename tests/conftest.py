@@ -15,6 +15,7 @@ import pytest
 import sentencepiece
 from corpora import PROMPTS, SENTENCES, TURN, shuffled
 from jaxtyping import install_import_hook
+from skips import Skips, was_skipped
 
 # Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
 install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines", "models", "inference")],
@@ -23,7 +24,13 @@ install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines",
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
-    parser.addoption("--rest", action="store_true", help="with --full: not what the quick suite runs as well")
+    parser.addoption("--rest", action="store_true",
+                     help="with --full: not what the quick suite runs as well, unless it was skipped there")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the one process that hears of all tests
+        config.pluginmanager.register(Skips(config.cache))
 
 
 def is_quick(item) -> bool:
@@ -37,14 +44,20 @@ def is_larger(item) -> bool:
     return not is_quick(item) or not {"full", "rows"}.isdisjoint(item.fixturenames)
 
 
+def is_rest(item) -> bool:
+    """Whether the quick suite has not run a test as it is run with --full."""
+    return is_larger(item) or was_skipped(item.nodeid, item.config.cache)
+
+
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
-LONGEST = ("tests/test_fuzz.py", "tests/core/test_hierarchy.py", "tests/laws.py")
+LONGEST = ("tests/test_fuzz.py", "tests/core/samplers/test_hierarchy.py",
+           "tests/core/samplers/test_speculative.py", "tests/models/test_model_laws.py")
 
 
 def pytest_collection_modifyitems(config, items):
     wanted = is_quick
     if config.getoption("--full"):
-        wanted = is_larger if config.getoption("--rest") else bool
+        wanted = is_rest if config.getoption("--rest") else bool
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = [item for item in items if wanted(item)]
     places = {name: n for n, name in enumerate(LONGEST)}

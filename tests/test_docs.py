@@ -1,8 +1,13 @@
-"""The documentation keeps its word: its code runs, its links lead somewhere, and every page is found."""
+"""The documentation keeps its word: its code runs, and what it names is there."""
 
+import ast
+import importlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -99,6 +104,51 @@ def test_nothing_cites_a_document_that_is_not_here():
     for path in [*PAGES, ROOT / "mkdocs.yml", *sources]:
         found = ELSEWHERE.search(path.read_text(encoding="utf-8"))
         assert found is None, f"{path.relative_to(ROOT)} cites {found[0]}"
+
+
+PACKAGE = ROOT / "speccascade_jax"
+CITED = re.compile(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)*)\.([A-Za-z_]\w*)")
+OBJECTS = {"cache", "config", "engine", "scheduler"}
+"""Modules whose names stand for an object in docstrings, too."""
+
+
+def modules_by_name() -> dict[str, list[str]]:
+    """Every module and folder of the package by the last part of its name."""
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found.setdefault(name.rpartition(".")[2], []).append(name)
+    return found
+
+
+def prose(source: str) -> Iterator[str]:
+    """The docstrings and comments of a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    yield from (token.string for token in tokens if token.type == tokenize.COMMENT)
+
+
+def leads_nowhere(source: str, known: dict[str, list[str]]) -> list[str]:
+    """Which `module.name` of a file's docstrings and comments is in no module of that name."""
+    def is_there(module: str, name: str) -> bool:
+        return hasattr(importlib.import_module(module), name) or f"{module}.{name}" in known.get(name, ())
+
+    return [cited[0] for text in prose(source) for cited in CITED.finditer(text)
+            if (last := cited[1].rpartition(".")[2]) in known and not OBJECTS & set(cited[1].split("."))
+            and not re.match(r"(json|jsonl|md|py|model)\b", cited[2])
+            and not any(is_there(module, cited[2]) for module in known[last])]
+
+
+def test_docstrings_name_what_is_there():
+    known = modules_by_name()
+    wrong = {str(path.relative_to(ROOT)): found for path in sorted(PACKAGE.rglob("*.py"))
+             if (found := leads_nowhere(path.read_text(), known))}
+    assert not wrong
+    for planted in ("# see rates.no_such_function", 'def f():\n    """As metrics.relative_cost."""'):
+        assert len(leads_nowhere(planted, known)) == 1
+    assert not leads_nowhere("# rates.relative_cost, core.loop, configs/demo.py, config.json", known)
 
 
 def test_every_page_is_in_the_navigation():

@@ -8,7 +8,7 @@ import sys
 import pytest
 from processes import REPOSITORY
 
-FILES = ["core/sampling.py", "models/t5.py", "inference/tokenizer.py"]
+FILES = ["core/transforms.py", "models/t5.py", "tokenizers/tokenizer.py"]
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,6 @@ def check(arguments: Arguments) -> DecodeConfig:
     if a.preset is not None and a.input is not None:
         raise FieldError("preset", a.preset, "give --preset or --input.",
                          "random weights write nothing worth timing")
-    other_libraries.check_installed(a.vs)
     if a.tpu is not None:
         compiling.check(a)
     at_least(1, tokens=a.tokens, repetitions=a.repetitions, limit=a.limit, join=a.join)
@@ -363,6 +362,7 @@ def check(arguments: Arguments) -> DecodeConfig:
             raise FieldError("preset", name, f"known: {', '.join(PRESETS)}.", f"unknown preset {name!r}")
         if a.vs and not isinstance(PRESETS[name], T5Config):
             raise FieldError("vs", a.vs, f"{name} is another one.", "--vs compares T5 models")
+    other_libraries.check_installed(a.vs)  # last: nobody installs them for what cannot be compared
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 

@@ -75,7 +75,7 @@ class Arguments:
     precompile: bool = False
     """Compile all programs of these settings, keep them for later runs, and stop."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """List configs and methods, and stop."""
+    """List the configs to decode with and the methods, and stop."""
 
 
 def print_list(screen: Console) -> None:

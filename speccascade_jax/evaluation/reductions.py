@@ -97,7 +97,7 @@ def _seconds_a_token(latency: Latency) -> float:
 def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     """Predicted time per token, in steps of the verifier; step_ratio: a drafter step / a verifier step.
 
-    With a block size: metrics.relative_cost. Otherwise what the counted passes cost; reading several tokens
+    With a block size: rates.relative_cost. Otherwise what the counted passes cost; reading several tokens
     counts as one step.
     """
     if "passes of model 1" in quality.counts:

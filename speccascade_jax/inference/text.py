@@ -60,7 +60,7 @@ class Output:
     text: str
     tokens: list[int]             # what ends them (the end-of-sequence token, a stop sequence) included
     origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
-    counts: dict[str, Any]        # core.metrics.Counters and the drafter's passes; empty for an empty input
+    counts: dict[str, Any]        # core.counters.Counters and the drafter's passes; empty for an empty input
     truncated: bool = False       # the input was cut to max_source_length
     level: list[int] = dataclasses.field(default_factory=list)  # which model wrote each token, 0 the smallest
 

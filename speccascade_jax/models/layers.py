@@ -137,7 +137,7 @@ def whole(x: Array) -> Array:
 
 def sharers() -> int:
     """How many devices share each model's parameters; 0 where nobody has said so while this is traced
-    (jax.set_mesh, as inference.programs does)."""
+    (jax.set_mesh, as scheduling.programs does)."""
     return jax.sharding.get_abstract_mesh().shape.get(SHARED, 0)
 
 

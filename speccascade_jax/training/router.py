@@ -1,4 +1,4 @@
-"""Training the methods that learn (inference.router): a router on what both models' tokens are worth
+"""Training the methods that learn (learned.router): a router on what both models' tokens are worth
 (rollouts), a mixture on teacher-forced texts."""
 
 import dataclasses

@@ -16,12 +16,12 @@ from speccascade_jax.baselines.sequence import QUANTILE
 from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.baselines.token_cascade import TokenCascade
 from speccascade_jax.core import loop
-from speccascade_jax.core.loop import generate
+from speccascade_jax.core.loop import Requests, generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally
-from speccascade_jax.scheduling.scheduler import Scheduler
+from speccascade_jax.scheduling.programs import Programs
 
 VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
@@ -246,13 +246,14 @@ def test_one_random_number_for_both_texts_is_seen(monkeypatch):
 
 def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     cascade, rows = pair(), []
-    real = Scheduler._begun
+    real = Programs.call
 
-    def spy(self, placed, *rest):
-        rows.append((self.programs.plan.sampler, len(placed)))
-        return real(self, placed, *rest)
+    def spy(self, program, *arguments):
+        rows.extend((self.plan.sampler, int(np.sum(asked.input_length > 0)))
+                    for asked in arguments if isinstance(asked, Requests))
+        return real(self, program, *arguments)
 
-    monkeypatch.setattr(Scheduler, "_begun", spy)
+    monkeypatch.setattr(Programs, "call", spy)
     outputs = list(cascade.generate(["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9,
                                     temperature=1.0, batch_size=6))
     verified = [size for sampler, size in rows if isinstance(sampler, Autoregressive)]

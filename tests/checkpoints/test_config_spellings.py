@@ -1,7 +1,7 @@
 """config.json as transformers 4 and transformers 5 write it, for the same shapes: read alike.
 
-config_spellings.json has what save_pretrained of 4.57.6 and of 5.23.0 wrote of tests/support/shapes.py's shapes, word
-for word: what a version leaves out differs as well as how it calls things.
+config_spellings.json has what save_pretrained of 4.57.6 and of 5.23.0 wrote of tests/support/shapes.py's
+shapes, word for word: what a version leaves out differs as well as how it calls things.
 """
 
 import dataclasses

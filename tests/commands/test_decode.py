@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from corpora import SENTENCES
 
+from speccascade_jax import config as configs
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
@@ -171,7 +172,9 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
         assert said in capsys.readouterr().err
 
 
-def test_list_names_configs_and_methods(capsys):
+def test_list_names_configs_to_decode_with_and_methods(capsys):
+    """Configs that train a model are none of --config's values."""
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
+    assert "demo_verifier" in configs.available() and "demo_verifier" not in shown
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])

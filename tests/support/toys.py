@@ -78,10 +78,17 @@ def entropy(x):
     return -sum(v * np.log(v) for v in x if v > 0)
 
 
-def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
-    """Each method's target distribution, a token at a time, in float64; or that of a function of these."""
+class UnknownMethod(LookupError):
+    """A method that target() has no formula of."""
+
+
+def target(method, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
+    """Each method's target distribution, a token at a time, in float64; or that of a function of these.
+
+    Raises UnknownMethod for a name that stands nowhere here.
+    """
     if callable(method):
-        return method(q, p, qs, ps, alpha)
+        return method(q, p, qs, ps, alpha, greedy)
     size, tv = len(q), np.maximum(ps - qs, 0).sum()
     cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
     position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
@@ -103,6 +110,8 @@ def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
         refill = np.eye(size)[np.argmax(p)] if method == "lossy_greedy" else ps
         mass = sum(qs[v] for v in range(size) if deferred[v])
         return np.array([(0 if deferred[v] else qs[v]) + mass * refill[v] for v in range(size)])
+    if method not in ("lossy", "lossy_tuned"):
+        raise UnknownMethod(f"this oracle has no formula of {method!r}.")
     # Lossy: simulate the procedure's one position. beta by bisection on R = g(beta).
     accept = np.array([min(1, ps[v] / ((1 - alpha) * qs[v])) if qs[v] > 0 else 0 for v in range(size)])
     rejected = (qs * (1 - accept)).sum()
@@ -114,6 +123,16 @@ def target(method: str, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
             low, high = (beta, high) if np.maximum(ps / beta - qs, 0).sum() > rejected else (low, beta)
     spill = np.maximum(ps / beta - qs, 0)
     return qs * accept + (rejected * spill / spill.sum() if rejected > 1e-12 else 0)
+
+
+def knows(method: str) -> bool:
+    """Whether target() has a formula of this name."""
+    half = np.full(2, 0.5)
+    try:
+        target(method, half, half, half, half, 0.5, False)
+    except UnknownMethod:
+        return False
+    return True
 
 
 def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,

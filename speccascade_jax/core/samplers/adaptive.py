@@ -48,11 +48,13 @@ class Experience:
 
 def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
     """How likely the likeliest token is against the second likeliest: were it one of the two, this is how
-    sure it would be. Better than its probability where a drafter is sure of the token, but of many others
-    that say the same, too: what matters is whether the verifier prefers another."""
-    most = jnp.max(law, axis=-1)
-    second = jnp.max(jnp.where(law < most[:, None], law, 0.0), axis=-1)  # of equals, that below them
-    return most / (most + second)
+    sure it would be, 1/2 where the two are equally likely. Better than its probability where a drafter is
+    sure of the token, but of many others that say the same, too: what matters is whether the verifier
+    prefers another."""
+    highest = jnp.max(law, axis=-1)
+    below = jnp.max(jnp.where(law < highest[:, None], law, 0.0), axis=-1)
+    tied = jnp.sum(law == highest[:, None], axis=-1) > 1
+    return highest / (highest + jnp.where(tied, highest, below))
 
 
 @dataclasses.dataclass(frozen=True)

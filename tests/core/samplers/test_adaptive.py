@@ -13,10 +13,10 @@ from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.nests import fitted
-from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.protocols import NO_TOKEN, Origin
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.samplers.adaptive import Adaptive
+from speccascade_jax.core.samplers.adaptive import Adaptive, confidence
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
 
@@ -57,10 +57,10 @@ class DropsUnlikely(Adaptive):
 class NoBonusLaw(Adaptive):
     """Forgets the law at which a row stops."""
 
-    def _draft(self, *asked):
-        drafted, *rest = super()._draft(*asked)
+    def verified(self, params, caches, rows, eos_id, drafted, *rest):
         inside = (jnp.arange(self.width) < drafted.size[:, None])[..., None]
-        return drafted._replace(probs=drafted.probs * inside, own=drafted.own * inside), *rest
+        drafted = drafted._replace(probs=drafted.probs * inside, own=drafted.own * inside)
+        return super().verified(params, caches, rows, eos_id, drafted, *rest)
 
 
 @pytest.mark.parametrize("bug,family", quick(
@@ -118,6 +118,42 @@ def test_a_row_learns_what_its_drafter_is_worth():
     assert long.drafted.sum() / long.rounds.sum() > 1.2 * short.drafted.sum() / short.rounds.sum()
     worse, _ = drafted(120, (TABLES[0], -TABLES[0]))
     assert (np.asarray(worse.bias) < np.asarray(seen.bias)).all()
+
+
+def test_of_equal_tokens_the_drafter_is_half_sure():
+    laws = np.array([[0.6, 0.3, 0.1, 0], [0.45, 0.45, 0.1, 0], [0.25] * 4, [0, 1, 0, 0]], np.float32)
+    np.testing.assert_allclose(confidence(jnp.asarray(laws)), [2 / 3, 1 / 2, 1 / 2, 1], atol=1e-6)
+
+
+def test_a_row_learns_from_tested_tokens_only():
+    """Those up to and with a rejection, by the drafter's own law at each, which no temperature changes."""
+    result = written(adaptive("opt"), np.arange(64), temperature=0.5)
+    seen, counts = result.counts
+    tested, kept, hoped = (np.asarray(x) for x in (seen.tested, seen.kept, seen.hoped))
+    np.testing.assert_array_equal(kept, counts.accepted)
+    cut = tested - kept - (np.asarray(result.origin) == Origin.CORRECTION).sum(axis=1)
+    assert set(cut) <= {0, 1}  # the round that the limit cut may have been about to reject one
+    whole = np.flatnonzero(cut == 0)
+    assert len(whole) > 16 and (np.asarray(counts.drafted)[whole] > tested[whole]).any()
+    for row in whole:
+        text, sure = [0, 1, *np.asarray(result.tokens)[row]], 0.0
+        for n, origin in enumerate(np.asarray(result.origin)[row]):
+            if origin in (Origin.DRAFT, Origin.CORRECTION):
+                second, first = np.sort(np.exp(TABLES[0][text[n], text[n + 1]].astype(float)))[-2:]
+                sure += first / (first + second)
+        assert hoped[row] == pytest.approx(sure, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_ends_with_the_end_of_the_text(family):
+    """Both models are sure of 2 after the prompt, and of the end after that: nothing is drafted behind it."""
+    sure = np.zeros((VOCAB,) * 3, np.float32)
+    sure[:, :, 2], sure[:, 2] = 30, 30 * np.eye(VOCAB)[EOS]
+    ones = np.ones((2, 1), np.int32)
+    result = generate(adaptive(family), (sure, sure), jax.random.split(jax.random.key(0), 2), ones,
+                      ones[:, 0], SamplingOptions(), jnp.zeros(1), max_new_tokens=8, eos_id=EOS)
+    assert np.asarray(result.tokens)[:, :3].tolist() == [[2, EOS, NO_TOKEN]] * 2
+    assert result.counts[1].drafted.tolist() == result.counts[0].passes.tolist() == [2, 2]
 
 
 @dataclasses.dataclass(frozen=True)

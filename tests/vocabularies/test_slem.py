@@ -1,25 +1,19 @@
-"""String-level exact match: texts between tokenizers that do not agree, and the law whatever is drafted."""
+"""String-level exact match: texts that pass between tokenizers that do not agree."""
 
-import dataclasses
 
-import jax
+import io
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
 from corpora import SENTENCES, shuffled
-from toys import TableLM, chi_square, sequence_law, table
+from flax import nnx
+from sentencepiece import sentencepiece_model_pb2
+from toys import TableLM
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
-from speccascade_jax.core.loop import generate
-from speccascade_jax.core.randomness import draw
-from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers import Autoregressive
-from speccascade_jax.core.samplers import speculative as samplers
-from speccascade_jax.core.samplers.proposals import Matched, Proposed
-from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.core.verification import verify
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -111,6 +105,44 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monk
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
 
 
+@pytest.fixture(scope="module")
+def renumbered(tmp_path_factory):
+    """A model whose pieces are letters, and the same model with the letters numbered the other way round."""
+    folder = tmp_path_factory.mktemp("renumbered")
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(shuffled(SENTENCES)), model_writer=written, vocab_size=64, model_type="char",
+        pad_id=0, eos_id=1, bos_id=-1, unk_id=2, normalization_rule_name="identity", add_dummy_prefix=False,
+        remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    pieces = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+    size = len(pieces.pieces)
+    turned = np.r_[:3, size - 1:2:-1]
+    model = T5Model(T5Config(vocab_size=size, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
+                             num_decoder_layers=2))
+    for name, order in (("verifier", np.arange(size)), ("drafter", turned)):
+        params = dict(nnx.to_flat_state(model.init(6)))
+        embedding, head = params["embedding",], params["head", "kernel"]
+        letters = head.get_value().at[:, :3].set(0)  # so that texts are letters, without an end
+        params["embedding",] = embedding.replace(embedding.get_value()[order])
+        params["head", "kernel"] = head.replace(letters[:, order])
+        huggingface.save(folder / name, model, nnx.from_flat_state(list(params.items())), np.float32)
+        renamed = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+        for place, piece in zip(renamed.pieces, order, strict=True):
+            place.CopyFrom(pieces.pieces[piece])
+        (folder / name / "spiece.model").write_bytes(renamed.SerializeToString())
+    return folder
+
+
+def test_what_the_drafter_has_read_is_what_it_drafts_from(renumbered, monkeypatch):
+    """A drafter that is its verifier in other numbers is hardly ever rejected, up to the last round. (Where a
+    text repeats itself, the place at which a draft goes on can be mistaken.)"""
+    monkeypatch.setattr(text_level, "STOP_BELOW", 0.0)
+    cascade = Cascade.load(renumbered / "drafter", renumbered / "verifier", vocabulary="slem", **LIMITS)
+    counts = [output.counts for output in cascade.generate(SENTENCES, block_size=3, batch_size=4)]
+    accepted, drafted = (sum(own[name] for own in counts) for name in ("accepted", "drafted"))
+    assert accepted > 0.9 * drafted > 70
+
+
 def test_a_draft_ends_where_it_will_hardly_stand():
     """Each token leads to the next, 2 after 1 and so on, with its chance in the table; 6 is the end."""
     chances = np.array([0.9, 0.9, 0.8, 0.5, 0.75, 0.9, 0.9])
@@ -163,77 +195,3 @@ def test_a_row_does_not_depend_on_its_batch(foreign, t5_pair):
     assert len(set(map(tuple, alone))) > 16
     together = cascade.generate(texts, batch_size=16, truncate=True, **options)
     assert [output.tokens for output in together] == alone
-
-
-# The law, whatever is proposed
-
-@dataclasses.dataclass(frozen=True)
-class Fixed(Matched):
-    """Proposes the same tokens in every round, of which each row submits as many as its last token says."""
-
-    def _draft(self, params, caches, rows, eos_id):
-        tokens = jnp.broadcast_to(jnp.array([1, 2, 0], jnp.int32), caches.tokens.shape)
-        return super()._draft(params, caches._replace(tokens=tokens, size=rows.last % 4), rows, eos_id)
-
-
-def proposed(method, alpha, rows, logits, steps):
-    """What the compiled loop writes with these drafts."""
-    sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
-    found = generate(sampler, ((), logits), keys, np.ones((rows, 1), np.int32), np.ones(rows, np.int32),
-                     SamplingOptions(1.0), jnp.array([alpha]), max_new_tokens=steps, eos_id=3)
-    return np.asarray(found.tokens)
-
-
-@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4)])
-def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
-    """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated."""
-    logits, steps = table(40, 4), 3
-    found = proposed(method, alpha, rows, logits, steps)
-    law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
-    if method == "token_v3":
-        assert chi_square(found, law) < 1e-6
-        law = enumerated(logits, alpha, steps)
-    assert chi_square(found, law) > 1e-4
-
-
-@pytest.mark.full
-def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch):
-    """At a mismatch the verifier's own token counts; the wrong version draws once more from p."""
-    def wrong(accept_u, draw_u, draft, pi):
-        verdict = verify(accept_u, draw_u, draft, pi)
-        at = verdict.num_accepted[:, None]
-        u, law = jnp.take_along_axis(draw_u, at, axis=1), jnp.take_along_axis(pi, at[..., None], axis=1)
-        return verdict._replace(next_token=draw(u[:, 0], law[:, 0]))
-
-    monkeypatch.setattr(samplers, "verify", wrong)
-    jax.clear_caches()
-    try:
-        found = proposed("speculative", 0.0, rows, table(40, 4), 3)
-        assert chi_square(found, sequence_law([table(40, 4)], [], [], (1,), steps=3, eos=3)) < 1e-4
-    finally:
-        jax.clear_caches()
-
-
-def enumerated(logits, alpha, steps):
-    """Rounds as Fixed proposes: the draft is kept where p(draft) >= (1 - alpha) max p, else a sample of p."""
-    drafts, texts = (1, 2, 0), {}
-
-    def p(context):
-        row = np.exp(logits[context[-2], context[-1]].astype(float))
-        return row / row.sum()
-
-    def write(text, mass, left, at):
-        if (text[-1] == 3 and len(text) > 2) or len(text) == steps + 2:
-            texts[text[2:]] = texts.get(text[2:], 0) + mass
-            return
-        law = p(text)
-        if at < left and law[drafts[at]] >= (1 - alpha) * law.max():
-            write((*text, drafts[at]), mass, left, at + 1)
-            return
-        for token, chance in enumerate(law):
-            stays = at < left and token == drafts[at]  # drawn from p, but it is the draft: the round goes on
-            write((*text, token), mass * chance, left if stays else token % 4, at + 1 if stays else 0)
-
-    write((0, 1), 1.0, 1, 0)
-    return texts

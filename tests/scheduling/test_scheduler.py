@@ -127,7 +127,7 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
 @pytest.fixture(scope="module")
 def served(programs):
     """The same with everything that a row may choose."""
-    plan = dataclasses.replace(programs.plan, max_top_k=32, top_p=True, min_p=True, ragged=True)
+    plan = dataclasses.replace(programs.plan, truncations=("top_k", "top_p", "min_p"), bounds=(("top_k", 32),), ragged=True)
     return Programs(plan, programs.params, None, Clock())
 
 
@@ -140,7 +140,7 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     asked = [request._replace(tokens=request.tokens[:WIDTHS[number >= 8]], settings=dataclasses.replace(
         request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number // 8 % 2 else None))
         for number, request in enumerate(requests)]
-    plan = dataclasses.replace(programs.plan, top_p=True, history=0)
+    plan = dataclasses.replace(programs.plan, truncations=("top_p",), history=0)
     in_ones = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, block_size=1))
     by_size = {3: Programs(plan, programs.params, None, Clock()),
                1: Programs(in_ones, programs.params, None, Clock())}
@@ -167,6 +167,14 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
     assert (called.count("begin") > len(ids)) == (batch_size == 3)
     places = [order.index(number) for number in ids]
     assert max(abs(place - n) for n, place in enumerate(places)) < 12  # nobody waits for longer texts
+
+
+def test_rows_draft_blocks_of_their_own_sizes(served, requests):
+    sized = [request._replace(settings=dataclasses.replace(request.settings, block_size=1 + n % 3))
+             for n, request in enumerate(requests[:6])]
+    for request, result in zip(sized, run(Scheduler(served, 3, Letters(), bucket), sized), strict=True):
+        size, rounds = request.settings.block_size, result.counts["rounds"]
+        assert (size - 1) * rounds < result.counts["drafted"] <= size * rounds  # fewer where a draft ends
 
 
 def test_prompts_of_like_lengths_are_read_together(served):

@@ -50,7 +50,7 @@ def features_by_hand(q, p, qs, ps):
 
 def by_hand(weights, reads=lambda q, p, qs, ps: (q, p), mixes=False):
     """The target distribution, a position at a time, in float64."""
-    def law(q, p, qs, ps, alpha):
+    def law(q, p, qs, ps, alpha, greedy=False):
         read = features_by_hand(*reads(q, p, qs, ps), qs, ps)
         network = np.tanh(read @ weights.hidden + weights.bias) @ weights.out
         if mixes:

@@ -53,6 +53,11 @@ def test_a_foreign_drafter_follows_the_law(family, gamma, rows):
     assert p_value(PAIR, [family], [FAMILIES[family]], [gamma], rows) > FAIL_BELOW
 
 
+def test_prompts_that_end_within_a_target_token_follow_the_law(rows):
+    """Of ab the drafter has read a and b: its cache covers the a, and the b alone is read first."""
+    assert p_value(PAIR, ["opt"], [FAMILIES["opt"]], [2], rows, [(4,), (1, 5)]) > FAIL_BELOW
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.1}])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,61 @@
+"""How many drafted tokens are accepted, and the one that follows them: by hand, and by their law."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys import chi_square
+
+from speccascade_jax.core.randomness import draw
+from speccascade_jax.core.verification import Draft, accepted_prefix, deferred_drafts, residual, verify
+
+Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
+
+
+def test_zero_never_accepts_what_the_target_excludes():
+    draft = Draft(jnp.array([[2]]), jnp.array([[Q, Q]]), jnp.array([1]))
+    pi = jnp.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
+    assert accepted_prefix(jnp.zeros((1, 1)), draft, pi) == 0
+    assert verify(jnp.zeros((1, 1)), jnp.zeros((1, 2)), draft, pi).next_token in (0, 1)
+
+
+def test_residual_without_mass_falls_back_to_the_target():
+    np.testing.assert_array_equal(residual(jnp.array([Q]), jnp.array([Q])), jnp.array([Q]))
+
+
+def test_verify_by_hand():
+    """x = (0, 1): 0 is accepted where u * .6 < .2, 1 always; the residual of position 0 is {2}."""
+    draft = Draft(jnp.array([[0, 1]] * 3), jnp.tile(Q, (3, 3, 1)), jnp.array([2] * 3))
+    pi = jnp.tile(P, (3, 3, 1))
+    accept_u = jnp.array([[0.34, 0.0], [0.33, 0.99], [0.0, 0.5]])
+    verdict = verify(accept_u, jnp.array([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.1]]), draft, pi)
+    assert verdict.num_accepted.tolist() == [0, 2, 2]
+    assert verdict.next_token.tolist() == [2, 2, 0]  # residual; bonus at u = .5; bonus at u = .1
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_what_is_emitted_follows_the_target(size):
+    """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place."""
+    rows, pi = 40_000, np.array([[0.2, 0.3, 0.5], [0.7, 0.0, 0.3], [0.1, 0.8, 0.1]], np.float32)
+    uniforms = jax.random.uniform(jax.random.key(size), (3, rows, 3))
+    laws = jnp.tile(jnp.asarray(Q), (rows, 3, 1))
+    tokens = jnp.stack([draw(uniforms[0, :, n], laws[:, n]) for n in range(2)], axis=1)
+    draft = Draft(tokens, laws, jnp.full(rows, size))
+    verdict = verify(uniforms[1, :, :2], uniforms[2], draft, jnp.tile(jnp.asarray(pi), (rows, 1, 1)))
+    number = np.asarray(verdict.num_accepted)
+    assert number.max() == size
+    emitted = np.where(number > 0, np.asarray(tokens)[:, 0], np.asarray(verdict.next_token))
+    assert chi_square(emitted[:, None], {(n,): mass for n, mass in enumerate(pi[0])}) > 1e-4
+    second = np.where(number > 1, np.asarray(tokens)[:, 1], np.asarray(verdict.next_token))[number > 0]
+    if size:
+        assert chi_square(second[:, None], {(n,): mass for n, mass in enumerate(pi[1]) if mass}) > 1e-4
+
+
+def test_deferrals_are_counted_at_drafted_positions_only():
+    """Of a position or of its drafted token; the bonus position and what was not drafted count nothing."""
+    draft = Draft(jnp.array([[0, 2], [1, 1]]), jnp.tile(Q, (2, 3, 1)), jnp.array([2, 1]))
+    every, token = np.ones((2, 3, 1), bool), np.zeros((2, 3, 3), bool)
+    token[0, 1, 2] = token[1, 1, 1] = token[:, 2] = True
+    assert deferred_drafts(jnp.asarray(every), draft).tolist() == [2, 1]
+    assert deferred_drafts(jnp.asarray(token), draft).tolist() == [1, 0]
+    assert deferred_drafts(None, draft).tolist() == [0, 0]

@@ -1,0 +1,132 @@
+"""The laws of a LanguageModel, for every kind of model: append, chunk, rollback, rows and vocabulary."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
+from tiny_models import in_blocks, prefilled
+
+from speccascade_jax.core.nests import insert
+from speccascade_jax.models import model_of
+
+SHAPES = {"t5": TINY_T5, "t5, a table a layer": dataclasses.replace(TINY_T5, shared_position_bias=False),
+          "gemma": TINY_GEMMA}
+TODAY = {name: shape for name, shape in DECODERS.items() if name != "gemma2"} | {"t5gemma": TINY_T5GEMMA}
+
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def tiny(request):
+    model = model_of(request.param)
+    params = model.init(0)
+    if model.config.family == "t5":
+        for name in ("encoder_bias", "decoder_bias"):  # far from zero: a table that is missed shows
+            params[name] = params[name].replace(10 * params[name][...])
+    return model, params
+
+
+def test_append_and_chunk(tiny):
+    model, params = tiny
+    start = prefilled(model, params)
+    whole, cache = in_blocks(model, params, TARGET, [30], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
+    parts, cache = in_blocks(model, params, TARGET, [1, 11, 18], start)
+    assert (cache.length - start.length).tolist() == [30, 30, 30]
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+
+
+def test_rollback_with_ragged_lengths(tiny):
+    model, params = tiny
+    start = prefilled(model, params)
+    _, cache = in_blocks(model, params, TARGET, [20], start)
+    kept = np.array([3, 20, 11], np.int32)
+    new = TARGET[:, ::-1][:, :6]
+    rolled, _ = in_blocks(model, params, new, [2, 4], model.roll_back(cache, start.length + kept))
+    for row, length in enumerate(kept):
+        tokens = np.concatenate([TARGET[:, :length], new], axis=1)
+        fresh, _ = in_blocks(model, params, tokens, [tokens.shape[1]], start)
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
+
+
+def test_rows_are_independent(tiny):
+    model, params = tiny
+    together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
+    for row in range(3):
+        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
+        alone, _ = in_blocks(model, params, TARGET[row:row + 1], [10, 20], cache)
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
+
+
+def test_vocabulary(tiny):
+    model, params = tiny
+    logits, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    assert logits.shape[-1] == model.vocab_size > TARGET.max()
+    assert np.isfinite(logits).all()
+
+
+def test_padding_does_not_matter(tiny):
+    model, params = tiny
+    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)
+    short, _ = in_blocks(model, params, TARGET, [30], cache)
+    long, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
+    np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
+
+
+@pytest.mark.full(quick=["gemma-widths2-1-1"])
+@pytest.mark.parametrize("widths,rows,fresh_rows", [
+    pytest.param(widths, rows, fresh, id=f"widths{n}-{rows}-{fresh}") for n, widths in enumerate(
+        [(20, 20), (20, 13), (13, 20)]) for rows, fresh in [((1, 1), (3, 4)), ((1, 2), (3, 1)),
+                                                           ((1, 1), (3, 3))][n]])
+def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
+    """Any number of rows into any batch, from inputs of another width: each goes on as it would have."""
+    model, params = tiny
+    old_width, new_width = widths
+
+    def begun(which, width):
+        source, length = SOURCE[which % 3, :width], np.minimum(LENGTH[which % 3], width)
+        _, cache = model.prefill(params, source, length, width + 34)
+        return in_blocks(model, params, TARGET[which % 3], [3], cache)[1]
+
+    old, new = np.arange(rows), np.arange(1, 1 + fresh_rows)
+    slots = np.arange(fresh_rows) + rows - 1  # the first of them is in the batch, others are left out
+    like_fresh = new_width > old_width
+    kept = insert(model, begun(old, old_width), begun(new, new_width), jnp.array(slots), like_fresh)
+    expected = {n: (n, old_width) for n in range(rows)}
+    expected |= {int(slot): (which, new_width) for slot, which in zip(slots, new, strict=True) if slot < rows}
+    tokens = np.stack([TARGET[which % 3, 3:9] for which, _ in expected.values()])
+    found, _ = in_blocks(model, params, tokens, [2, 4], kept)
+    for row, (which, width) in expected.items():
+        alone, _ = in_blocks(model, params, tokens[row:row + 1], [2, 4], begun(np.array([which]), width))
+        np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", TODAY.values(), ids=TODAY)
+def test_todays_families_keep_the_five_laws(shape):
+    """Append, chunk, vocabulary, rollback with ragged lengths and rows, in as few programs as possible."""
+    model = model_of(shape)
+    params, extend = model.init(0), jax.jit(model.extend)
+    start, text, other = prefilled(model, params), TARGET[:, :12], TARGET[:, 12:20]
+
+    def read(tokens, cache, *sizes):
+        found = []
+        for begin, size in zip(np.cumsum((0, *sizes)), sizes, strict=False):
+            logits, cache = extend(params, tokens[:, begin:begin + size], cache)
+            found.append(logits)
+        return np.concatenate(found, axis=1), cache
+
+    whole, cache = read(text, start, 12)
+    assert (cache.length - start.length).tolist() == [12, 12, 12]
+    assert whole.shape[-1] == model.vocab_size and np.isfinite(whole).all()
+    parts, cache = read(text, start, 4, 8)
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+    kept = np.array([4, 12, 8], np.int32)
+    rolled, _ = read(other, model.roll_back(cache, start.length + kept), 8)
+    for row, length in enumerate(kept):
+        tokens = np.tile(np.concatenate([text[row, :length], other[row]]), (3, 1))
+        fresh, _ = read(tokens, start, *[4] * (tokens.shape[1] // 4))
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
+    _, alone = model.prefill(params, SOURCE[1:2], LENGTH[1:2], 64)
+    np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=1e-5)

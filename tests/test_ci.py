@@ -1,0 +1,100 @@
+""".ci/run: README's commands come first, in an environment of their own, and what they skipped runs later."""
+
+import os
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from processes import REPOSITORY
+from skips import Skips, was_skipped
+
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> "$LOG"
+[ "$*" != "-m venv --clear .venv" ] || { mkdir -p .venv/bin; touch .venv/bin/activate; }
+[ "$(basename "$0") $*" != "$FAILS" ]
+"""
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """Runs a copy of .ci/run whose every program only writes down that it was called, and returns these calls
+    and the exit code. `fails`: a call that fails."""
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/run", "README.md"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "python", "pip", "ruff", "mypy", "mkdocs", "bwrap"):
+        (tmp_path / "bin" / name).write_text(STUB)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(fails=""):
+        log = tmp_path / "log"
+        log.write_text("")
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True,
+                              env={**os.environ, "PATH": path, "LOG": str(log), "FAILS": fails})
+        return log.read_text().splitlines(), done.returncode
+
+    return run
+
+
+def readme_calls():
+    """README's two commands as the calls that they are made of."""
+    lines = re.findall(r"^pip install -e .*$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 2 and "decode.py" in lines[0] and "pytest" in lines[1]
+    return [call.strip().replace("'", "") for line in lines for call in line.split("&&")]
+
+
+def test_readmes_commands_run_before_anything_else_is_installed(ci):
+    calls, code = ci()
+    first, *rest = calls
+    expected = [call if " " in call else f"{call} " for call in readme_calls()]
+    assert code == 0 and first == "python3 -m venv --clear .venv"
+    assert rest[:len(expected)] == expected
+    assert any("torch" in call for call in rest[len(expected):])
+    assert rest[-1].startswith("python -m pytest --full --rest")
+
+
+@pytest.mark.parametrize("fails", ["python scripts/decode.py", "ruff check .", "python -m pytest"])
+def test_a_command_that_fails_ends_the_run(ci, fails):
+    calls, code = ci(fails)
+    assert code != 0 and calls[-1] == fails
+
+
+def test_a_readme_without_its_commands_is_seen(ci, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text().replace("pip install -e '.[test]' && ", ""))
+    calls, code = ci()
+    assert code != 0 and calls == []
+
+
+class Cache(dict):
+    def set(self, key, value):
+        self[key] = value
+
+
+def session(cache, outcomes, files=()):
+    """A run with these outcomes by test; `files` were skipped as a whole."""
+    skips = Skips(cache)
+    for test, outcome in outcomes.items():
+        skips.pytest_runtest_logreport(SimpleNamespace(nodeid=test, skipped=outcome == "skipped"))
+    for name in files:
+        skips.pytest_collectreport(SimpleNamespace(nodeid=name, skipped=True))
+    skips.pytest_sessionfinish()
+
+
+def test_what_was_skipped_is_remembered_until_it_runs():
+    cache = Cache()
+
+    def remembered():
+        tests = ("a.py::one", "a.py::two", "b.py::one", "b.py::two")
+        return [test for test in tests if was_skipped(test, cache)]
+
+    session(cache, {"a.py::one": "passed", "a.py::two": "skipped"}, files=["b.py"])
+    assert remembered() == ["a.py::two", "b.py::one", "b.py::two"]
+    session(cache, {"a.py::one": "passed"})  # others are as they were
+    assert remembered() == ["a.py::two", "b.py::one", "b.py::two"]
+    session(cache, {"a.py::two": "passed", "b.py::one": "skipped", "b.py::two": "passed"})
+    assert remembered() == ["b.py::one"]
