@@ -13,8 +13,8 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.evaluation import sweep
 from speccascade_jax.evaluation.sweep import OneShape, block_size_of, grid
-from speccascade_jax.inference.text import Cascade, scheme_of
-from speccascade_jax.settings import NAMED, Settings
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.settings import NAMED, Settings, named
 
 SOURCES = ["1", "12", "2", "21", "0", "1", "20", "10"] * 3
 REFERENCES = [[text[::-1], "1 2 3"] for text in SOURCES]
@@ -194,7 +194,7 @@ def test_a_sampler_of_the_configs_stands_in_a_sweep(tmp_path):
 
     cascade = OneShape(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)}
                        | {"samplers": {"mine": alone}})
-    points = grid(BASE, ["mine"], [0.0], [3], [0.0], known={**NAMED, "mine": scheme_of(alone)})
+    points = grid(BASE, ["mine"], [0.0], [3], [0.0], known={**NAMED, **named({"mine": alone})})
     assert [(p.name, block_size_of(p)) for p in points] == [("verifier", 0), ("drafter", 0), ("mine", 0)]
     found = measure(cascade, points, tmp_path / "quality.jsonl")
     np.testing.assert_array_equal(found[points[2]].statistics, found[points[0]].statistics)

@@ -15,7 +15,7 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import model_of
 from speccascade_jax.tokenizers.chat import ChatTemplate
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user
-from speccascade_jax.vocabularies.joining import matched
+from speccascade_jax.vocabularies.matching import matched
 
 SYSTEM = {"role": "system", "content": " You are brief. "}
 CHAT = [{"role": "user", "content": " Why does <ice> float? \n"},

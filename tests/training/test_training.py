@@ -41,7 +41,7 @@ from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import prepare_tokenizer
 from speccascade_jax.training.steps import make_steps, one_step
-from speccascade_jax.vocabularies.joining import cut_as
+from speccascade_jax.vocabularies.matching import cut_as
 
 
 @pytest.fixture(scope="module")

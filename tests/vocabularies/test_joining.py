@@ -14,7 +14,8 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
-from speccascade_jax.vocabularies.joining import cut_as, matched, spelled, spellings, translated
+from speccascade_jax.vocabularies.joining import translated
+from speccascade_jax.vocabularies.matching import cut_as, matched, spelled, spellings
 from speccascade_jax.vocabularies.prefix_tree import strings
 from speccascade_jax.vocabularies.translated import Resized, Translated
 

@@ -136,7 +136,7 @@ def renumbered(tmp_path_factory):
 def test_what_the_drafter_has_read_is_what_it_drafts_from(renumbered, monkeypatch):
     """A drafter that is its verifier in other numbers is hardly ever rejected, up to the last round. (Where a
     text repeats itself, the place at which a draft goes on can be mistaken.)"""
-    monkeypatch.setattr(text_level, "STOP_BELOW", 0.0)
+    monkeypatch.setattr(slem, "LEAST_CHANCE", 0.0)
     cascade = Cascade.load(renumbered / "drafter", renumbered / "verifier", vocabulary="slem", **LIMITS)
     counts = [output.counts for output in cascade.generate(SENTENCES, block_size=3, batch_size=4)]
     accepted, drafted = (sum(own[name] for own in counts) for name in ("accepted", "drafted"))

@@ -23,6 +23,7 @@ from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
 from speccascade_jax.models.layers import Branches
+from speccascade_jax.vocabularies.tli import pruned
 from speccascade_jax.vocabularies.translated import (
     NONE,
     Source,
@@ -30,7 +31,6 @@ from speccascade_jax.vocabularies.translated import (
     Translated,
     TranslatedCache,
     TranslatedParams,
-    pruned,
 )
 
 PAIR = Pair()
