@@ -55,7 +55,7 @@ def token_cascade_law(alpha, cap, prompt=(1,), temperature=1.0):
         context = (0, *prompt, *text)
         q, p = (softmax(logits[context[-2], context[-1]]) for logits in TABLES)
         trusted = q.max() >= 1 - alpha and written < cap
-        for token, chance in enumerate(transform(q if trusted else p, temperature, None, None)):
+        for token, chance in enumerate(transform(q if trusted else p, temperature)):
             longer = (*text, token)
             if chance == 0:
                 continue

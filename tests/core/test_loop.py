@@ -10,7 +10,7 @@ from toys import TableLM, chi_square, sequence_law
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 
 # Unlike rows: all that a row may choose for itself
 ASKED = [{"method": "speculative", "temperature": 1.0}, {"method": "opt", "alpha": 0.05, "temperature": 0.7},
@@ -29,14 +29,15 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
     calls = len(ASKED) if full else 2  # with all of them, so many rows of each kind
     kind = np.random.default_rng(0).integers(0, len(ASKED), rows)
     column = {name: np.array([asked.get(name, off) for asked in ASKED])[kind] for name, off in (
-        ("alpha", 0.0), ("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("limit", STEPS))}
+        ("alpha", 0.0), ("temperature", 1.0), ("limit", STEPS),
+        *((name, truncation.off) for name, truncation in TRUNCATIONS.items()))}
     methods = np.array([list(METHODS).index(asked["method"]) for asked in ASKED])[kind][:, None]
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), tuple(METHODS.values()), 2)
     before, found = generate._cache_size(), []
     for seed in range(calls):
         order = np.random.default_rng(seed).permutation(rows)  # every kind at every place in the batch
         options = SamplingOptions(**{name: column[name][order]
-                                     for name in ("temperature", "top_k", "top_p", "min_p")}, max_top_k=3)
+                                     for name in ("temperature", *TRUNCATIONS)}, max_top_k=3)
         result, which = decoded(sampler, tuple(TABLES[:2]), rows, options, column["alpha"][order][:, None],
                                 seed, methods=methods[order], limits=column["limit"][order])
         found.append((np.asarray(result.tokens), which, kind[order]))
@@ -44,7 +45,7 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
     tokens, which, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
     chances, others = [], []
     for number, asked in enumerate(ASKED):
-        options = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in asked}
+        options = {name: asked[name] for name in ("temperature", *TRUNCATIONS) if name in asked}
         for n, prompt in enumerate(PROMPTS):
             law = sequence_law(TABLES[:2], [asked["method"]], [asked.get("alpha", 0.0)], prompt,
                                steps=asked.get("limit", STEPS), eos=EOS, **options)
@@ -62,7 +63,7 @@ def test_values_for_another_number_of_verifiers_are_refused(alphas, methods):
         decoded(sampler, tuple(TABLES[:2]), 4, SamplingOptions(), alphas, methods=methods)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_k"])
+@pytest.mark.parametrize("name", ["temperature", *TRUNCATIONS])
 def test_options_for_another_number_of_rows_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} has shape"):
         decoded(Autoregressive(TableLM(VOCAB)), TABLES[0], 4, SamplingOptions(**{name: np.ones(3)}), ())

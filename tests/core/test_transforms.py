@@ -2,16 +2,28 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import transform
+from toys import CUTS, transform
 
-from speccascade_jax.core.transforms import SamplingOptions, largest, token_probs
+from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, largest, token_probs
 
 LOGITS = 2 * np.random.default_rng(0).normal(size=(6, 12)).astype(np.float32)
-VALUES = {"temperature": (0.0, 0.6, 1.0, 2.5), "top_k": (None, 3, 12), "top_p": (None, 0.2, 0.9),
-          "min_p": (None, 0.1)}
+TEMPERATURES = 0.0, 0.6, 1.0, 2.5
+
+
+def test_the_oracle_knows_every_truncation():
+    """The laws that texts are held against are those of the table's entries, all of them."""
+    assert CUTS.keys() == TRUNCATIONS.keys()
+    with pytest.raises(ValueError):
+        transform(np.full(4, 0.25), 1.0, unknown=0.5)
+    for name, (_, value) in CUTS.items():
+        TRUNCATIONS[name].check(name, value)
+        for law in np.exp(LOGITS.astype(np.float64)):
+            kept = transform(law / law.sum(), 1.0, **{name: value}) > 0
+            assert 0 < kept.sum() < len(kept)  # so that a test with this value tells something
 
 
 def test_by_hand():
@@ -21,26 +33,46 @@ def test_by_hand():
 
 
 def test_every_combination_is_the_oracles():
-    """Temperature, then top-k, top-p and min-p, renormalised after each."""
+    """Temperature, then the truncations in their order, renormalised after each."""
     laws = np.exp(LOGITS.astype(np.float64))
     laws /= laws.sum(-1, keepdims=True)
-    for temperature, top_k, top_p, min_p in itertools.product(*VALUES.values()):
-        options = SamplingOptions(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        expected = [transform(law, temperature, top_k, top_p, min_p) for law in laws]
-        np.testing.assert_allclose(token_probs(jnp.asarray(LOGITS), options), expected, atol=1e-5)
+    for temperature, *values in itertools.product(TEMPERATURES, *((None, value) for _, value in CUTS.values())):
+        asked = {name: value for name, value in zip(CUTS, values, strict=True) if value is not None}
+        expected = [transform(law, temperature, **asked) for law in laws]
+        np.testing.assert_allclose(token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **asked)),
+                                   expected, atol=1e-5)
 
 
 def test_rows_have_options_of_their_own():
-    """Also where a row's value leaves every token in."""
-    rows = {"temperature": [1.0, 0.0, 0.5, 2.0, 1.0, 1.0], "top_k": [0, 2, 3, 0, 0, 0],
-            "top_p": [1.0, 1.0, 0.8, 1.0, 0.5, 1.0], "min_p": [0.0, 0.0, 0.0, 0.2, 0.0, 0.0]}
-    arrays = {field: np.array(values, np.int32 if field == "top_k" else np.float32)
-              for field, values in rows.items()}
-    together = token_probs(jnp.asarray(LOGITS), SamplingOptions(**arrays).of_rows(len(LOGITS)))
-    for n, (temperature, top_k, top_p, min_p) in enumerate(zip(*rows.values(), strict=True)):
-        alone = SamplingOptions(temperature, top_k=top_k or None, top_p=top_p if top_p < 1 else None,
-                                min_p=min_p or None)
-        np.testing.assert_allclose(together[n], token_probs(jnp.asarray(LOGITS[n]), alone), atol=1e-6)
+    """Row n has the n-th truncation's value, and of the others what leaves every token in."""
+    rows = len(LOGITS)
+    temperature = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0], np.float32)
+    columns = {name: np.where(np.arange(rows) % (len(CUTS) + 1) == n, CUTS[name][1], truncation.off).astype(
+        truncation.dtype) for n, (name, truncation) in enumerate(TRUNCATIONS.items())}
+    together = token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **columns).of_rows(rows))
+    for n in range(rows):
+        values = {name: column[n].item() for name, column in columns.items()
+                  if column[n] != TRUNCATIONS[name].off}
+        alone = token_probs(jnp.asarray(LOGITS[n]), SamplingOptions(float(temperature[n]), **values))
+        np.testing.assert_allclose(together[n], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-46, 1e-40, 1e-37, 1.0, 3e38])
+def test_no_temperature_makes_nan(temperature):
+    """Whatever float32 makes of it, next to a token that can never be drawn."""
+    logits = jnp.array([[30.0, 10.0, -jnp.inf, 29.0]])
+    for probs in (token_probs(logits, SamplingOptions(temperature)),
+                  jax.jit(token_probs)(logits, SamplingOptions(jnp.float32(temperature)))):
+        assert probs[0, 2] == 0 and probs.sum() == pytest.approx(1.0)
+        assert (probs[0, 0] == 1) == (temperature < 1)
+
+
+@pytest.mark.parametrize("mass", [1e-46, 1e-40, 1e-30])
+def test_a_mass_that_float32_takes_for_nothing_keeps_the_likeliest(mass):
+    logits = jnp.array([[1.0, 3.0, 2.0]])
+    for value in (mass, jnp.float32(mass)):
+        probs = jax.jit(token_probs)(logits, SamplingOptions(1.0, top_p=value))
+        np.testing.assert_allclose(probs, [[0, 1, 0]], atol=1e-6)
 
 
 def test_top_k_and_top_p_break_ties_by_id():

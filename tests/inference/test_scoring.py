@@ -6,6 +6,7 @@ from toys import Digits, TableLM, sequence_law, table
 
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
+from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.scoring import Scorer, states_law
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import model_of
@@ -35,7 +36,7 @@ def test_scores_are_the_law(kind):
     scorer = Scorer(lane.plan, lane.params, 16)
     for own in settings:
         levels = len(tables) - 1
-        options = {name: value for name in ("temperature", "top_k", "top_p", "min_p")
+        options = {name: value for name in ("temperature", *TRUNCATIONS)
                    if (value := getattr(own, name)) is not None}
         methods, alphas = ([*own.of_levels(name, levels)] if levels else [] for name in ("method", "alpha"))
         law = sequence_law(tables, methods, alphas, PROMPT, steps=3, eos=3, **options)

@@ -100,7 +100,7 @@ def test_a_router_that_has_learnt_nothing_is_opt():
     for temperature in (0.0, 0.7, 1.0):
         for _ in range(30):
             q, p = RNG.dirichlet(np.ones(6), 2).astype(np.float32)
-            qs, ps = (transform(x, temperature, None, None) for x in (q, p))
+            qs, ps = (transform(x, temperature) for x in (q, p))
             for alpha in (0.0, 0.3):
                 scores = Scores(*map(jnp.asarray, (q, p, qs, ps, temperature == 0)))
                 found, _ = router.method_of(NOTHING).target(scores, alpha)
@@ -112,7 +112,7 @@ def test_features_are_as_by_hand():
     """Of distributions that were cut, too, and 0 where the laws agree, where there is nothing to decide."""
     for k in range(40):
         q, p = RNG.dirichlet(np.ones(6), 2)
-        qs, ps = (transform(x, (0.0, 0.7, 1.0)[k % 3], None, (None, 0.6)[k % 2]) for x in (q, p))
+        qs, ps = (transform(x, (0.0, 0.7, 1.0)[k % 3], top_p=(None, 0.6)[k % 2]) for x in (q, p))
         ps = qs if k == 30 else ps
         scores = Scores(*(jnp.asarray(x, jnp.float32) for x in (q, p, qs, ps)), jnp.asarray(k % 3 == 0))
         np.testing.assert_allclose(router.features(scores), features_by_hand(q, p, qs, ps), atol=1e-4)

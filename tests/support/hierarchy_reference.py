@@ -94,12 +94,12 @@ class Uniforms:
 
 class Hierarchy:
     """`tables` from the smallest model up: logits [V, V, V] of an order-2 model, or [MODULUS, V] of one
-    that reads its whole context. `options`: temperature, top_k, top_p."""
+    that reads its whole context. `options`: temperature and truncations."""
 
     def __init__(self, tables, methods, alphas, sizes, hand_over="need", eos=-1, **options):
         self.tables, self.methods, self.alphas, self.sizes = tables, methods, alphas, sizes
         self.hand_over, self.eos = hand_over, eos
-        self.options = {"temperature": 1.0, "top_k": None, "top_p": None, **options}
+        self.options = {"temperature": 1.0, **options}
         self.model, self.raised, self.blocks, self.committed = map(
             cache, (self.model, self.raised, self.blocks, self.committed))
 

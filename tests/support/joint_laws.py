@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import TableLM, block_law, chi_square, knows, sequence_law, table
+from toys import CUTS, TableLM, block_law, chi_square, knows, sequence_law, table
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import Method
@@ -20,7 +20,7 @@ HAND_OVERS = ("need", "truncate", "keep")
 FAIL_BELOW = 1e-4
 PROMPTS = [(1,), (2, 0, 1)]  # uneven: half of the rows each
 TABLES = [table(seed, VOCAB) for seed in (39, 40, 41, 42)]  # rules defer in about half of their contexts
-TRANSFORMS = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.05}}
+TRANSFORMS = {"plain": {}, **{name: {name: value} for name, (_, value) in CUTS.items()}}
 FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
 WIDEST = 2.0  # the part of an unbounded range in which leniences are looked for
 LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,

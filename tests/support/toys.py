@@ -54,23 +54,36 @@ def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
     return scale * np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
 
 
-def transform(probs: np.ndarray, temperature: float, top_k: int | None, top_p: float | None,
-              min_p: float | None = None) -> np.ndarray:
+def likeliest(probs: np.ndarray, k: int, whole: np.ndarray) -> np.ndarray:
+    keep = np.zeros(len(probs), bool)
+    keep[np.argsort(-probs, kind="stable")[:k]] = True
+    return keep
+
+
+def nucleus(probs: np.ndarray, mass: float, whole: np.ndarray) -> np.ndarray:
+    order = np.argsort(-probs, kind="stable")
+    return likeliest(probs, np.searchsorted(np.cumsum(probs[order]), mass - 1e-9) + 1, whole)
+
+
+def likely(probs: np.ndarray, share: float, whole: np.ndarray) -> np.ndarray:
+    return probs >= share * probs.max()
+
+
+CUTS = {"top_k": (likeliest, 3), "top_p": (nucleus, 0.8), "min_p": (likely, 0.05)}
+"""Truncation -> which tokens it keeps, of the law so far, its value and the untransformed law; and a value at which
+joint laws are held against it. In the order in which they follow one another."""
+
+
+def transform(probs: np.ndarray, temperature: float, **values: float | None) -> np.ndarray:
+    """The law that is sampled. Raises ValueError for a truncation that nothing here has a formula of."""
     if temperature == 0:
         return np.eye(len(probs))[np.argmax(probs)]
-    probs = probs ** (1 / temperature)
-    order = np.argsort(-probs, kind="stable")
-    keep = np.zeros(len(probs), bool)
-    keep[order[:top_k]] = True
-    probs = np.where(keep, probs, 0) / probs[keep].sum()
-    if top_p is not None:
-        mass = np.cumsum(probs[order])
-        keep = np.zeros(len(probs), bool)
-        keep[order[:np.searchsorted(mass, top_p - 1e-9) + 1]] = True
-        probs = np.where(keep, probs, 0) / probs[keep].sum()
-    if min_p is not None:
-        probs = np.where(probs >= min_p * probs.max(), probs, 0)
-        probs = probs / probs.sum()
+    whole, probs = probs, probs ** (1 / temperature)
+    probs = probs / probs.sum()
+    for name in sorted(values, key=list(CUTS).index):
+        if values[name] is not None:
+            probs = np.where(CUTS[name][0](probs, values[name], whole), probs, 0)
+            probs = probs / probs.sum()
     return probs
 
 
@@ -136,15 +149,14 @@ def knows(method: str) -> bool:
 
 
 def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
-                 top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-                 ) -> dict[tuple[int, ...], float]:
+                 **truncations: float | None) -> dict[tuple[int, ...], float]:
     """Every text of at most `steps` tokens (shorter only after eos) -> its probability.
 
     tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
     """
     laws = [cache(partial(table_law, logits)) for logits in tables]
     return text_law([lambda context, own=own: own(*context[-2:]) for own in laws], methods, alphas, prompt,
-                    steps=steps, eos=eos, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+                    steps=steps, eos=eos, temperature=temperature, **truncations)
 
 
 def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
@@ -154,15 +166,14 @@ def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
 
 
 def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
-             top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-             ) -> dict[tuple[int, ...], float]:
+             **truncations: float | None) -> dict[tuple[int, ...], float]:
     """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law."""
     @cache
     def law(context: tuple[int, ...]) -> tuple[float, ...]:
         own, sampled = None, None
         for level, model in enumerate(laws):
             probs = model(context)
-            shaped = transform(probs, temperature, top_k, top_p, min_p)
+            shaped = transform(probs, temperature, **truncations)
             if level == 0:
                 own, sampled = probs, shaped
             else:
@@ -203,8 +214,7 @@ def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | N
         grown: dict[tuple, float] = {}
         for (text, place, chance, hoped, seen), mass in open_texts.items():
             q, p = (law(*(0, *prompt, *text)[-2:]) for law in own)
-            cuts = [options.get(name) for name in ("top_k", "top_p", "min_p")]
-            qs, ps = (transform(x, options.get("temperature", 1.0), *cuts) for x in (q, p))
+            qs, ps = (transform(x, **{"temperature": 1.0, **options}) for x in (q, p))
             sure = q.max() / np.sort(q)[-2:].sum()
             chance *= min(max(sure + (seen[1] - seen[2]) / (seen[0] + 32), 0), 1)
             drafts = place < len(at) - 1 and (stop_below is None or chance >= stop_below)

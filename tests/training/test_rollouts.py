@@ -80,7 +80,7 @@ def test_tokens_are_tried_where_the_models_disagree():
         drawn[at, [0, 1], place.tokens] += 1
     chances = []
     for at in range(3):
-        qs, ps = (transform(x, 0.8, None, None) for x in laws(cascade, rows[0], [1, 2, 0][:at]))
+        qs, ps = (transform(x, 0.8) for x in laws(cascade, rows[0], [1, 2, 0][:at]))
         chances.append(np.maximum(ps - qs, 0).sum())
         for own, more in zip(drawn[at], (qs - ps, ps - qs), strict=True):
             wanted = np.maximum(more, 0) / chances[at]
