@@ -213,6 +213,15 @@ def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Floa
     return probs / jnp.sum(probs, axis=-1, keepdims=True)
 
 
+def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Bool[Array, "*B V"]:
+    """The tokens whose logits lie at most `number` standard deviations of all logits below the highest, whatever
+    the temperature (Tang et al. 2024, arXiv 2411.07641). Tokens without a chance (-inf) are not counted."""
+    written = logits > -jnp.inf
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    sigma = jnp.std(logits, axis=-1, keepdims=True, where=written)
+    return written & (logits >= highest - number * sigma)
+
+
 TRUNCATIONS: dict[str, Truncation] = {
     "top_k": Truncation(likeliest, 1, 2**31 - 1, off=0, summary="sample among the k likeliest tokens",
                         sweep=(16, 4, 2), letter="k", kind=int, logits=True, bounded=True),
@@ -220,6 +229,10 @@ TRUNCATIONS: dict[str, Truncation] = {
                         summary="sample among the likeliest tokens that reach this mass"),
     "min_p": Truncation(likely, 0.0, 1.0, off=0.0, sweep=(0.05, 0.15, 0.4), letter="m",
                         summary="sample among tokens at least this share as likely as the likeliest"),
+    "top_n_sigma": Truncation(within_sigmas, 0.0, math.inf, off=math.inf, above=True, sweep=(2.0, 1.0, 0.5),
+                              letter="n", logits=True,
+                              summary="sample among tokens whose logits are at most this many standard "
+                                      "deviations below the highest"),
 }
 """By name: what Settings, flags and requests call it."""
 

@@ -69,7 +69,13 @@ def likely(probs: np.ndarray, share: float, whole: np.ndarray) -> np.ndarray:
     return probs >= share * probs.max()
 
 
-CUTS = {"top_k": (likeliest, 3), "top_p": (nucleus, 0.8), "min_p": (likely, 0.05)}
+def within_sigmas(probs: np.ndarray, number: float, whole: np.ndarray) -> np.ndarray:
+    logits = np.log(whole)
+    return logits >= logits.max() - number * logits.std()
+
+
+CUTS = {"top_k": (likeliest, 3), "top_n_sigma": (within_sigmas, 1.5), "top_p": (nucleus, 0.8),
+        "min_p": (likely, 0.05)}
 """Truncation -> which tokens it keeps, of the law so far, its value and the untransformed law; and a value at which
 joint laws are held against it. In the order in which they follow one another."""
 
