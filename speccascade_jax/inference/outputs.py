@@ -105,12 +105,12 @@ def _lock(handle: int, path: Path, wait: bool) -> None:
             raise
 
 
-def _check_regular(path: Path) -> None:
-    """Raises ValueError where `path` is something else than a file; /dev/full, say, reads without end."""
+def _check_regular(path: Path, field: str = "output") -> None:
+    """Raises FieldError where `path` is something else than a file; /dev/full, say, reads without end."""
     mode = path.stat().st_mode if path.exists() else stat.S_IFREG
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
-        raise FieldError("output", str(path), "name a file.", f"cannot write {path}: it is {what}")
+        raise FieldError(field, str(path), "name a file.", f"cannot write {path}: it is {what}")
 
 
 def settings_file(path: str | Path) -> Path:
@@ -286,7 +286,7 @@ def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, s
     for flag, path in written.items():
         if path is None:
             continue
-        _check_writable(flag, Path(path))
+        _check_writable(_field(flag), Path(path))
         for name in _names(path):
             if name in flags:
                 raise FieldError(_field(flag), str(path), "name another one.",
@@ -309,15 +309,15 @@ def _names(path: str | Path | None) -> list[Any]:
     return [real, (os.stat(real).st_dev, os.stat(real).st_ino)]
 
 
-def _check_writable(flag: str, path: Path) -> None:
+def _check_writable(field: str, path: Path) -> None:
     """Without opening it: a check leaves no empty file."""
     real = Path(os.path.realpath(path))
     try:
-        _check_regular(path)
+        _check_regular(path, field)
         if not real.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {real.parent}")
         if not os.access(real.parent, os.W_OK | os.X_OK) or (real.exists() and not os.access(real, os.W_OK)):
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
-        raise FieldError(_field(flag), str(path), "name another place.",
+        raise FieldError(field, str(path), "name another place.",
                          f"cannot write {path}: {error.strerror}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import SENTENCES
+from refusals import check_about, refusals
 
 from speccascade_jax import config as configs
 from speccascade_jax.baselines import BASELINES
@@ -98,39 +99,45 @@ def test_an_output_with_a_damaged_line_is_left_alone(line, t5_pair, inputs, tmp_
     out.write_bytes(b"".join([line.replace(b"KEPT", json.loads(first)["source"].encode()), b"\n", *rest]))
     damaged = out.read_bytes()
     capsys.readouterr()
-    assert run(t5_pair, *flags) == 2
+    with refusals() as errors:
+        assert run(t5_pair, *flags) == 2
     assert out.read_bytes() == damaged
-    assert "choose another --output" in " ".join(capsys.readouterr().err.split())
+    check_about(errors[0], "output", out)
 
 
 BAD = {
     "unknown config": (["--config=wmt_smal_large"], "did you mean 'wmt_small_large'"),
     "missing checkpoint": (["--config=wmt_small_large", "--text=x"], "scripts/finetune.py"),
-    "unknown method": (["--method=tokenv3"], "unknown method 'tokenv3'"),
-    "alpha": (["--method=chow", "--alpha=1.5"], "alpha is 1.5"),
-    "lossy alpha": (["--method=lossy", "--alpha=1"], "alpha is 1"),
-    "nan alpha": (["--method=chow", "--alpha=nan"], "alpha is nan"),
-    "temperature": (["--temperature=-0.1"], "temperature is -0.1"),
-    "top_p": (["--top-p=0"], "top_p is 0"),
-    "top_k": (["--top-k=0"], "top_k is 0"),
-    "block size": (["--block-size=0"], "block_size is 0"),
-    "batch size": (["--batch-size=0"], "batch_size is 0"),
+    "unknown method": (["--method=tokenv3"], ("method", "tokenv3")),
+    "alpha": (["--method=chow", "--alpha=1.5"], ("alpha", 1.5)),
+    "lossy alpha": (["--method=lossy", "--alpha=1"], ("alpha", 1.0)),
+    "nan alpha": (["--method=chow", "--alpha=nan"], ("alpha", float("nan"))),
+    "temperature": (["--temperature=-0.1"], ("temperature", -0.1)),
+    "top_p": (["--top-p=0"], ("top_p", 0.0)),
+    "top_k": (["--top-k=0"], ("top_k", 0)),
+    "block size": (["--block-size=0"], ("block_size", 0)),
+    "batch size": (["--batch-size=0"], ("batch_size", 0)),
     "no folder": (["--verifier=/nowhere"], "/nowhere is missing"),
     "too long": (["--text", "cat dog " * 30], "the limit is 32"),
     "unreadable input": (["--input=/nowhere.txt"], "cannot read /nowhere.txt"),
-    "unwritable output": (["--output=/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
-    "text and input": (["--text=x", "--input=y"], "exclude each other"),
+    "unwritable output": (["--output=/nowhere/out.jsonl"], ("output", "/nowhere/out.jsonl")),
+    "text and input": (["--text=x", "--input=y"], ("text", "x")),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_and_exit_code_two(t5_pair, case, capsys):
-    flags, words = BAD[case]
+    flags, about = BAD[case]
     overrides = [] if "config" in case or "checkpoint" in case else [
         f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}", "--max-source-length=32"]
-    assert decode.main([*overrides, *flags]) == 2
+    with refusals() as errors:
+        assert decode.main([*overrides, *flags]) == 2
     said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
+    assert "Traceback" not in said
+    if isinstance(about, tuple):
+        check_about(errors[0], *about)
+    else:
+        assert about in said
 
 
 def test_unknown_flags_exit_with_two(t5_pair):
@@ -164,12 +171,13 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
     assert "tli; shared: " in capsys.readouterr().out
     # What the tokenizers tell is refused before the models are read.
     monkeypatch.setattr(decode.Cascade, "from_config", lambda *_: pytest.fail("the models were read"))
-    for flags, said in ((("--vocabulary=slem", "--method=opt", "--alpha=0.3"), "slem has not: take"),
-                        (("--vocabulary=slem", "--method=typical", "--alpha=0.3"), "slem has not: take"),
-                        (("--vocabulary=slem", "--block-size=adaptive"), "which slem's drafts are not"),
-                        (("--vocabulary=union", "--method=opt", "--alpha=0.3"), "that only the drafter has")):
-        assert run(t5_pair, f"--drafter={other}", "--text", "a dog", *flags) == 2
-        assert said in capsys.readouterr().err
+    for vocabulary, field, value in (("slem", "method", "opt"), ("slem", "method", "typical"),
+                                     ("slem", "block_size", "adaptive"), ("union", "method", "opt")):
+        flags = [f"--vocabulary={vocabulary}", f"--{field.replace('_', '-')}={value}"]
+        flags += ["--alpha=0.3"] if field == "method" else []
+        with refusals() as errors:
+            assert run(t5_pair, f"--drafter={other}", "--text", "a dog", *flags) == 2
+        check_about(errors[0], field, value)
 
 
 def test_list_names_configs_to_decode_with_and_methods(capsys):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpora import SENTENCES
+from refusals import check_about, refusals
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
@@ -92,8 +93,9 @@ def test_benchmark(run, tmp_path, capsys):
                            "--min-tokens", "1", "--block-sizes", "2", f"--output={out}"]) == 0
     figures = [json.loads(line) for line in out.read_text().splitlines()]
     assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"block size 2"}
-    assert benchmark.main([f"--config={run}"]) == 2
-    assert "give --input alone" in " ".join(capsys.readouterr().err.split())
+    with refusals() as errors:
+        assert benchmark.main([f"--config={run}"]) == 2
+    check_about(errors[0], "config", run)
 
 
 def test_what_a_text_costs_besides_its_calls(monkeypatch):
@@ -177,13 +179,14 @@ def test_plan(run, tmp_path, capsys):
     capsys.readouterr()
     for others in (models[:1], models[:2], models[::-1]):
         if others != planned.models:
-            assert decode.main([f"--config={out}", "--models", *others]) == 2
-            assert "this is a plan for the models" in " ".join(capsys.readouterr().err.split())
+            with refusals() as errors:
+                assert decode.main([f"--config={out}", "--models", *others]) == 2
+            check_about(errors[0], "models", others)
     three = Cascade.from_config(configs.load(run))
     assert output.tokens == next(iter(three.generate(planned.examples, method="verifier"))).tokens
     other = tmp_path / "other.py"
     other.write_text("config = 1\n")
-    for wrong, said in ((["--output", str(other)], "holds something else"), (["--max-block=99"], "at most"),
-                        (["--output", "plan.txt"], "ends in .py"), (["--method", "opt"], "lossless")):
-        assert plan.main([*flags, *wrong]) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+    for field, value in (("output", other), ("max_block", 99), ("output", "plan.txt"), ("method", "opt")):
+        with refusals() as errors:
+            assert plan.main([*flags, f"--{field.replace('_', '-')}", str(value)]) == 2
+        check_about(errors[0], field, value)

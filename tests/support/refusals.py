@@ -25,3 +25,9 @@ def refusals() -> Iterator[list[Exception]]:
 def names(error: Exception) -> tuple:
     """What an error is about: its field and value, where it has them."""
     return getattr(error, "field", None), getattr(error, "value", None)
+
+
+def check_about(error: Exception, field: str, value: object) -> None:
+    """Whether an error is about this field with this value, which may be NaN."""
+    assert getattr(error, "field", None) == field, repr(error)
+    assert str(error.value) == str(value), repr(error)
