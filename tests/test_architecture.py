@@ -21,7 +21,7 @@ EXCEPT = {  # what may import less, or more, of ours than its place says, beside
     "checkpoints": [*MODELS, "models"],
     "baselines": ["core"],
     "settings": ["core", "baselines"],
-    "config": ["settings", "models", "core"],
+    "config": ["settings", "vocabularies", "models", "core"],
     "parallel": [],
     "serving": [*ROOMS[:12], "__init__"],
     "planning": ROOMS[:12],

@@ -36,7 +36,8 @@ def _sequence(summary: str, confidence: Callable[[np.ndarray], float]) -> Scheme
 
 
 BASELINES: dict[str, Scheme] = {
-    "sequence": _sequence("the drafter's text, the verifier's where its probability < 1 - alpha", probability),
+    "sequence": _sequence("the drafter's text, the verifier's where its probability < 1 - alpha",
+                          probability),
     "sequence_mean": _sequence("as sequence, of the tokens' mean probability (geometric)", mean_probability),
     "sequence_quantile": _sequence(f"as sequence, of the quantile at {QUANTILE} of the tokens'", quantile),
     "token_cascade": Scheme(_pair(TokenCascade),

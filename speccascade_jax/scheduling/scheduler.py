@@ -94,7 +94,8 @@ class Lane(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Drafts on the host, between two rounds, for a sampler whose first model is a core.samplers.Proposed."""
+    """Drafts on the host, between two rounds, for a sampler whose first model is a
+    core.samplers.proposals.Proposed."""
 
     def __call__(self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
                  ) -> Proposals:

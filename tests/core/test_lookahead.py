@@ -12,7 +12,6 @@ from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.settings import Settings
 
 ALPHA, ACCEPTANCE, ROUND_COST = 1.2, 0.7, 1.5
 METHOD = METHODS["lookahead"].tuned(acceptance=ACCEPTANCE, round_cost=ROUND_COST)
@@ -94,19 +93,11 @@ def test_prices_by_hand():
             np.testing.assert_array_equal(lookahead(j, 2, alpha, 0.5, 3.0, q, p, q, p), p if deferred else q)
 
 
-def test_settings_make_the_rule():
-    (own,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
-    assert own is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
-    assert Settings(method=own).name == "lookahead"
+def test_at_no_price_it_is_diff():
     rng = np.random.default_rng(0)
     q, p = (jnp.asarray(rng.dirichlet(np.ones(5), (8, 4)), jnp.float32) for _ in range(2))
-    scores, (default,) = Scores(q, p, q, p, jnp.asarray(False)), Settings(method="lookahead").rules(1)
-    np.testing.assert_array_equal(default.target(scores, 0.2)[0],
-                                  METHODS["lookahead"].target(scores, 0.2)[0])
-    for n in np.ndindex(8, 4):  # at no price it is diff
+    scores = Scores(q, p, q, p, jnp.asarray(False))
+    for n in np.ndindex(8, 4):
         own = [np.asarray(x[n], np.float64) for x in (q, p)]
         np.testing.assert_allclose(METHODS["lookahead"].target(scores, 0.0)[0][n],
                                    target("diff", *own, *own, 0.0, False), atol=1e-6)
-    for change in ({"acceptance": 1.5}, {"round_cost": 0.0}, {"round_cost": float("nan")}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            Settings(method="lookahead", **change).check(10)

@@ -36,7 +36,8 @@ def test_every_combination_is_the_oracles():
     """Temperature, then the truncations in their order, renormalised after each."""
     laws = np.exp(LOGITS.astype(np.float64))
     laws /= laws.sum(-1, keepdims=True)
-    for temperature, *values in itertools.product(TEMPERATURES, *((None, value) for _, value in CUTS.values())):
+    choices = [(None, value) for _, value in CUTS.values()]
+    for temperature, *values in itertools.product(TEMPERATURES, *choices):
         asked = {name: value for name, value in zip(CUTS, values, strict=True) if value is not None}
         expected = [transform(law, temperature, **asked) for law in laws]
         np.testing.assert_allclose(token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **asked)),

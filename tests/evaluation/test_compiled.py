@@ -56,7 +56,7 @@ ENTRY %main (cache.0: bf16[4,96,64], weights.0: bf16[8,128,128]) -> bf16[4,96,64
   %done = (bf16[4,96,64]{2,1,0:T(8,128)(2,1)}, bf16[8,128,128]{1,2,0:T(8,128)(2,1)}) while(%state.0), condition=%round_condition, body=%round
   ROOT %cache.9 = bf16[4,96,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%done), index=0
 }
-"""
+"""  # noqa: E501
 CACHE = 4 * 96 * 128 * 2  # the last axis fills a tile of 128
 TURNED = 4 * 64 * 128 * 2
 MATRIX = 128 * 128 * 2

@@ -102,12 +102,6 @@ def test_streaming_a_hierarchy(three):
     assert list(three.stream(SENTENCES[0], settings))[-1] == output.text
 
 
-def test_only_rules_have_a_deferral_rate():
-    assert [Settings(method=method).defers for method in (
-        "lossy", "lossy+lossy", "lossy+opt", "opt", METHODS["lossy"], "bild", "verifier")] == [
-        False, False, True, True, False, True, True]
-
-
 def test_one_model_is_a_cascade_of_one(pair, t5_pair):
     one = Cascade.load(t5_pair / "verifier", **LIMITS)
     assert tokens(one) == tokens(pair, method="verifier")

@@ -65,6 +65,8 @@ def test_adaptive_blocks_that_never_stop_are_fixed_ones(cascade):
 
 EIGHT = """
 import json, sys
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import make_mesh
 
@@ -76,7 +78,13 @@ outputs = [o.tokens for o in cascade.generate(texts, **options)]
 [programs] = cascade.programs.values()
 made = {key[0]: program.as_text() for key, program in programs.compiled.items()}
 assert "while(" in made["run"] and "refill" in made
-assert not any(x in program for program in made.values() for x in ("all-reduce", "all-gather", "permute("))
+def exchanges(program):
+    return any(name in program for name in ("all-reduce", "all-gather", "permute("))
+
+assert not any(map(exchanges, made.values()))
+[axis] = cascade.mesh.axis_names
+total = jax.shard_map(lambda x: jax.lax.psum(x, axis), mesh=cascade.mesh, in_specs=P(axis), out_specs=P())
+assert exchanges(jax.jit(total).lower(np.zeros(8)).compile().as_text())  # the control
 del options["batch_size"]
 print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
 """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from member_laws import check_interleaved, check_members, check_rows, products, reference, text_of
+from member_laws import check_full, check_interleaved, check_members, check_rows, products, reference, text_of
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0
 from tiny_models import in_blocks, prefilled, random_checkpoint
 
@@ -61,13 +61,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
 @pytest.mark.full
 def test_the_full_member_is_the_plain_model_bit_for_bit(network):
     model, params = network
-    plain, own = model.full, params["full"]
-    expected, _ = in_blocks(plain, own, TARGET, [3, 1, 26], prefilled(plain, own))
-    for full in (model, model.members[-1]):
-        found, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(jax.jit(model.forced)(params, SOURCE, LENGTH, TARGET),
-                                  jax.jit(plain.forced)(own, SOURCE, LENGTH, TARGET))
+    check_full(model, params, "full", model.members[-1])
 
 
 def test_an_exit_is_the_model_of_its_layers(network):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from member_laws import check_interleaved, check_members, check_rows, products, reference, text_of
-from shapes import LENGTH, SOURCE, TARGET, TINY_T5
+from member_laws import check_full, check_interleaved, check_members, check_rows, products, reference, text_of
+from shapes import LENGTH, SOURCE, TINY_T5
 from tiny_models import in_blocks, prefilled, random_checkpoint
 
 from speccascade_jax import checkpoints
@@ -53,13 +53,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
 
 def test_the_verifier_is_the_plain_model_bit_for_bit(network):
     model, params = network
-    plain, part = model.full, params["verifier"]
-    expected, _ = in_blocks(plain, part, TARGET, [3, 1, 26], prefilled(plain, part))
-    for full in (model, model.members[1]):
-        found, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(jax.jit(model.forced)(params, SOURCE, LENGTH, TARGET),
-                                  jax.jit(plain.forced)(part, SOURCE, LENGTH, TARGET))
+    check_full(model, params, "verifier", model.members[1])
 
 
 def test_the_drafter_reads_the_source_through_the_verifiers_encoder(network):

@@ -127,7 +127,8 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
 @pytest.fixture(scope="module")
 def served(programs):
     """The same with everything that a row may choose."""
-    plan = dataclasses.replace(programs.plan, truncations=("top_k", "top_p", "min_p"), bounds=(("top_k", 32),), ragged=True)
+    plan = dataclasses.replace(programs.plan, truncations=("top_k", "top_p", "min_p"),
+                               bounds=(("top_k", 32),), ragged=True)
     return Programs(plan, programs.params, None, Clock())
 
 

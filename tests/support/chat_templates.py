@@ -88,7 +88,7 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
-"""
+"""  # noqa: E501
 MISTRAL = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -180,7 +180,7 @@ QWEN3 = """\
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}
-"""
+"""  # noqa: E501
 TEMPLATES = {"gemma2": GEMMA, "gemma3_text": GEMMA3, "llama": LLAMA3, "mistral": MISTRAL, "qwen2": QWEN2,
              "qwen3": QWEN3}
 SPECIALS = {  # what begins and ends a text of each family, and what its turns are made of

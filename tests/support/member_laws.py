@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import LENGTH, SOURCE
+from shapes import LENGTH, SOURCE, TARGET
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax.core.protocols import LanguageModel
@@ -44,6 +44,17 @@ def check_members(network, params, writes_for):
         assert (cache.length - start.length).tolist() == [SIZE] * 3
     far = max(np.abs(a - b).max() for a in expected for b in expected)
     assert far > 0.1  # the control: members differ
+
+
+def check_full(network, params, part, member):
+    """`part` of the parameters is the plain model, and `member` decodes and trains as that, bit for bit."""
+    plain, own = network.full, params[part]
+    expected, _ = in_blocks(plain, own, TARGET, [3, 1, 26], prefilled(plain, own))
+    for full in (network, member):
+        found, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(jax.jit(network.forced)(params, SOURCE, LENGTH, TARGET),
+                                  jax.jit(plain.forced)(own, SOURCE, LENGTH, TARGET))
 
 
 def check_interleaved(network, params, writes_for, rounds=14):

@@ -76,8 +76,8 @@ def within_sigmas(probs: np.ndarray, number: float, whole: np.ndarray) -> np.nda
 
 CUTS = {"top_k": (likeliest, 3), "top_n_sigma": (within_sigmas, 1.5), "top_p": (nucleus, 0.8),
         "min_p": (likely, 0.05)}
-"""Truncation -> which tokens it keeps, of the law so far, its value and the untransformed law; and a value at which
-joint laws are held against it. In the order in which they follow one another."""
+"""Truncation -> which tokens it keeps, of the law so far, its value and the untransformed law; and a value at
+which joint laws are held against it. In the order in which they follow one another."""
 
 
 def transform(probs: np.ndarray, temperature: float, **values: float | None) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hierarchy_reference import MODULUS, Hierarchy, Uniforms, deviation
-from joint_laws import EOS, FAIL_BELOW, LENIENCE, PROMPTS, TABLES, VOCAB, p_value, quick, with_rules
+from joint_laws import EOS, FAIL_BELOW, PROMPTS, TABLES, VOCAB, lenience, p_value, quick, with_rules
 from toys import TableCache, TableLM, sequence_law, table
 
 from speccascade_jax.core.counters import Counters
@@ -41,7 +41,7 @@ SHAPINGS = [{}, {"top_p": 0.7}, {"top_k": 2, "temperature": 0.7}, {"temperature"
 def wrong_by(kind, methods, sizes, vocab_size, hand_over, eos, steps=4, seed=39, **options):
     """How far the enumerated law of texts is from the target's."""
     tables = [table(seed + n, vocab_size) for n in range(len(sizes) + 1)]
-    alphas = [LENIENCE[method] for method in methods]
+    alphas = [lenience(method) for method in methods]
     found = kind(tables, methods, alphas, sizes, hand_over, eos, **options).text_law((1,), steps)
     assert abs(sum(found.values()) - 1) < 1e-12
     return deviation(found, sequence_law(tables, methods, alphas, (1,), steps=steps, eos=eos, **options))
@@ -118,7 +118,7 @@ def asked_of(methods, sizes, hand_over, rows, model=WholeLM, lossless=None):
     tables = [whole_table(n + 1) for n in range(len(sizes) + 1)]
     keys = jax.vmap(jax.random.key)(jnp.arange(rows))
     return sampler, nested(tables), keys, *prompts(rows), SamplingOptions(), jnp.array(
-        [LENIENCE[name] for name in methods])
+        [lenience(name) for name in methods])
 
 
 def by_level(counts):
@@ -144,7 +144,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None):
                       limits=limits)
     table = np.asarray(noise(keys, len(sizes) + 1, 160))
     recursion = Hierarchy([whole_table(n + 1) for n in range(len(sizes) + 1)], methods,
-                          [LENIENCE[name] for name in methods], sizes, hand_over, eos)
+                          [lenience(name) for name in methods], sizes, hand_over, eos)
     passes, *counters = by_level(result.counts)
     wrong = []
     for row in range(rows):
@@ -237,7 +237,7 @@ LAWS = [((SURE,), (2,)), (("opt",), (1,)), ((SURE, SURE), (1, 1)), ((SURE, "opt"
     among=[((SURE, "token_v3", SURE), (1, 2, 2), "need")]))
 def test_hierarchies_follow_their_law(methods, sizes, hand_over, rows, full):
     """Settings of one program: temperatures and top_p are traced. Lossless greedy texts: below."""
-    alphas = [LENIENCE[name] for name in methods]
+    alphas = [lenience(name) for name in methods]
     greedy = full and set(methods) != {SURE}
     for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[:3 if greedy else 2]:
         assert p_value(methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature,
@@ -308,7 +308,7 @@ def test_the_law_test_catches(bug, hand_over, rows, monkeypatch):
     jax.clear_caches()
     with monkeypatch.context() as patch:
         plant(patch)
-        assert p_value(methods, [LENIENCE[m] for m in methods], (2, 2), rows=min(rows, 60_000),
+        assert p_value(methods, [lenience(m) for m in methods], (2, 2), rows=min(rows, 60_000),
                        hand_over=hand_over) < FAIL_BELOW
     jax.clear_caches()
 

@@ -1,0 +1,48 @@
+"""What a person may choose: what the settings say of themselves, and what they refuse."""
+
+import pytest
+
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.settings import Settings
+
+
+def test_settings_make_the_rule():
+    (own,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
+    assert own is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
+    assert Settings(method=own).name == "lookahead"
+    (default,) = Settings(method="lookahead").rules(1)
+    knobs = METHODS["lookahead"].knobs
+    assert default is METHODS["lookahead"].tuned(**{name: knob.default for name, knob in knobs.items()})
+    for change in ({"acceptance": 1.5}, {"round_cost": 0.0}, {"round_cost": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            Settings(method="lookahead", **change).check(10)
+
+
+def test_only_rules_have_a_deferral_rate():
+    assert [Settings(method=method).defers for method in (
+        "lossy", "lossy+lossy", "lossy+opt", "opt", METHODS["lossy"], "bild", "verifier")] == [
+        False, False, True, True, False, True, True]
+
+
+def test_one_value_stands_for_every_level():
+    settings = Settings(method="speculative+opt", alpha=(0.0, 0.3), block_size=4)
+    assert settings.of_levels("method", 2) == ("speculative", "opt")
+    assert settings.of_levels("alpha", 2) == (0.0, 0.3) and settings.block_sizes(2) == (4, 4)
+    assert settings.rules(2) == (METHODS["speculative"], METHODS["opt"])
+    assert settings.of_levels("block_size", 0) == ()  # one model verifies nothing
+    for field in ("method", "alpha"):
+        with pytest.raises(ValueError, match=field):
+            settings.of_levels(field, 3)
+
+
+def test_adaptive_blocks_that_never_stop_are_fixed_ones():
+    adaptive = Settings(block_size="adaptive", max_block_size=7, stop_below=0.2)
+    assert adaptive.stops == 0.2 and adaptive.block_sizes(1) == (7,)
+    assert Settings(block_size="adaptive", max_block_size=7, stop_below=0.0).stops is None
+    assert Settings(block_size=3, stop_below=0.2).stops is None
+
+
+def test_lossless_is_what_every_level_is():
+    lossless = "speculative", "speculative+speculative", METHODS["speculative"]
+    assert all(Settings(method=method).lossless for method in lossless)
+    assert not any(Settings(method=method).lossless for method in ("speculative+opt", "opt", "bild"))
