@@ -183,7 +183,7 @@ BAD = [(["--vs", "hf"], "--input"), (["--method=none"], "unknown method 'none'; 
        (["--input=/no/such/file.jsonl"], "/no/such/file.jsonl"), (["--output=/dev/null"], "a device"),
        (["--output=."], "a folder"), (["--tpu=v5e"], "--tpu is 'v5e'; write the kind of chip, one of v4"),
        (["--tpu=h100:8"], "--tpu is 'h100:8'"), (["--tpu=v5e:2x2", "--input=x.jsonl"], "leave --input"),
-       (["--tpu=v5e:2x2", "--acceptance=2"], "--acceptance is 2.0; it lies in [0, 1]"),
+       (["--tpu=v5e:2x2", "--acceptance=2"], "acceptance is 2.0; it lies in [0, 1]"),
        (["--tpu=v5e:2x2", "--source-length=0"], "--source-length is 0"),
        (["--tpu=v5e:2x2", "--tensor-parallel", "4", "0"], "--tensor-parallel is 0"),
        (["--tpu=v5e:2x2", "--new-tokens=9999999"], "--new-tokens is 9999999; it must be at most"),

@@ -119,7 +119,7 @@ def before_work(monkeypatch):
 BAD = [(["--at-quality=good"], "a number, verifier or truncated"), (["--at-quality=nan"], "write a number"),
        (["--at-quality=inf"], "write a number"), (["--at-quality="], "write a number"),
        (["--at-quality=1", "--at-latency=1"], "exclude each other"),
-       (["--at-latency=nan"], "--at-latency is nan"), (["--at-latency=0"], "--at-latency is 0"),
+       (["--at-latency=nan"], "at_latency is nan"), (["--at-latency=0"], "at_latency is 0"),
        (["--at-latency=1", "--timed=0"], "raise --timed"),
        (["--methods", "tokenv3"], "unknown method 'tokenv3'"), (["--methods", "../../x"], "unknown method"),
        (["--methods", "opt", "opt"], "'opt' twice"), (["--methods"], "--methods is empty"),
