@@ -49,7 +49,7 @@ from speccascade_jax.training.data import joined_examples
 
 # Fields of a config that stand with each point, or that change no result.
 SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
-         "examples", "samplers")
+         "examples")
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
 POINT = ("method", "alpha", "block_size", "temperature", *TRUNCATIONS)  # what a sweep varies
@@ -170,8 +170,7 @@ class Measurements:
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)
-        run = arguments.run.record()
-        self.settings = {name: value for name, value in run.items() if name not in SWEPT}
+        self.settings = arguments.run.record(*SWEPT)
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
     def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
@@ -340,7 +339,7 @@ def sweep(arguments: Arguments) -> None:
         block_sizes = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
     points = grid(arguments.run.settings, arguments.methods, arguments.alphas, block_sizes,
                   arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
-                  arguments.truncations, known_methods(arguments.run))
+                  arguments.truncations, {**NAMED, **named(arguments.run.samplers)})
     check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
@@ -360,11 +359,6 @@ def sweep(arguments: Arguments) -> None:
         screen.print(f"drawn: {path}")
     if picks:
         pick(arguments, task.metric, comparisons, test, screen)
-
-
-def known_methods(run: DecodeConfig) -> dict[str, Any]:
-    """What each name of a method stands for, the config's samplers among them."""
-    return {**NAMED, **named(run.samplers)}
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -33,13 +33,14 @@ def check_tally(tally: Tally) -> None:
 def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
     """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
     another number of tokens than was counted; with stop sequences (`stopped`) it may have fewer. Rows of
-    empty inputs have no counts."""
-    counted = [(row, size) for row, size in zip(rows, lengths, strict=True) if row]
-    for row, size in counted:
-        said = row.get("emitted", row.get("model_passes", 0))
-        _must_hold(np.array(size <= said if stopped else size == said), "the tokens are not those counted")
-    rounds = [row for row, _ in counted if "histogram" in row]
-    tallies = [row for row, _ in counted if "emitted" in row and "histogram" not in row]
+    empty inputs have no counts; of what a sampler counts besides, no identity is known."""
+    for row, size in zip(rows, lengths, strict=True):
+        said = row.get("emitted", row.get("model_passes"))
+        if said is not None:
+            _must_hold(np.array(size <= said if stopped else size == said),
+                       "the tokens are not those counted")
+    rounds = [row for row in rows if row.keys() >= {*Counters._fields}]
+    tallies = [row for row in rows if row.keys() >= {*Tally._fields} and row not in rounds]
     if rounds:
         check_identities(Counters(*_columns(rounds, Counters._fields)))
     if tallies:

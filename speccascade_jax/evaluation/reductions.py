@@ -107,6 +107,8 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     if point.name in SINGLE_MODEL:
         return {"verifier": 1.0, "drafter": step_ratio}[point.name]
     counts = quality.counts
+    if not counts.keys() >= {"drafter_passes", "rounds", "emitted"}:
+        return math.nan  # a sampler of its own kind: what its passes cost is not known
     return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
 
 

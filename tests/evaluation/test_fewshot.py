@@ -190,3 +190,23 @@ def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     assert all("\n" not in line["output"] for line in lines if "output" in line)
     assert script.main(["--task=mbpp", *files]) == 2 and "--execute-code" in capsys.readouterr().err
     assert script.main(["--task=gsm", *files]) == 2 and "unknown task 'gsm'" in capsys.readouterr().err
+
+
+def test_one_more_entry_is_all_that_a_task_takes(tmp_path, monkeypatch, capsys):
+    """It is decoded with its own files; what it needs is asked for by its name."""
+    missing = ["--task=capitals", "--drafter=/nowhere", "--verifier=/nowhere"]
+    task = dataclasses.replace(with_files("triviaqa", tmp_path), name="capitals")
+    monkeypatch.setitem(TASKS, "capitals", task)
+    assert script.main(missing) == 2 and "/nowhere is missing" in capsys.readouterr().err
+    monkeypatch.setitem(TASKS, "capitals", dataclasses.replace(task, shots=9))
+    assert script.main(missing) == 2 and "9 are to be shown" in capsys.readouterr().err
+    monkeypatch.setitem(TASKS, "capitals", dataclasses.replace(task, executes=True))
+    assert script.main(missing) == 2
+    assert "capitals is scored by running" in capsys.readouterr().err
+
+
+def test_help_says_every_task(capsys):
+    with pytest.raises(SystemExit):
+        script.parse(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in TASKS)

@@ -151,6 +151,10 @@ def test_leniences_beyond_one_are_for_rules_without_a_bound():
     assert {p.alpha for p in grid(BASE, ["lossy"], [1.0], [2], [1.0])} == {0.0, 0.999}
 
 
+def test_a_sweeps_one_stands_for_ten_where_the_entry_says_so():
+    assert {p.alpha for p in grid(BASE, ["bild_star", "opt"], [0.2], [2], [0.0])} == {0.0, 2.0, 0.2}
+
+
 def test_leniences_are_finer_where_a_method_bends():
     points = grid(BASE, ["token_v3", "opt"], None, [2, "adaptive"], [1.0])
     by_method = {name: sorted({p.alpha for p in points if p.method == name}) for name in ("token_v3", "opt")}
