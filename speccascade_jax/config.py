@@ -18,7 +18,7 @@ import jax
 from tyro.conf import AvoidSubcommands, Suppress
 
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.rules import TRAINED
+from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.models import Config
 from speccascade_jax.settings import NAMED, NO_FILE, Settings, named
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
@@ -163,10 +163,11 @@ class RouterConfig:
     def check(self) -> None:
         """Raises FieldError for a value out of its range."""
         check_usable(self)
-        if self.method != "router":
+        if not METHODS[self.method].defers:
             for field in ("temperatures", "top_ps", "places"):
                 if getattr(self, field) != getattr(type(self), field):
-                    raise FieldError(field, getattr(self, field), "leave it out: only a router reads it.")
+                    raise FieldError(field, getattr(self, field),
+                                     "leave it out: only a rule that defers reads it.")
         for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
                 raise FieldError(field, getattr(self, field), "it lies in [1, 1000000].")

@@ -42,7 +42,8 @@ def option(default: Any, low: float = -math.inf, high: float = math.inf, *, abov
 def _declared() -> Any:
     """The base of Settings: a field for each truncation and each knob."""
     def field(name: str, entry: Any, kind: Any, default: Any) -> tuple[str, Any, Any]:
-        about = {"help": entry.summary, "low": entry.low, "high": entry.high, "above": entry.above}
+        about = {"help": entry.summary, "low": entry.low, "high": entry.high, "above": entry.above,
+                 "dialect": getattr(entry, "dialect", None)}
         kind = Annotated[kind, tyro.conf.arg(help=entry.summary)]
         return name, kind, dataclasses.field(default=default, metadata=about)
 

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from jaxtyping import Bool, Float, Int
 from speccascade_jax.core.errors import FieldError
 
 Array = jax.Array
+
+
+class Dialect(NamedTuple):
+    """What clients made for other servers send besides a truncation's own values: these become `meaning`."""
+
+    least: float    # the smallest such value
+    below: float    # and what all of them are smaller than
+    meaning: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Truncation:
     above: bool = False  # `low` is excluded
     logits: bool = False
     bounded: bool = False  # the largest value of any row is static: keep()'s `bound`
+    dialect: Dialect | None = None
 
     @property
     def dtype(self) -> Any:
@@ -153,6 +162,7 @@ def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once:
     greedy = temperature < jnp.finfo(jnp.float32).tiny
     highest = jnp.max(logits, axis=-1, keepdims=True)
     best = jax.nn.one_hot(first(logits == highest), logits.shape[-1])
+    best = jnp.where(jnp.isnan(highest), jnp.nan, best)  # or a rule would find nothing to defer to, and go on
     # Differences from the highest, so that a tiny temperature overflows downwards only; -inf stays, which a
     # reciprocal that underflows to 0 would make NaN.
     scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - highest) / jnp.where(greedy, 1.0, temperature))
@@ -214,8 +224,8 @@ def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Floa
 
 
 def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The tokens whose logits lie at most `number` standard deviations of all logits below the highest, whatever
-    the temperature (Tang et al. 2024, arXiv 2411.07641). Tokens without a chance (-inf) are not counted."""
+    """The tokens whose logits lie at most `number` standard deviations of all logits below the highest,
+    whatever the temperature (Tang et al. 2024, arXiv 2411.07641). A logit of -inf is not counted."""
     written = logits > -jnp.inf
     highest = jnp.max(logits, axis=-1, keepdims=True)
     sigma = jnp.std(logits, axis=-1, keepdims=True, where=written)
@@ -224,9 +234,11 @@ def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Boo
 
 TRUNCATIONS: dict[str, Truncation] = {
     "top_k": Truncation(likeliest, 1, 2**31 - 1, off=0, summary="sample among the k likeliest tokens",
-                        sweep=(16, 4, 2), letter="k", kind=int, logits=True, bounded=True),
+                        sweep=(16, 4, 2), letter="k", kind=int, logits=True, bounded=True,
+                        dialect=Dialect(-1, 1, None)),
     "top_p": Truncation(nucleus, 0.0, 1.0, off=1.0, above=True, sweep=(0.9, 0.7, 0.5, 0.3), letter="p",
-                        summary="sample among the likeliest tokens that reach this mass"),
+                        summary="sample among the likeliest tokens that reach this mass",
+                        dialect=Dialect(0, 1e-9, 1e-9)),
     "min_p": Truncation(likely, 0.0, 1.0, off=0.0, sweep=(0.05, 0.15, 0.4), letter="m",
                         summary="sample among tokens at least this share as likely as the likeliest"),
     "top_n_sigma": Truncation(within_sigmas, 0.0, math.inf, off=math.inf, above=True, sweep=(2.0, 1.0, 0.5),

@@ -96,7 +96,8 @@ def method_of(weights: Weights, name: str = "router") -> Method:
         alpha = jnp.broadcast_to(alpha, (*own.shape[:-1], 1))[..., 0]
         return mixture(s, drafters_weight(weights, own, alpha)[..., None])
 
-    return dataclasses.replace(METHODS[name], target=deferring if name == "router" else mixing, name=name)
+    method = METHODS[name]
+    return dataclasses.replace(method, target=deferring if method.defers else mixing)
 
 
 def described(weights: Weights, name: str = "router", **about: Any) -> str:

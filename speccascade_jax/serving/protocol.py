@@ -10,6 +10,7 @@ import typing
 from typing import Any, NamedTuple
 
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.transforms import Dialect
 from speccascade_jax.inference.inputs import parse_json
 from speccascade_jax.serving.schema import Schema, check, schema_of, shown
 from speccascade_jax.settings import Settings
@@ -39,20 +40,10 @@ class Field(NamedTuple):
     schema: Schema
     setting: str | None = None  # the field of Settings that it names
     several: bool = False       # whether that holds a tuple, whatever is given
+    dialect: Dialect | None = None  # what other servers' clients may say
 
 
 Fields = dict[str, Field]
-
-
-class Dialect(NamedTuple):
-    """What clients made for OpenAI or vLLM send besides a setting's own values: these become `meaning`."""
-
-    least: float    # the smallest such value
-    below: float    # and what all of them are smaller than
-    meaning: Any
-
-
-DIALECTS = {"top_k": Dialect(-1, 1, None), "top_p": Dialect(0, 1e-9, 1e-9)}  # all tokens; the likeliest alone
 
 
 def number(about: str, low: float, high: float, kind: str = "integer") -> Field:
@@ -102,13 +93,14 @@ def settings_fields(settings: type[Settings] = Settings) -> Fields:
     annotations, fields = typing.get_type_hints(settings), {}
     for setting in dataclasses.fields(settings):
         schema = schema_of(annotations[setting.name], setting.metadata)
-        if setting.name in DIALECTS:
+        dialect = setting.metadata.get("dialect")
+        if dialect is not None:
             schema.pop("exclusiveMinimum", None)
-            schema["minimum"] = DIALECTS[setting.name].least
+            schema["minimum"] = dialect.least
         several = typing.get_origin(annotations[setting.name]) is tuple
         about = setting.metadata.get("help", f"{setting.name}: see the documentation of decoding.")
         for name in WIRE_NAMES.get(setting.name, (setting.name,)):
-            fields[name] = Field(about, schema, setting.name, several)
+            fields[name] = Field(about, schema, setting.name, several, dialect)
     return fields
 
 
@@ -227,7 +219,7 @@ def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any],
 
 def setting_of(value: Any, field: Field) -> Any:
     """A field's value as Settings holds it."""
-    dialect = DIALECTS.get(field.setting or "")
+    dialect = field.dialect
     if dialect is not None and dialect.least <= value < dialect.below:
         return dialect.meaning
     if isinstance(value, list):
