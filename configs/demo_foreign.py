@@ -5,5 +5,8 @@ import dataclasses
 from speccascade_jax.config import DEMO, load
 
 config = dataclasses.replace(
-    load("demo"), router=None, drafter=str(DEMO / "foreign_drafter"),
-    missing="Make it with python scripts/finetune.py --config=demo_foreign_drafter.")
+    load("demo"),
+    router=None,
+    drafter=str(DEMO / "foreign_drafter"),
+    missing="Make it with python scripts/finetune.py --config=demo_foreign_drafter.",
+)

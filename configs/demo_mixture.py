@@ -2,5 +2,6 @@
 
 from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="demo_mixture", output="runs/demo_mixture/mixture.json", pair="demo",
-                      method="learned_mixture")
+config = RouterConfig(
+    name="demo_mixture", output="runs/demo_mixture/mixture.json", pair="demo", method="learned_mixture"
+)

@@ -2,5 +2,11 @@
 
 from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="demo_router", output="runs/demo_router/router.json", shipped="router.json",
-                      pair="demo", examples=400, dtype="int8")
+config = RouterConfig(
+    name="demo_router",
+    output="runs/demo_router/router.json",
+    shipped="router.json",
+    pair="demo",
+    examples=400,
+    dtype="int8",
+)

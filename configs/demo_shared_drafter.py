@@ -12,11 +12,31 @@ from speccascade_jax.models.t5 import T5Config
 VERIFIER = load("demo_verifier")
 
 config = dataclasses.replace(
-    VERIFIER, name="demo_shared_drafter", output_dir="runs/demo_shared_drafter",
-    shipped="shared_drafter", init=str(DEMO / "verifier"), tokenizer=None,
+    VERIFIER,
+    name="demo_shared_drafter",
+    output_dir="runs/demo_shared_drafter",
+    shipped="shared_drafter",
+    init=str(DEMO / "verifier"),
+    tokenizer=None,
     model=SharedEncoderConfig(
-        VERIFIER.model, T5Config(vocab_size=2048, d_model=192, d_kv=64, num_heads=3, d_ff=512,
-                                 num_encoder_layers=0, num_decoder_layers=1, dropout_rate=0.0), states=True),
-    exits=ExitTraining(frozen=True, drafter=str(DEMO / "drafter")), distillation=0.7,
-    teacher=str(DEMO / "verifier"), teacher_outputs="runs/demo_distilled_all.jsonl", steps=3500,
-    learning_rate=0.01, validation_examples=0)
+        VERIFIER.model,
+        T5Config(
+            vocab_size=2048,
+            d_model=192,
+            d_kv=64,
+            num_heads=3,
+            d_ff=512,
+            num_encoder_layers=0,
+            num_decoder_layers=1,
+            dropout_rate=0.0,
+        ),
+        states=True,
+    ),
+    exits=ExitTraining(frozen=True, drafter=str(DEMO / "drafter")),
+    distillation=0.7,
+    teacher=str(DEMO / "verifier"),
+    teacher_outputs="runs/demo_distilled_all.jsonl",
+    steps=3500,
+    learning_rate=0.01,
+    validation_examples=0,
+)

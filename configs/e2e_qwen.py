@@ -5,6 +5,9 @@ import dataclasses
 from speccascade_jax.config import load
 
 config = dataclasses.replace(
-    load("e2e_gemma"), drafter="runs/e2e_qwen_drafter", verifier="runs/e2e_qwen_verifier",
+    load("e2e_gemma"),
+    drafter="runs/e2e_qwen_drafter",
+    verifier="runs/e2e_qwen_verifier",
     task="e2e_qwen_verifier",
-    missing="Make it with python scripts/finetune.py --config=e2e_qwen_verifier, then e2e_qwen_drafter.")
+    missing="Make it with python scripts/finetune.py --config=e2e_qwen_verifier, then e2e_qwen_drafter.",
+)

@@ -2,5 +2,11 @@
 
 from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="e2e_router", output="runs/e2e_router/router.json", shipped="e2e_router.json",
-                      pair="e2e", places=3, dtype="int8")
+config = RouterConfig(
+    name="e2e_router",
+    output="runs/e2e_router/router.json",
+    shipped="e2e_router.json",
+    pair="e2e",
+    places=3,
+    dtype="int8",
+)

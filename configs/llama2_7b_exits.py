@@ -9,7 +9,13 @@ from speccascade_jax.config import DecodeConfig, load
 NETWORK = load("llama2_7b_layerskip").output_dir
 
 config = DecodeConfig(
-    models=(f"{NETWORK}@7", f"{NETWORK}@9", NETWORK), method="speculative", block_size=(2, 5),
-    dtype="bfloat16", tensor_parallel=2, max_source_length=2048, max_new_tokens=512,
+    models=(f"{NETWORK}@7", f"{NETWORK}@9", NETWORK),
+    method="speculative",
+    block_size=(2, 5),
+    dtype="bfloat16",
+    tensor_parallel=2,
+    max_source_length=2048,
+    max_new_tokens=512,
     missing="Make it with python scripts/finetune.py --config=llama2_7b_layerskip.",
-    examples=("Q: Why does ice float on water?\nA:",))
+    examples=("Q: Why does ice float on water?\nA:",),
+)

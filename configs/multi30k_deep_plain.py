@@ -7,4 +7,5 @@ from speccascade_jax.config import load
 DEEP = load("multi30k_deep")
 
 config = dataclasses.replace(
-    DEEP, name="multi30k_deep_plain", output_dir="runs/multi30k_deep_plain", model=DEEP.model.full)
+    DEEP, name="multi30k_deep_plain", output_dir="runs/multi30k_deep_plain", model=DEEP.model.full
+)

@@ -2,5 +2,6 @@
 
 from speccascade_jax.config import RouterConfig
 
-config = RouterConfig(name="multi30k_router", output="runs/multi30k_router/router.json", pair="multi30k",
-                      dtype="int8")
+config = RouterConfig(
+    name="multi30k_router", output="runs/multi30k_router/router.json", pair="multi30k", dtype="int8"
+)

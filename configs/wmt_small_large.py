@@ -3,8 +3,16 @@
 from speccascade_jax.config import DecodeConfig
 
 config = DecodeConfig(
-    drafter="runs/wmt_small", verifier="runs/wmt_large", task="wmt_large",
-    method="token_v3", alpha=0.2, block_size=5, temperature=1.0,
-    max_source_length=80, max_new_tokens=80, prefix="translate English to German: ",
+    drafter="runs/wmt_small",
+    verifier="runs/wmt_large",
+    task="wmt_large",
+    method="token_v3",
+    alpha=0.2,
+    block_size=5,
+    temperature=1.0,
+    max_source_length=80,
+    max_new_tokens=80,
+    prefix="translate English to German: ",
     missing="Make it with python scripts/finetune.py --config=wmt_small (drafter) and --config=wmt_large "
-            "(verifier), or give fine-tuned checkpoints with --drafter=FOLDER --verifier=FOLDER.")
+    "(verifier), or give fine-tuned checkpoints with --drafter=FOLDER --verifier=FOLDER.",
+)

@@ -1,6 +1,6 @@
 """The demo's two models as an ensemble: each token is drawn from the mean of their distributions.
 
-    python scripts/decode.py --config=examples/ensemble.py
+python scripts/decode.py --config=examples/ensemble.py
 """
 
 import dataclasses
@@ -35,8 +35,10 @@ class Mean:
         return {"model_passes": int(counts)}
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, jax.Array]:
-        read = [model.extend(weights, rows.last[:, None], cache)
-                for model, weights, cache in zip(self.models, params, caches, strict=True)]
+        read = [
+            model.extend(weights, rows.last[:, None], cache)
+            for model, weights, cache in zip(self.models, params, caches, strict=True)
+        ]
         logits, caches = zip(*read, strict=True)
         untransformed = (jax.nn.softmax(logits[0], axis=-1) + jax.nn.softmax(logits[1], axis=-1)) / 2
         probs = (token_probs(logits[0], rows.options) + token_probs(logits[1], rows.options)) / 2
@@ -47,4 +49,5 @@ class Mean:
 
 
 config = dataclasses.replace(
-    load("demo"), samplers={"mean": lambda models: Mean(*models)}, method="mean", alpha=0.0)
+    load("demo"), samplers={"mean": lambda models: Mean(*models)}, method="mean", alpha=0.0
+)

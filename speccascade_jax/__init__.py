@@ -15,14 +15,32 @@ if TYPE_CHECKING:
     from speccascade_jax.settings import Settings
 
 __version__ = "0.2.0"
-__all__ = ["BASELINES", "METHODS", "Autoregressive", "Cascade", "LanguageModel", "Method", "Output",
-           "SamplingOptions", "Settings", "Speculative", "generate", "hierarchy", "load"]
+__all__ = [
+    "BASELINES",
+    "METHODS",
+    "Autoregressive",
+    "Cascade",
+    "LanguageModel",
+    "Method",
+    "Output",
+    "SamplingOptions",
+    "Settings",
+    "Speculative",
+    "generate",
+    "hierarchy",
+    "load",
+]
 _HOMES = {
     "baselines": ("BASELINES",),
-    "core.loop": ("generate",), "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
-    "core.methods": ("Method",), "core.rules": ("METHODS",), "core.protocols": ("LanguageModel",),
+    "core.loop": ("generate",),
+    "core.samplers": ("Autoregressive", "Speculative", "hierarchy"),
+    "core.methods": ("Method",),
+    "core.rules": ("METHODS",),
+    "core.protocols": ("LanguageModel",),
     "core.transforms": ("SamplingOptions",),
-    "settings": ("Settings",), "inference.text": ("Cascade", "Output")}
+    "settings": ("Settings",),
+    "inference.text": ("Cascade", "Output"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -31,8 +31,10 @@ LARGEST_BITS = 256
 LONGEST_SOURCE = 2**17
 """Tokens of an input: an eighth of max_source_length is the least that is padded to."""
 PACKAGE = Path(__file__).resolve().parent
-CONFIGS = next((folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
-               PACKAGE / "configs")
+CONFIGS = next(
+    (folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
+    PACKAGE / "configs",
+)
 """The configs that come with the package: inside an installed one, next to it in a checkout."""
 DEMO = PACKAGE / "demo"
 """The pairs that come with the package."""
@@ -49,15 +51,15 @@ class Task:
     train: str
     validation: str
     test: str
-    source_field: str = "source"       # may be dotted: translation.en
+    source_field: str = "source"  # may be dotted: translation.en
     target_field: str = "target"
     references_field: str = "targets"  # optional: all references of an example
-    metric: str = "bleu"               # of decoded texts: bleu, rouge1, rouge2, rougeLsum
-    prefix: str = ""                   # put before every source
-    suffix: str = ""                   # put after it: decoder-only models write the target after that
-    max_source_length: int = 80        # tokens, the end-of-sequence token included
+    metric: str = "bleu"  # of decoded texts: bleu, rouge1, rouge2, rougeLsum
+    prefix: str = ""  # put before every source
+    suffix: str = ""  # put after it: decoder-only models write the target after that
+    max_source_length: int = 80  # tokens, the end-of-sequence token included
     max_target_length: int = 80
-    join: int = 1                      # one to this many random examples are joined into one
+    join: int = 1  # one to this many random examples are joined into one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +70,12 @@ class ExitTraining:
     `divergence` of the run are their shares of that and of the data.
     """
 
-    frozen: bool = True            # the full model stays as it is; False: all train together (LayerSkip)
-    layer_dropout: float = 0.0     # how often the last decoder layer is left out, the ones below less often
-    exit_weight: float = 0.2       # of the exits' losses next to the full model's, where that trains, too
-    curriculum: str = "all"        # the exits that train at a step: all, one in turn (rotational), the
-                                   # deepest first and more with time (gradual)
-    drafter: str | None = None     # checkpoint whose decoder one that reads its verifier's encoder begins as
+    frozen: bool = True  # the full model stays as it is; False: all train together (LayerSkip)
+    layer_dropout: float = 0.0  # how often the last decoder layer is left out, the ones below less often
+    exit_weight: float = 0.2  # of the exits' losses next to the full model's, where that trains, too
+    curriculum: str = "all"  # the exits that train at a step: all, one in turn (rotational), the
+    # deepest first and more with time (gradual)
+    drafter: str | None = None  # checkpoint whose decoder one that reads its verifier's encoder begins as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,51 +86,51 @@ class TrainConfig:
     output_dir: str
     model: AvoidSubcommands[Config]
     task: Task
-    tokenizer: str | None = None      # its file (or at gs://), trained on the task where it is missing;
-                                      # None: that of `init`
-    tokenizer_size: int = 4096        # pieces, if it has to be trained
+    tokenizer: str | None = None  # its file (or at gs://), trained on the task where it is missing;
+    # None: that of `init`
+    tokenizer_size: int = 4096  # pieces, if it has to be trained
     tokenizer_pieces: str = "unigram"  # or bpe; or char, whose pieces are characters; rare ones are bytes
-    init: str | None = None           # checkpoint to start from
-    teacher: str | None = None        # checkpoint to learn from, in addition to the data
-    distillation: float = 0.5         # weight of the divergence from the teacher; the rest is the data's loss
-    divergence: str = "kl"            # of the teacher's distribution: kl or tv
-    on_policy: float = 0.0            # share of the batches whose targets the model samples itself: of them
-                                      # it learns the teacher's distributions alone
+    init: str | None = None  # checkpoint to start from
+    teacher: str | None = None  # checkpoint to learn from, in addition to the data
+    distillation: float = 0.5  # weight of the divergence from the teacher; the rest is the data's loss
+    divergence: str = "kl"  # of the teacher's distribution: kl or tv
+    on_policy: float = 0.0  # share of the batches whose targets the model samples itself: of them
+    # it learns the teacher's distributions alone
     teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
-                                        # outputs, decoded once where the file is missing; those of the
-                                        # validation split, which the loss is of, lie next to it
+    # outputs, decoded once where the file is missing; those of the
+    # validation split, which the loss is of, lie next to it
     teacher_examples: int | None = None  # at most so many of them
-    teacher_singles: bool = False     # each of them of one example: they are joined afresh every epoch
-    teacher_tokens: bool = False      # targets are cut as the teacher cuts them, and each of its tokens is
-                                      # spelled in own ones, as tli has a drafter read what is committed
-    export_dir: str | None = None     # the best parameters go here as a Hugging Face folder, bfloat16; None:
-                                      # to `export` in output_dir, where that format holds such a model
+    teacher_singles: bool = False  # each of them of one example: they are joined afresh every epoch
+    teacher_tokens: bool = False  # targets are cut as the teacher cuts them, and each of its tokens is
+    # spelled in own ones, as tli has a drafter read what is committed
+    export_dir: str | None = None  # the best parameters go here as a Hugging Face folder, bfloat16; None:
+    # to `export` in output_dir, where that format holds such a model
     shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
     steps: int = 10_000
-    batch_tokens: int = 2048          # positions a batch, of the longer side, padding included
-    accumulate: int = 1               # batches a step
-    optimizer: str = "adafactor"      # or adamw, its updates scaled by each array's RMS
+    batch_tokens: int = 2048  # positions a batch, of the longer side, padding included
+    accumulate: int = 1  # batches a step
+    optimizer: str = "adafactor"  # or adamw, its updates scaled by each array's RMS
     learning_rate: float = 1e-3
     warmup_steps: int = 0
-    decay: str = "constant"           # or linear, to zero
-    weight_decay: float = 0.0         # adamw's
+    decay: str = "constant"  # or linear, to zero
+    weight_decay: float = 0.0  # adamw's
     label_smoothing: float = 0.0
     z_loss: float = 1e-4
-    clip_norm: float | None = None    # largest norm of a step's gradient
-    dtype: str = "bfloat16"           # of the matrix products; parameters stay float32
-    split_parameters: bool = False    # FSDP: parameters and optimizer state cut over the devices
-    remat: bool = False               # recompute each layer in the backward pass: less memory, slower
+    clip_norm: float | None = None  # largest norm of a step's gradient
+    dtype: str = "bfloat16"  # of the matrix products; parameters stay float32
+    split_parameters: bool = False  # FSDP: parameters and optimizer state cut over the devices
+    remat: bool = False  # recompute each layer in the backward pass: less memory, slower
     eval_every: int = 500
     save_every: int = 500
     log_every: int = 50
-    validation_examples: int = 256    # decoded for task.metric at every evaluation; 0 for none
+    validation_examples: int = 256  # decoded for task.metric at every evaluation; 0 for none
     seed: int = 0
-    lora_rank: int = 0                # of adapters, trained next to the parameters of `init`, which stay as
-                                      # they are; 0: all parameters are trained
-    lora_alpha: float = 16.0          # what an adapter adds is multiplied by lora_alpha / lora_rank
+    lora_rank: int = 0  # of adapters, trained next to the parameters of `init`, which stay as
+    # they are; 0: all parameters are trained
+    lora_alpha: float = 16.0  # what an adapter adds is multiplied by lora_alpha / lora_rank
     lora_kernels: tuple[str, ...] = ()  # which matrices have one, as models/ calls them (query, up, ...);
-                                        # none named: all of the layers'
-    lora_base: str = "float32"        # what `init`'s parameters are held in meanwhile; or bfloat16
+    # none named: all of the layers'
+    lora_base: str = "float32"  # what `init`'s parameters are held in meanwhile; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
     @property
@@ -143,18 +145,18 @@ class RouterConfig:
     """How a method of a pair that learns is trained: `router` or `learned_mixture`."""
 
     name: str
-    output: str               # the .json file it is written to, which --router reads
-    pair: str                 # the config of the two models
+    output: str  # the .json file it is written to, which --router reads
+    pair: str  # the config of the two models
     method: Literal[TRAINED] = TRAINED[0]
-    task: str | None = None   # the training config whose texts it learns from; None: the pair's
+    task: str | None = None  # the training config whose texts it learns from; None: the pair's
     split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
-                               # their errors cannot be learnt
+    # their errors cannot be learnt
     temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
-    top_ps: tuple[float, ...] = (1.0, 0.3)        # with each of these truncations; a mixture at 1 and 1
-    places: int = 2           # of each text, where both models' tokens are tried (a router)
-    examples: int = 1000      # at most so many texts, every fifth of which is held out
-    dtype: str = "auto"       # of both models meanwhile: float32, bfloat16, int8, or auto
-    width: int = 16           # hidden units
+    top_ps: tuple[float, ...] = (1.0, 0.3)  # with each of these truncations; a mixture at 1 and 1
+    places: int = 2  # of each text, where both models' tokens are tried (a router)
+    examples: int = 1000  # at most so many texts, every fifth of which is held out
+    dtype: str = "auto"  # of both models meanwhile: float32, bfloat16, int8, or auto
+    width: int = 16  # hidden units
     steps: int = 300
     learning_rate: float = 0.01
     seed: int = 0
@@ -166,8 +168,9 @@ class RouterConfig:
         if not METHODS[self.method].defers:
             for field in ("temperatures", "top_ps", "places"):
                 if getattr(self, field) != getattr(type(self), field):
-                    raise FieldError(field, getattr(self, field),
-                                     "leave it out: only a rule that defers reads it.")
+                    raise FieldError(
+                        field, getattr(self, field), "leave it out: only a rule that defers reads it."
+                    )
         for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
                 raise FieldError(field, getattr(self, field), "it lies in [1, 1000000].")
@@ -178,11 +181,15 @@ class RouterConfig:
         for field, low, high in (("temperatures", 0.0, math.inf), ("top_ps", sys.float_info.min, 1.0)):
             values = getattr(self, field)
             if not values or not all(low <= value <= high and value < math.inf for value in values):
-                raise FieldError(field, values, "give one value or more, "
-                                 + ("of at least 0." if high > 1 else "above 0 and at most 1."))
+                raise FieldError(
+                    field,
+                    values,
+                    "give one value or more, " + ("of at least 0." if high > 1 else "above 0 and at most 1."),
+                )
         if self.split not in ("train", "validation", "test"):
-            raise FieldError("split", self.split, "known: train, validation, test.",
-                             f"unknown split {self.split!r}")
+            raise FieldError(
+                "split", self.split, "known: train, validation, test.", f"unknown split {self.split!r}"
+            )
         if not self.output.endswith(".json"):
             raise FieldError("output", self.output, "a router's file ends in .json.")
 
@@ -191,27 +198,27 @@ class RouterConfig:
 class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
-    drafter: str = ""              # checkpoint folder of the small model; FOLDER@NAME: a member of a network
-    verifier: str = ""             # checkpoint folder of the large model
-    models: tuple[str, ...] = ()   # instead of these two: one or more folders, the smallest model's first
+    drafter: str = ""  # checkpoint folder of the small model; FOLDER@NAME: a member of a network
+    verifier: str = ""  # checkpoint folder of the large model
+    models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
     method: str | tuple[str, ...] = "speculative"  # of --list, or verifier / drafter alone; or one a level
-    max_new_tokens: int = 80       # the end-of-sequence token included
-    batch_size: int = 1            # inputs decoded side by side; from 2 on, on each device
-    max_source_length: int = 80    # tokens, the end-of-sequence token included
-    truncate: bool = False         # cut longer inputs instead of refusing them
-    prefix: str = ""               # put before every input
-    suffix: str = ""               # put after it, for decoder-only models: what their output follows
-    chat: bool = False             # each input is what a user says, in the models' own chat templates
-    tokenizer: str | None = None   # spiece.model or tokenizer.json, where the checkpoints have none
-    router: str | None = None      # the trained network's file, of the methods router and learned_mixture
+    max_new_tokens: int = 80  # the end-of-sequence token included
+    batch_size: int = 1  # inputs decoded side by side; from 2 on, on each device
+    max_source_length: int = 80  # tokens, the end-of-sequence token included
+    truncate: bool = False  # cut longer inputs instead of refusing them
+    prefix: str = ""  # put before every input
+    suffix: str = ""  # put after it, for decoder-only models: what their output follows
+    chat: bool = False  # each input is what a user says, in the models' own chat templates
+    tokenizer: str | None = None  # spiece.model or tokenizer.json, where the checkpoints have none
+    router: str | None = None  # the trained network's file, of the methods router and learned_mixture
     vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
-    tensor_parallel: int = 1       # devices that share each model's parameters
-    dtype: str = "auto"            # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
+    tensor_parallel: int = 1  # devices that share each model's parameters
+    dtype: str = "auto"  # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     task: Suppress[str | None] = None  # the training config whose task it is scored on
-    missing: Suppress[str] = ""    # what to do where a checkpoint is missing, for people
+    missing: Suppress[str] = ""  # what to do where a checkpoint is missing, for people
     examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
     planned_for: Suppress[tuple[str, ...]] = ()  # of a plan: the models that its block sizes are for
 
@@ -229,8 +236,10 @@ class DecodeConfig(Settings):
     def record(self, *without: str) -> dict[str, Any]:
         """Its fields as JSON holds them, without these: what an output was decoded by."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}
-        samplers = {name: getattr(made, "__qualname__", type(made).__qualname__)
-                    for name, made in self.samplers.items()}
+        samplers = {
+            name: getattr(made, "__qualname__", type(made).__qualname__)
+            for name, made in self.samplers.items()
+        }
         del fields["samplers"]
         return fields | ({"samplers": samplers} if samplers else {})
 
@@ -239,31 +248,41 @@ class DecodeConfig(Settings):
         """How each text is decoded."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
-    def check(self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
-              ) -> None:
+    def check(
+        self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
+    ) -> None:
         """Raises ValueError for a value out of its range: what can be told before models are loaded."""
         check_usable(self)
         levels, paths = len(self.roles) - 1, tuple(path for _, path in self.roles)
         if self.planned_for and paths != self.planned_for:
-            raise FieldError("models", paths, "plan for these with scripts/plan.py.", "this is a plan for "
-                             f"the models {', '.join(self.planned_for)}, not for {', '.join(paths)}")
+            raise FieldError(
+                "models",
+                paths,
+                "plan for these with scripts/plan.py.",
+                f"this is a plan for the models {', '.join(self.planned_for)}, not for {', '.join(paths)}",
+            )
         super().check(vocab_size, levels, {**known, **named(self.samplers)})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
-            raise FieldError("method", min(untrained), NO_FILE,
-                             f"method {min(untrained)} is a trained network")
+            raise FieldError(
+                "method", min(untrained), NO_FILE, f"method {min(untrained)} is a trained network"
+            )
         for name in ("batch_size", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise FieldError(name, getattr(self, name), "it must be at least 1, and below 2**31.")
         if not 1 <= self.max_source_length <= LONGEST_SOURCE:
-            raise FieldError("max_source_length", self.max_source_length,
-                             f"it must be at least 1, and at most {LONGEST_SOURCE}.")
+            raise FieldError(
+                "max_source_length",
+                self.max_source_length,
+                f"it must be at least 1, and at most {LONGEST_SOURCE}.",
+            )
         for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
             if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
                 raise FieldError("alpha", alpha, "give a number.")
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
                 field = "max_block_size" if self.adaptive else "block_size"
-                raise FieldError(field, block_size, "lower it: a text has at most max_new_tokens, "
-                                 f"{self.max_new_tokens}.")
+                raise FieldError(
+                    field, block_size, f"lower it: a text has at most max_new_tokens, {self.max_new_tokens}."
+                )
         if self.vocabulary not in VOCABULARIES:
             raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
@@ -281,8 +300,12 @@ def dtype_of(config: DecodeConfig) -> str:
 
 def available() -> dict[str, Path]:
     """Name -> file of every config that comes with the package, and of those in ./configs."""
-    return {path.stem: path for folder in (CONFIGS, Path("configs")) for path in sorted(folder.glob("*.py"))
-            if not path.stem.startswith("_") and path.is_file()}
+    return {
+        path.stem: path
+        for folder in (CONFIGS, Path("configs"))
+        for path in sorted(folder.glob("*.py"))
+        if not path.stem.startswith("_") and path.is_file()
+    }
 
 
 class ConfigError(ValueError):
@@ -310,8 +333,10 @@ def load(name: str | Path, kind: Any = None) -> Any:
     if found is None:
         raise ConfigError(f"{path} defines no `config`.")
     if not isinstance(found, DecodeConfig | TrainConfig | RouterConfig):
-        raise ConfigError(f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig, a "
-                          "TrainConfig or a RouterConfig.")
+        raise ConfigError(
+            f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig, a "
+            "TrainConfig or a RouterConfig."
+        )
     for wrong in _wrong_fields(found):
         raise ConfigError(f"{path}: {wrong}.")
     if kind is not None and not isinstance(found, kind):
@@ -331,8 +356,9 @@ def _run(path: Path) -> dict[str, Any]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f" while {path} ran") from None
     except BaseException as error:  # sys.exit() too: any code may stand in a config
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-                 if frame.filename == str(path)]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+        ]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
         said = str(error) if isinstance(error, FieldError) else traceback.format_exception_only(error)[-1]
@@ -372,8 +398,12 @@ def check_usable(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if unusable := _unusable(value):
-            raise FieldError(field.name, None if isinstance(value, int) else value, "change it.",
-                             f"{field.name} {unusable}")
+            raise FieldError(
+                field.name,
+                None if isinstance(value, int) else value,
+                "change it.",
+                f"{field.name} {unusable}",
+            )
 
 
 def _named(kind: Any) -> str:
@@ -408,9 +438,12 @@ def _other_kind(name: str, config: Any) -> str:
     for other in available():
         with contextlib.suppress(ConfigError):
             pair = load(other)
-            if isinstance(pair, DecodeConfig) and (pair.task == name or any(
-                    not folders.isdisjoint((path, *map(str, Path(path).parents)))
-                    for _, path in pair.roles)):
+            if isinstance(pair, DecodeConfig) and (
+                pair.task == name
+                or any(
+                    not folders.isdisjoint((path, *map(str, Path(path).parents))) for _, path in pair.roles
+                )
+            ):
                 users.append(other)
     hint = f"; one that uses it: {users[0]}" if users else ""
     return f"is a training run, not a pair to decode with{hint}."

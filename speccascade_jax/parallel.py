@@ -15,8 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 AXIS = "data"
 TENSOR_AXIS = "tensor"
-CUT_AXIS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0, "embedding": 0,
-            "head": 1}
+CUT_AXIS = {
+    "query": 1,
+    "key": 1,
+    "value": 1,
+    "out": 0,
+    "gate": 1,
+    "up": 1,
+    "down": 0,
+    "embedding": 0,
+    "head": 1,
+}
 """The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
 STACKED = "stack"  # in the path of a parameter that all layers have in one array
 
@@ -35,12 +44,16 @@ def connect(cluster: str) -> None:
         try:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
-            raise ValueError("cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the "
-                             f"other processes are ({str(error).rstrip('.')}): start it with one, or "
-                             "write HOST:PORT,PROCESSES,NUMBER.") from None
+            raise ValueError(
+                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the "
+                f"other processes are ({str(error).rstrip('.')}): start it with one, or "
+                "write HOST:PORT,PROCESSES,NUMBER."
+            ) from None
         return
-    wrong = ValueError(f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER: the first "
-                       "process's address, how many there are, and which this is, from 0.")
+    wrong = ValueError(
+        f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER: the first "
+        "process's address, how many there are, and which this is, from 0."
+    )
     try:
         address, *counts = cluster.split(",")
         host, _, port = address.rpartition(":")
@@ -63,16 +76,19 @@ def connect(cluster: str) -> None:
 # JAX kills the process, with a stack trace, where another one does not come or the port is taken. So the
 # processes meet at that port before.
 
+
 def _gather(port: int, processes: int) -> None:
     """Waits for all other processes, and tells them. Raises ValueError where one does not come."""
     deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
     both = socket.has_dualstack_ipv6()
     try:
-        server = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
-                                      dualstack_ipv6=both)
+        server = socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        )
     except OSError as error:
-        raise ValueError(f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
-                         ) from None
+        raise ValueError(
+            f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
+        ) from None
     try:
         while len(came) < processes - 1:
             server.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -87,9 +103,11 @@ def _gather(port: int, processes: int) -> None:
         for caller in came.values():
             caller.sendall(b"go\n")
     except TimeoutError:
-        raise ValueError(f"{len(came)} of the {processes - 1} other processes came to port {port} within "
-                         f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
-                         "for their numbers.") from None
+        raise ValueError(
+            f"{len(came)} of the {processes - 1} other processes came to port {port} within "
+            f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
+            "for their numbers."
+        ) from None
     finally:
         for one in (server, *came.values()):
             one.close()
@@ -107,9 +125,11 @@ def _join(host: str, port: int, processes: int, number: int) -> None:
         except OSError:
             time.sleep(0.1)
     if answer != "go\n":
-        raise ValueError(f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
-                         f"or wants no process {number} of {processes}: start all at the same time, with the "
-                         "same cluster but for their numbers, which differ.")
+        raise ValueError(
+            f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
+            f"or wants no process {number} of {processes}: start all at the same time, with the "
+            "same cluster but for their numbers, which differ."
+        )
 
 
 def make_mesh() -> Mesh:
@@ -121,8 +141,9 @@ def local_mesh() -> Mesh | None:
     """This process's own devices along one axis; None where it has one."""
     if jax.local_device_count() == 1:
         return None
-    return jax.make_mesh((jax.local_device_count(),), (AXIS,), axis_types=(AxisType.Auto,),
-                         devices=jax.local_devices())
+    return jax.make_mesh(
+        (jax.local_device_count(),), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.local_devices()
+    )
 
 
 def own_share(count: int) -> tuple[int, int]:
@@ -159,10 +180,12 @@ def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
     if among is not None:
         return Mesh(np.array(among[:devices]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
     if not 1 <= devices <= jax.device_count():
-        raise ValueError(f"tensor_parallel is {devices}; it lies in [1, {jax.device_count()}], the number of "
-                         "devices here.")
-    return jax.make_mesh((devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,),
-                         devices=jax.devices()[:devices])
+        raise ValueError(
+            f"tensor_parallel is {devices}; it lies in [1, {jax.device_count()}], the number of devices here."
+        )
+    return jax.make_mesh(
+        (devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
 
 
 def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:

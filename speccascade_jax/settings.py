@@ -41,14 +41,22 @@ def option(default: Any, low: float = -math.inf, high: float = math.inf, *, abov
 
 def _declared() -> Any:
     """The base of Settings: a field for each truncation and each knob."""
+
     def field(name: str, entry: Any, kind: Any, default: Any) -> tuple[str, Any, Any]:
-        about = {"help": entry.summary, "low": entry.low, "high": entry.high, "above": entry.above,
-                 "dialect": getattr(entry, "dialect", None)}
+        about = {
+            "help": entry.summary,
+            "low": entry.low,
+            "high": entry.high,
+            "above": entry.above,
+            "dialect": getattr(entry, "dialect", None),
+        }
         kind = Annotated[kind, tyro.conf.arg(help=entry.summary)]
         return name, kind, dataclasses.field(default=default, metadata=about)
 
-    fields = [*(field(name, entry, entry.kind | None, None) for name, entry in TRUNCATIONS.items()),
-              *(field(name, knob, float, knob.default) for name, knob in KNOBS.items())]
+    fields = [
+        *(field(name, entry, entry.kind | None, None) for name, entry in TRUNCATIONS.items()),
+        *(field(name, knob, float, knob.default) for name, knob in KNOBS.items()),
+    ]
     return dataclasses.make_dataclass("Declared", fields, frozen=True, kw_only=True)
 
 
@@ -66,19 +74,21 @@ class Settings(Declared):
     """
 
     method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
-    alpha: float | tuple[float, ...] = 0.0   # lenience: larger defers less and is cheaper
+    alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
-                                             # call; adaptive: up to max_block_size
-    max_block_size: int = option(12, 1)      # of adaptive blocks
+    # call; adaptive: up to max_block_size
+    max_block_size: int = option(12, 1)  # of adaptive blocks
     stop_below: float = option(STOP_BELOW, 0, 1)  # adaptive drafting stops where the chance that all of the
-                                    # draft stands is estimated to fall below this; 0: never, as if blocks
-                                    # were fixed
-    hand_over: HandOver = "need"   # need, truncate, keep: see core.samplers.Speculative; for three models on
-    temperature: float = option(0.0, 0)      # 0 is greedy
-    seed: int = option(0, -2**63, 2**63 - 1)  # with an input's number it fixes the output, whatever the batch
+    # draft stands is estimated to fall below this; 0: never, as if blocks
+    # were fixed
+    hand_over: HandOver = "need"  # need, truncate, keep: see core.samplers.Speculative; for three models on
+    temperature: float = option(0.0, 0)  # 0 is greedy
+    seed: int = option(
+        0, -(2**63), 2**63 - 1
+    )  # with an input's number it fixes the output, whatever the batch
     max_new_tokens: int | None = option(None, 1, MOST_TOKENS)  # the end-of-sequence token included; None: the
-                                             # cascade's limit
-    stop: tuple[str, ...] = ()     # pieces or texts that end an output, besides the end of the sequence
+    # cascade's limit
+    stop: tuple[str, ...] = ()  # pieces or texts that end an output, besides the end of the sequence
 
     @property
     def name(self) -> str:
@@ -109,8 +119,12 @@ class Settings(Declared):
         """
         values = _each(getattr(self, field)) if levels else ()
         if levels and len(values) not in (1, levels):
-            raise FieldError(field, getattr(self, field), f"give one value, or {levels}.",
-                             f"{field} has {len(values)} values; {levels + 1} models have {levels} verifiers")
+            raise FieldError(
+                field,
+                getattr(self, field),
+                f"give one value, or {levels}.",
+                f"{field} has {len(values)} values; {levels + 1} models have {levels} verifiers",
+            )
         return values * levels if len(values) == 1 else values
 
     @property
@@ -124,8 +138,11 @@ class Settings(Declared):
 
     def block_sizes(self, levels: int) -> tuple[int, ...]:
         """The most tokens that are drafted for each of `levels` verifiers."""
-        return dataclasses.replace(self, block_size=self.max_block_size).of_levels(
-            "block_size", levels) if self.adaptive else self.of_levels("block_size", levels)
+        return (
+            dataclasses.replace(self, block_size=self.max_block_size).of_levels("block_size", levels)
+            if self.adaptive
+            else self.of_levels("block_size", levels)
+        )
 
     def scheme(self, levels: int) -> Scheme | None:
         """What decodes in place of a method for each of `levels` verifiers; None where each has a method. A
@@ -144,8 +161,9 @@ class Settings(Declared):
             raise TypeError(f"{self.name} is no target distribution.")
         return entry.tuned(**{name: getattr(self, name) for name in entry.knobs if hasattr(self, name)})
 
-    def check(self, vocab_size: float = math.inf, levels: int | None = None,
-              known: Mapping[str, Any] = NAMED) -> None:
+    def check(
+        self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
+    ) -> None:
         """Raises FieldError for a method that is not `known`, a value out of its range, or values for another
         number of verifiers than `levels`; None: what can be told before models are loaded."""
         fields = ("method", "alpha", "block_size")
@@ -162,11 +180,13 @@ class Settings(Declared):
         if isinstance(self.stop, str):
             raise FieldError("stop", self.stop, f"give a tuple of texts, such as ({self.stop!r},).")
         if "" in self.stop:
-            raise FieldError("stop", self.stop, "leave it out.",
-                             "stop holds an empty text, which ends every output")
+            raise FieldError(
+                "stop", self.stop, "leave it out.", "stop holds an empty text, which ends every output"
+            )
 
-    def _check_level(self, method: Any, alpha: float, block_size: Any, levels: int, known: Mapping[str, Any]
-                     ) -> None:
+    def _check_level(
+        self, method: Any, alpha: float, block_size: Any, levels: int, known: Mapping[str, Any]
+    ) -> None:
         entry = known.get(method) if isinstance(method, str) else entry_of(method)
         if isinstance(method, str) and entry is None:
             raise FieldError("method", method, f"known: {', '.join(known)}.", f"unknown method {method!r}")
@@ -175,11 +195,16 @@ class Settings(Declared):
         if isinstance(entry, Scheme):
             self._check_scheme(entry, _name(method), levels)
         elif levels == 0 and not entry.lossless:
-            raise FieldError("method", _name(method), "give two models or more.",
-                             f"{_name(method)} needs a drafter and a verifier")
+            raise FieldError(
+                "method",
+                _name(method),
+                "give two models or more.",
+                f"{_name(method)} needs a drafter and a verifier",
+            )
         if not entry.low <= alpha <= entry.high:
-            raise FieldError("alpha", alpha,
-                             f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}].")
+            raise FieldError(
+                "alpha", alpha, f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}]."
+            )
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
             raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")
         if not isinstance(block_size, str) and block_size < 1:
@@ -189,18 +214,28 @@ class Settings(Declared):
         if len(_each(self.method)) > 1:
             raise FieldError("method", name, "give it alone.", f"{name} is no rule for one level of several")
         if scheme.models is not None and levels + 1 != scheme.models:
-            raise FieldError("method", name, "take a rule of --list.",
-                             f"{name} is made of {scheme.models} models, not of {levels + 1}")
+            raise FieldError(
+                "method",
+                name,
+                "take a rule of --list.",
+                f"{name} is made of {scheme.models} models, not of {levels + 1}",
+            )
         if scheme.greedy and self.temperature != 0:
-            raise FieldError("temperature", self.temperature, f"{name} decodes greedily: make it 0, or take "
-                                                              "another method.")
+            raise FieldError(
+                "temperature",
+                self.temperature,
+                f"{name} decodes greedily: make it 0, or take another method.",
+            )
 
 
 def check_range(name: str, value: Any, about: Mapping[str, Any]) -> None:
     """Raises FieldError for a number outside a field's `low` and `high` (see option())."""
     low, high = about["low"], about["high"]
-    if value is None or isinstance(value, str) or (
-            (low < value if about["above"] else low <= value) and value <= high and abs(value) < math.inf):
+    if (
+        value is None
+        or isinstance(value, str)
+        or ((low < value if about["above"] else low <= value) and value <= high and abs(value) < math.inf)
+    ):
         return
     if high == math.inf:
         least = f"{'above' if about['above'] else 'at least'} {low:g}"
@@ -227,11 +262,16 @@ def named(objects: Mapping[str, Any]) -> dict[str, Method | Scheme]:
     for name, value in objects.items():
         entry = None if isinstance(value, str) else entry_of(value)
         if entry is None:
-            raise FieldError("samplers", value, "give a sampler, or a function from the models to one.",
-                             f"samplers[{name!r}] is {value!r}")
+            raise FieldError(
+                "samplers",
+                value,
+                "give a sampler, or a function from the models to one.",
+                f"samplers[{name!r}] is {value!r}",
+            )
         if name in NAMED:
-            raise FieldError("samplers", name, "choose another name.",
-                             f"samplers names {name!r}, which is a method")
+            raise FieldError(
+                "samplers", name, "choose another name.", f"samplers names {name!r}, which is a method"
+            )
         entries[name] = dataclasses.replace(entry, name=name)
     return entries
 
@@ -245,8 +285,13 @@ def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:
     names = [method for method in methods if isinstance(method, str)]
     if missing := next((name for name in names if _is_trained(name) and name not in objects), None):
         trained = [name for name in objects if _is_trained(name)]
-        raise FieldError("method", missing, NO_FILE, f"method {missing} is a trained network" + (
-            f", and the file of --router is of {trained[0]}" if trained else ""))
+        raise FieldError(
+            "method",
+            missing,
+            NO_FILE,
+            f"method {missing} is a trained network"
+            + (f", and the file of --router is of {trained[0]}" if trained else ""),
+        )
     if not any(name in objects for name in names):
         return settings
     replaced = tuple(objects.get(method, method) if isinstance(method, str) else method for method in methods)

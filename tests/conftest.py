@@ -18,14 +18,19 @@ from jaxtyping import install_import_hook
 from skips import Skips, was_skipped
 
 # Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
-install_import_hook([f"speccascade_jax.{name}" for name in ("core", "baselines", "models", "inference")],
-                    "checking.typechecker")
+install_import_hook(
+    [f"speccascade_jax.{name}" for name in ("core", "baselines", "models", "inference")],
+    "checking.typechecker",
+)
 
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="everything, at full size; otherwise a quick suite")
-    parser.addoption("--rest", action="store_true",
-                     help="with --full: not what the quick suite runs as well, unless it was skipped there")
+    parser.addoption(
+        "--rest",
+        action="store_true",
+        help="with --full: not what the quick suite runs as well, unless it was skipped there",
+    )
 
 
 def pytest_configure(config):
@@ -50,8 +55,12 @@ def is_rest(item) -> bool:
 
 
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
-LONGEST = ("tests/test_fuzz.py", "tests/core/samplers/test_hierarchy.py",
-           "tests/core/samplers/test_speculative.py", "tests/models/test_model_laws.py")
+LONGEST = (
+    "tests/test_fuzz.py",
+    "tests/core/samplers/test_hierarchy.py",
+    "tests/core/samplers/test_speculative.py",
+    "tests/models/test_model_laws.py",
+)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -117,11 +126,25 @@ def gemma_vocabulary(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(shuffled(PROMPTS)), model_writer=file, vocab_size=330,
-            model_type="unigram", pad_id=0, eos_id=1, bos_id=2, unk_id=3,
-            eos_piece="<eos>", bos_piece="<bos>", user_defined_symbols=TURN, byte_fallback=True,
-            hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
-            add_dummy_prefix=False, remove_extra_whitespaces=False, num_threads=1)
+            sentence_iterator=iter(shuffled(PROMPTS)),
+            model_writer=file,
+            vocab_size=330,
+            model_type="unigram",
+            pad_id=0,
+            eos_id=1,
+            bos_id=2,
+            unk_id=3,
+            eos_piece="<eos>",
+            bos_piece="<bos>",
+            user_defined_symbols=TURN,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            num_threads=1,
+        )
     return path
 
 
@@ -133,11 +156,22 @@ def t5_pair(spiece, tmp_path_factory):
     from speccascade_jax.models.t5 import T5Config, T5Model
 
     folder = tmp_path_factory.mktemp("pair")
-    model = T5Model(T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                             num_decoder_layers=1))
+    model = T5Model(
+        T5Config(
+            vocab_size=320,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_heads=4,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+        )
+    )
     large = model.init(0)
-    small, middle = (jax.tree.map(lambda a, b, share=share: share * a + (1 - share) * b, large, model.init(1))
-                     for share in (0.7, 0.85))
+    small, middle = (
+        jax.tree.map(lambda a, b, share=share: share * a + (1 - share) * b, large, model.init(1))
+        for share in (0.7, 0.85)
+    )
     for name, params in (("drafter", small), ("middle", middle), ("verifier", large)):
         huggingface.save(folder / name, model, params, np.float32)
         (folder / name / "spiece.model").write_bytes(spiece.read_bytes())
@@ -160,8 +194,9 @@ def gemma_pair(gemma_vocabulary, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "SHARD_BYTES", 60_000)
         for name, params in (("drafter", small), ("verifier", large)):
-            checkpoints.save(folder / name, Checkpoint(model, params, gemma_vocabulary, "memory"),
-                             "huggingface")
+            checkpoints.save(
+                folder / name, Checkpoint(model, params, gemma_vocabulary, "memory"), "huggingface"
+            )
     assert len(list((folder / "verifier").glob("model-0000?-of-0000?.safetensors"))) > 2
     return folder
 
@@ -181,13 +216,34 @@ def number_words(tmp_path_factory):
             chosen = rng.choice(list(words), 2)
             lines.append({"source": " ".join(chosen), "target": " ".join(words[w] for w in chosen)})
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = Task(train=str(folder / "train.jsonl"), validation=str(folder / "validation.jsonl"), test="",
-                max_source_length=24, max_target_length=24, join=3)
-    model = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
-                     num_decoder_layers=1)
-    return TrainConfig(name="toy", output_dir=str(folder / "run"), model=model, task=task,
-                       tokenizer=str(folder / "spiece.model"), tokenizer_size=300, steps=500,
-                       batch_tokens=256,
-                       optimizer="adamw", learning_rate=0.03, warmup_steps=10, decay="linear",
-                       clip_norm=1.0, dtype="float32", save_every=60, eval_every=100,
-                       validation_examples=16, export_dir=str(folder / "export"))
+    task = Task(
+        train=str(folder / "train.jsonl"),
+        validation=str(folder / "validation.jsonl"),
+        test="",
+        max_source_length=24,
+        max_target_length=24,
+        join=3,
+    )
+    model = T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1, num_decoder_layers=1
+    )
+    return TrainConfig(
+        name="toy",
+        output_dir=str(folder / "run"),
+        model=model,
+        task=task,
+        tokenizer=str(folder / "spiece.model"),
+        tokenizer_size=300,
+        steps=500,
+        batch_tokens=256,
+        optimizer="adamw",
+        learning_rate=0.03,
+        warmup_steps=10,
+        decay="linear",
+        clip_norm=1.0,
+        dtype="float32",
+        save_every=60,
+        eval_every=100,
+        validation_examples=16,
+        export_dir=str(folder / "export"),
+    )

@@ -11,9 +11,25 @@ COMMANDS = {path.stem for path in (REPOSITORY / "scripts").glob("*.py")}
 SCRIPT = 8
 """Lines of a script at most."""
 
-ROOMS = ["core", "models", "checkpoints", "tokenizers", "vocabularies", "baselines", "learned", "settings",
-         "config", "parallel", "scheduling", "inference", "serving", "planning", "training", "evaluation",
-         "commands"]
+ROOMS = [
+    "core",
+    "models",
+    "checkpoints",
+    "tokenizers",
+    "vocabularies",
+    "baselines",
+    "learned",
+    "settings",
+    "config",
+    "parallel",
+    "scheduling",
+    "inference",
+    "serving",
+    "planning",
+    "training",
+    "evaluation",
+    "commands",
+]
 """The package's folders and files: each may import those before it, but for what EXCEPT names."""
 MODELS = ["core.protocols", "core.nests"]
 EXCEPT = {  # what may import less, or more, of ours than its place says, besides its own folder
@@ -45,10 +61,12 @@ def imports(path: str, source: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = folder[:len(folder) - node.level + 1] if node.level else []
+            base = folder[: len(folder) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module
-                      for alias in node.names}
+            found |= {
+                f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module
+                for alias in node.names
+            }
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__"):
@@ -56,8 +74,12 @@ def imports(path: str, source: str) -> set[str]:
     # What lies next to a script is imported by its bare name.
     found = {f"scripts.{name}" if name in COMMANDS else name for name in found}
     found = {f"{PACKAGE}.__init__" if name == PACKAGE else name for name in found}
-    return {name for name in found if name.split(".")[0] in (PACKAGE, "scripts", "configs", "tests")
-            or name.split(".")[-1].startswith("test_")}
+    return {
+        name
+        for name in found
+        if name.split(".")[0] in (PACKAGE, "scripts", "configs", "tests")
+        or name.split(".")[-1].startswith("test_")
+    }
 
 
 def lies_in(module: str, places: list[str]) -> bool:
@@ -73,89 +95,99 @@ def violations(path: str, source: str) -> list[str]:
         allowed = [f"{PACKAGE}.commands"]
         return sorted(name for name in found if name not in allowed)
     if top == "configs":
-        return sorted(name for name in found
-                      if not lies_in(name, [f"{PACKAGE}.config", f"{PACKAGE}.models"]))
+        return sorted(name for name in found if not lies_in(name, [f"{PACKAGE}.config", f"{PACKAGE}.models"]))
     place = rest[0]
     if place not in MAY_IMPORT:
         return [f"{place} is in no row of MAY_IMPORT"]
     allowed = [*MAY_IMPORT[place], *([place] if len(rest) > 1 else [])]
-    wrong = {name for name in found
-             if not lies_in(name, [f"{PACKAGE}.{other}" for other in allowed])}
+    wrong = {name for name in found if not lies_in(name, [f"{PACKAGE}.{other}" for other in allowed])}
     if place == "commands":  # commands share commands/commandline.py and such, never each other
         wrong |= {f"{PACKAGE}.commands.{name}" for name in COMMANDS} & found
     return sorted(wrong)
 
 
 def files() -> list[Path]:
-    return [path for top in (PACKAGE, "scripts", "configs", "tests") for path in sorted(
-        (REPOSITORY / top).rglob("*.py"))]
+    return [
+        path
+        for top in (PACKAGE, "scripts", "configs", "tests")
+        for path in sorted((REPOSITORY / top).rglob("*.py"))
+    ]
 
 
 def test_imports_run_downwards():
-    wrong = {name: found for path in files() if (found := violations(
-        name := path.relative_to(REPOSITORY).as_posix(), path.read_text()))}
+    wrong = {
+        name: found
+        for path in files()
+        if (found := violations(name := path.relative_to(REPOSITORY).as_posix(), path.read_text()))
+    }
     assert not wrong
 
 
-@pytest.mark.parametrize("path,source", [
-    ("core/rules.py", "from speccascade_jax.models import t5"),
-    ("core/rules.py", "from ..models.t5 import T5Model"),
-    ("core/rules.py", "import speccascade_jax.config"),
-    ("core/rules.py", "def f():\n    from .. import parallel"),
-    ("core/rules.py", "import speccascade_jax as sc"),
-    ("core/loop.py", "from speccascade_jax.baselines.bild import Bild"),
-    ("baselines/bild.py", "from speccascade_jax.models.t5 import T5Model"),
-    ("models/t5.py", "from speccascade_jax.core.randomness import draw"),
-    ("models/t5.py", "from speccascade_jax.core import protocols, rules"),
-    ("models/t5.py", "from speccascade_jax import checkpoints"),
-    ("models/__init__.py", "from ..tokenizers import tokenizer"),
-    ("checkpoints/native.py", "from speccascade_jax.tokenizers.tokenizer import Tokenizer"),
-    ("checkpoints/native.py", "from speccascade_jax import config"),
-    ("inference/text.py", "import importlib\nimportlib.import_module('speccascade_jax.training.loop')"),
-    ("inference/text.py", "from ..evaluation import quality"),
-    ("inference/text.py", "from speccascade_jax import commands"),
-    ("scheduling/scheduler.py", "from speccascade_jax.inference.text import Cascade"),
-    ("scheduling/scheduler.py", "from speccascade_jax.serving.engine import Engine"),
-    ("settings.py", "from speccascade_jax.config import DecodeConfig"),
-    ("vocabularies/joining.py", "from speccascade_jax.settings import Settings"),
-    ("learned/router.py", "from speccascade_jax.settings import Settings"),
-    ("serving/app.py", "from speccascade_jax.evaluation.load import ask"),
-    ("training/loop.py", "from speccascade_jax.serving import protocol"),
-    ("planning/planner.py", "from speccascade_jax.evaluation.profiling import in_turn"),
-    ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
-    ("training/loop.py", "import speccascade_jax.commands.decode as decode"),
-    ("evaluation/quality.py", "from speccascade_jax.commands.commandline import exit_code"),
-    ("commands/evaluate.py", "from speccascade_jax.commands.decode import main"),
-    ("commands/evaluate.py", "from . import decode"),
-    ("commands/evaluate.py", "from scripts.decode import main"),
-    ("config.py", "from speccascade_jax.inference.text import Cascade"),
-    ("config.py", "from . import parallel"),
-    ("parallel.py", "from speccascade_jax.core.protocols import Params"),
-    ("__init__.py", "from speccascade_jax.training import loop"),
-    ("new_folder/file.py", "import jax"),
-    ("../scripts/evaluate.py", "import decode"),
-    ("../scripts/evaluate.py", "from decode import main"),
-    ("../scripts/evaluate.py", "import scripts.decode"),
-    ("../scripts/evaluate.py", "from speccascade_jax.commands.decode import main"),
-    ("../scripts/evaluate.py", "import speccascade_jax"),
-    ("../configs/demo.py", "from speccascade_jax.core.methods import METHODS"),
-    ("../configs/demo.py", "from configs.demo_drafter import config"),
-    ("../tests/core/test_rules.py", "from test_baselines import pair"),
-    ("../tests/core/test_rules.py", "from tests.models.test_t5 import TINY"),
-])
+@pytest.mark.parametrize(
+    "path,source",
+    [
+        ("core/rules.py", "from speccascade_jax.models import t5"),
+        ("core/rules.py", "from ..models.t5 import T5Model"),
+        ("core/rules.py", "import speccascade_jax.config"),
+        ("core/rules.py", "def f():\n    from .. import parallel"),
+        ("core/rules.py", "import speccascade_jax as sc"),
+        ("core/loop.py", "from speccascade_jax.baselines.bild import Bild"),
+        ("baselines/bild.py", "from speccascade_jax.models.t5 import T5Model"),
+        ("models/t5.py", "from speccascade_jax.core.randomness import draw"),
+        ("models/t5.py", "from speccascade_jax.core import protocols, rules"),
+        ("models/t5.py", "from speccascade_jax import checkpoints"),
+        ("models/__init__.py", "from ..tokenizers import tokenizer"),
+        ("checkpoints/native.py", "from speccascade_jax.tokenizers.tokenizer import Tokenizer"),
+        ("checkpoints/native.py", "from speccascade_jax import config"),
+        ("inference/text.py", "import importlib\nimportlib.import_module('speccascade_jax.training.loop')"),
+        ("inference/text.py", "from ..evaluation import quality"),
+        ("inference/text.py", "from speccascade_jax import commands"),
+        ("scheduling/scheduler.py", "from speccascade_jax.inference.text import Cascade"),
+        ("scheduling/scheduler.py", "from speccascade_jax.serving.engine import Engine"),
+        ("settings.py", "from speccascade_jax.config import DecodeConfig"),
+        ("vocabularies/joining.py", "from speccascade_jax.settings import Settings"),
+        ("learned/router.py", "from speccascade_jax.settings import Settings"),
+        ("serving/app.py", "from speccascade_jax.evaluation.load import ask"),
+        ("training/loop.py", "from speccascade_jax.serving import protocol"),
+        ("planning/planner.py", "from speccascade_jax.evaluation.profiling import in_turn"),
+        ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
+        ("training/loop.py", "import speccascade_jax.commands.decode as decode"),
+        ("evaluation/quality.py", "from speccascade_jax.commands.commandline import exit_code"),
+        ("commands/evaluate.py", "from speccascade_jax.commands.decode import main"),
+        ("commands/evaluate.py", "from . import decode"),
+        ("commands/evaluate.py", "from scripts.decode import main"),
+        ("config.py", "from speccascade_jax.inference.text import Cascade"),
+        ("config.py", "from . import parallel"),
+        ("parallel.py", "from speccascade_jax.core.protocols import Params"),
+        ("__init__.py", "from speccascade_jax.training import loop"),
+        ("new_folder/file.py", "import jax"),
+        ("../scripts/evaluate.py", "import decode"),
+        ("../scripts/evaluate.py", "from decode import main"),
+        ("../scripts/evaluate.py", "import scripts.decode"),
+        ("../scripts/evaluate.py", "from speccascade_jax.commands.decode import main"),
+        ("../scripts/evaluate.py", "import speccascade_jax"),
+        ("../configs/demo.py", "from speccascade_jax.core.methods import METHODS"),
+        ("../configs/demo.py", "from configs.demo_drafter import config"),
+        ("../tests/core/test_rules.py", "from test_baselines import pair"),
+        ("../tests/core/test_rules.py", "from tests.models.test_t5 import TINY"),
+    ],
+)
 def test_a_planted_violation_is_seen(path, source):
     whole = path.removeprefix("../") if path.startswith("../") else f"{PACKAGE}/{path}"
     assert len(violations(whole, source)) == 1
     assert not violations(whole, "import jax") or path.startswith("new_folder")
 
 
-@pytest.mark.parametrize("path,source", [
-    ("core/rules.py", "from speccascade_jax.core.protocols import Params\nfrom . import transforms"),
-    ("models/t5.py", "from ..core.protocols import Prefix\nfrom speccascade_jax.models import cache"),
-    ("config.py", "from speccascade_jax.settings import Settings"),
-    ("inference/text.py", "from speccascade_jax import checkpoints, config, parallel"),
-    ("commands/decode.py", "from speccascade_jax import __version__\nfrom .commandline import exit_code"),
-])
+@pytest.mark.parametrize(
+    "path,source",
+    [
+        ("core/rules.py", "from speccascade_jax.core.protocols import Params\nfrom . import transforms"),
+        ("models/t5.py", "from ..core.protocols import Prefix\nfrom speccascade_jax.models import cache"),
+        ("config.py", "from speccascade_jax.settings import Settings"),
+        ("inference/text.py", "from speccascade_jax import checkpoints, config, parallel"),
+        ("commands/decode.py", "from speccascade_jax import __version__\nfrom .commandline import exit_code"),
+    ],
+)
 def test_what_is_allowed_is_no_violation(path, source):
     assert not violations(f"{PACKAGE}/{path}", source)
 
@@ -165,8 +197,11 @@ def overgrown(path: Path) -> list[str]:
     source = path.read_text()
     tree = ast.parse(source)
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    called = {node.func.id for node in ast.walk(tree)
-              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     wrong = []
     if len(source.splitlines()) > SCRIPT:
@@ -182,7 +217,11 @@ def test_scripts_are_thin(tmp_path):
     scripts = sorted((REPOSITORY / "scripts").glob("*.py"))
     assert len(scripts) > 5 and not {path.name: wrong for path in scripts if (wrong := overgrown(path))}
     sound = scripts[0].read_text()
-    for planted in (sound + "\n" * SCRIPT, sound.replace(scripts[0].stem, "other"),
-                    sound + "import json\n", sound + "print(1)\n"):
+    for planted in (
+        sound + "\n" * SCRIPT,
+        sound.replace(scripts[0].stem, "other"),
+        sound + "import json\n",
+        sound + "print(1)\n",
+    ):
         (tmp_path / scripts[0].name).write_text(planted)
         assert len(overgrown(tmp_path / scripts[0].name)) == 1

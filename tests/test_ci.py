@@ -33,8 +33,11 @@ def ci(tmp_path):
         log = tmp_path / "log"
         log.write_text("")
         path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True,
-                              env={**os.environ, "PATH": path, "LOG": str(log), "FAILS": fails})
+        done = subprocess.run(
+            [tmp_path / ".ci" / "run"],
+            capture_output=True,
+            env={**os.environ, "PATH": path, "LOG": str(log), "FAILS": fails},
+        )
         return log.read_text().splitlines(), done.returncode
 
     return run
@@ -52,8 +55,8 @@ def test_readmes_commands_run_before_anything_else_is_installed(ci):
     first, *rest = calls
     expected = [call if " " in call else f"{call} " for call in readme_calls()]
     assert code == 0 and first == "python3 -m venv --clear .venv"
-    assert rest[:len(expected)] == expected
-    assert any("torch" in call for call in rest[len(expected):])
+    assert rest[: len(expected)] == expected
+    assert any("torch" in call for call in rest[len(expected) :])
     assert rest[-1].startswith("python -m pytest --full --rest")
 
 

@@ -84,8 +84,17 @@ def test_what_is_wrong_is_one_sentence_with_the_file(case, tmp_path):
 def test_what_is_no_file_is_no_config(tmp_path):
     (tmp_path / "folder.py").mkdir()
     os.mkfifo(tmp_path / "fifo.py")
-    for name in (str(tmp_path / "folder.py"), str(tmp_path / "fifo.py"), str(tmp_path / "nowhere.py"),
-                 "x" * 5000, "x" * 5000 + ".py", "", ".py", "\0.py", "[/red]"):
+    for name in (
+        str(tmp_path / "folder.py"),
+        str(tmp_path / "fifo.py"),
+        str(tmp_path / "nowhere.py"),
+        "x" * 5000,
+        "x" * 5000 + ".py",
+        "",
+        ".py",
+        "\0.py",
+        "[/red]",
+    ):
         with pytest.raises(ConfigError, match="no config "):
             configs.load(name)
 
@@ -123,8 +132,11 @@ def test_a_config_that_loads_a_broken_one_names_the_broken_one(tmp_path):
 
 
 def test_a_config_of_the_other_kind_names_the_one_that_is_meant():
-    for training, pair in (("demo_verifier", "demo"), ("demo_drafter", "demo"),
-                           ("e2e_gemma_drafter", "e2e_gemma")):
+    for training, pair in (
+        ("demo_verifier", "demo"),
+        ("demo_drafter", "demo"),
+        ("e2e_gemma_drafter", "e2e_gemma"),
+    ):
         with pytest.raises(ValueError, match=f"{training} is a training run, .* that uses it: {pair}\\.$"):
             speccascade_jax.load(training)
     with pytest.raises(ValueError, match=r"demo is a pair to decode with, .*; name demo_verifier"):
@@ -139,16 +151,36 @@ def test_every_config_that_comes_with_the_package_is_right():
             found.check()
 
 
-OUT_OF_RANGE = [("batch_size", 0), ("max_source_length", -1), ("max_new_tokens", 2**31),
-                ("max_new_tokens", 1_000_000), ("max_source_length", 2**31 - 1),
-                ("max_source_length", LONGEST_SOURCE + 1), ("alpha", 10**400), ("temperature", 10**400),
-                ("seed", -10**6000), ("router", "\ud800"), ("tokenizer", "a\udcff"), ("drafter", "\ud800"),
-                ("block_size", "sometimes"), ("max_block_size", 0), ("stop_below", 1.5),
-                ("block_size", 2**70), ("block_size", 1_000_000), ("tensor_parallel", 0),
-                ("alpha", float("nan")),
-                ("temperature", float("nan")), ("temperature", float("inf")), ("seed", 2**63),
-                ("dtype", "float64"), ("method", "no"),
-                ("stop", ("",)), ("top_p", float("nan")), ("min_p", -1.0), ("top_k", 0)]
+OUT_OF_RANGE = [
+    ("batch_size", 0),
+    ("max_source_length", -1),
+    ("max_new_tokens", 2**31),
+    ("max_new_tokens", 1_000_000),
+    ("max_source_length", 2**31 - 1),
+    ("max_source_length", LONGEST_SOURCE + 1),
+    ("alpha", 10**400),
+    ("temperature", 10**400),
+    ("seed", -(10**6000)),
+    ("router", "\ud800"),
+    ("tokenizer", "a\udcff"),
+    ("drafter", "\ud800"),
+    ("block_size", "sometimes"),
+    ("max_block_size", 0),
+    ("stop_below", 1.5),
+    ("block_size", 2**70),
+    ("block_size", 1_000_000),
+    ("tensor_parallel", 0),
+    ("alpha", float("nan")),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("seed", 2**63),
+    ("dtype", "float64"),
+    ("method", "no"),
+    ("stop", ("",)),
+    ("top_p", float("nan")),
+    ("min_p", -1.0),
+    ("top_k", 0),
+]
 
 
 @pytest.mark.parametrize("name,value", OUT_OF_RANGE, ids=range(len(OUT_OF_RANGE)))

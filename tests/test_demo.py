@@ -14,9 +14,14 @@ from speccascade_jax.evaluation.rates import check_identities
 from speccascade_jax.training.data import joined_examples
 
 TASK = configs.load("demo_verifier").task
-OWN = ["Where is the station?", "Tom said that he would come tomorrow. I don't believe him.",
-       "She opened the window because it was too hot.", "Can you help me? I lost my keys.",
-       "My brother wants to buy a new car, but he has no money.", "It was raining all day."]
+OWN = [
+    "Where is the station?",
+    "Tom said that he would come tomorrow. I don't believe him.",
+    "She opened the window because it was too hot.",
+    "Can you help me? I lost my keys.",
+    "My brother wants to buy a new car, but he has no money.",
+    "It was raining all day.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def sentences(full):
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:60 if full else 24]
+    return examples[: 60 if full else 24]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,8 @@ def tokens(demo, sentences):
 @pytest.mark.parametrize("block_size,batch_size", [(1, 16), (3, 1), (5, 16), (7, 1)])
 def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
-        "verifier", batch_size=batch_size)
+        "verifier", batch_size=batch_size
+    )
 
 
 @pytest.mark.full
@@ -68,8 +74,9 @@ def test_greedy_hierarchies_are_the_verifier(name, tokens, sentences):
         pytest.skip(f"the models of {name} are not here: train them with scripts/finetune.py")
     cascade = sc.load(name)
     for batch_size, block_size in ((1, run.block_size), (16, 3)):
-        outputs = cascade.generate([source for source, _ in some], block_size=block_size,
-                                   batch_size=batch_size)
+        outputs = cascade.generate(
+            [source for source, _ in some], block_size=block_size, batch_size=batch_size
+        )
         assert [o.tokens for o in outputs] == tokens("verifier", batch_size=16)[:24]
 
 
@@ -79,13 +86,22 @@ def test_batch_does_not_matter(tokens):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("one,other", [
-    (("opt", 0.1), ("diff", 0.1)), (("opt", 0.4), ("diff", 0.4)),
-    (("token_v3", 0.3), ("lossy_greedy", 0.3)), (("token_v3", 0.8), ("lossy_greedy", 0.8)),
-    (("token_v3", 0.0), ("verifier", 0.0)), (("lossy", 0.0), ("verifier", 0.0)),
-    (("lossy_tuned", 0.0), ("verifier", 0.0)), (("diff", 1.0), ("drafter", 0.0)),
-    (("chow", 1.0), ("drafter", 0.0)), (("token_v3", 1.0), ("drafter", 0.0))],
-    ids=lambda x: f"{x[0]}({x[1]})")
+@pytest.mark.parametrize(
+    "one,other",
+    [
+        (("opt", 0.1), ("diff", 0.1)),
+        (("opt", 0.4), ("diff", 0.4)),
+        (("token_v3", 0.3), ("lossy_greedy", 0.3)),
+        (("token_v3", 0.8), ("lossy_greedy", 0.8)),
+        (("token_v3", 0.0), ("verifier", 0.0)),
+        (("lossy", 0.0), ("verifier", 0.0)),
+        (("lossy_tuned", 0.0), ("verifier", 0.0)),
+        (("diff", 1.0), ("drafter", 0.0)),
+        (("chow", 1.0), ("drafter", 0.0)),
+        (("token_v3", 1.0), ("drafter", 0.0)),
+    ],
+    ids=lambda x: f"{x[0]}({x[1]})",
+)
 def test_identities(tokens, one, other):
     assert tokens(one[0], alpha=one[1]) == tokens(other[0], alpha=other[1])
 
@@ -104,7 +120,8 @@ def test_the_small_pairs_write_about_the_facts(name):
     cascade = sc.load(name)
     verifier, speculative, drafter = (
         list(cascade.generate(run.examples, method=method, alpha=0.0, block_size=run.block_size))
-        for method in ("verifier", "speculative", "drafter"))
+        for method in ("verifier", "speculative", "drafter")
+    )
     assert [o.tokens for o in speculative] == [o.tokens for o in verifier]
     assert [o.tokens for o in drafter] != [o.tokens for o in verifier]
     for facts, out in zip(run.examples, verifier, strict=True):
@@ -117,6 +134,8 @@ def test_quality(demo, tokens, sentences):
     if not sentences[0][1]:
         pytest.skip("needs the Tatoeba test split")
     references = [r for _, r in sentences]
-    verifier, drafter = (bleu([demo.tokenizer.decode(t) for t in tokens(model)], references)
-                         for model in ("verifier", "drafter"))
+    verifier, drafter = (
+        bleu([demo.tokenizer.decode(t) for t in tokens(model)], references)
+        for model in ("verifier", "drafter")
+    )
     assert verifier > 30 and drafter > 30

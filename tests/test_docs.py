@@ -72,9 +72,19 @@ def test_what_extending_shows_works(modules, tmp_path):
     row = run(EXTENDING, modules)["row"]
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = transformers.GemmaForCausalLM(transformers.GemmaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=6, pad_token_id=0, initializer_range=0.3)).eval()
+    theirs = transformers.GemmaForCausalLM(
+        transformers.GemmaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=6,
+            pad_token_id=0,
+            initializer_range=0.3,
+        )
+    ).eval()
     theirs.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(decoder.FAMILIES, "gemma", row)
@@ -132,19 +142,28 @@ def prose(source: str) -> Iterator[str]:
 
 def leads_nowhere(source: str, known: dict[str, list[str]]) -> list[str]:
     """Which `module.name` of a file's docstrings and comments is in no module of that name."""
+
     def is_there(module: str, name: str) -> bool:
         return hasattr(importlib.import_module(module), name) or f"{module}.{name}" in known.get(name, ())
 
-    return [cited[0] for text in prose(source) for cited in CITED.finditer(text)
-            if (last := cited[1].rpartition(".")[2]) in known and not OBJECTS & set(cited[1].split("."))
-            and not re.match(r"(json|jsonl|md|py|model)\b", cited[2])
-            and not any(is_there(module, cited[2]) for module in known[last])]
+    return [
+        cited[0]
+        for text in prose(source)
+        for cited in CITED.finditer(text)
+        if (last := cited[1].rpartition(".")[2]) in known
+        and not OBJECTS & set(cited[1].split("."))
+        and not re.match(r"(json|jsonl|md|py|model)\b", cited[2])
+        and not any(is_there(module, cited[2]) for module in known[last])
+    ]
 
 
 def test_docstrings_name_what_is_there():
     known = modules_by_name()
-    wrong = {str(path.relative_to(ROOT)): found for path in sorted(PACKAGE.rglob("*.py"))
-             if (found := leads_nowhere(path.read_text(), known))}
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (found := leads_nowhere(path.read_text(), known))
+    }
     assert not wrong
     for planted in ("# see rates.no_such_function", 'def f():\n    """As metrics.relative_cost."""'):
         assert len(leads_nowhere(planted, known)) == 1
@@ -160,6 +179,10 @@ def test_every_page_is_in_the_navigation():
 def test_the_site_builds(tmp_path):
     """Without a warning: an index such as `counts[i][n]` in a docstring is read as a link."""
     pytest.importorskip("mkdocs")
-    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"],
-                           cwd=ROOT, capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert built.returncode == 0, built.stdout + built.stderr

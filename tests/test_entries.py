@@ -113,45 +113,72 @@ def all_constants() -> Constants:
 
 def found_in_package() -> dict[str, list[str]]:
     elsewhere = all_constants()
-    return {path.relative_to(PACKAGE).as_posix(): codes for path in sorted(PACKAGE.rglob("*.py"))
-            if (codes := list(violations(path.read_text(encoding="utf-8"), elsewhere)))}
+    return {
+        path.relative_to(PACKAGE).as_posix(): codes
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (codes := list(violations(path.read_text(encoding="utf-8"), elsewhere)))
+    }
 
 
 def test_no_code_asks_for_an_entry_by_its_name():
-    new = {name: rest for name, codes in found_in_package().items()
-           if (rest := {*codes}.difference(ALLOWED.get(name, ())))}
+    new = {
+        name: rest
+        for name, codes in found_in_package().items()
+        if (rest := {*codes}.difference(ALLOWED.get(name, ())))
+    }
     assert not new
 
 
 def test_what_is_mended_is_no_longer_listed():
     found = found_in_package()
-    assert not {name: rest for name, codes in ALLOWED.items()
-                if (rest := {*codes} - {*found.get(name, ())})}
+    assert not {name: rest for name, codes in ALLOWED.items() if (rest := {*codes} - {*found.get(name, ())})}
 
 
-@pytest.mark.parametrize("source", [
-    "if metric == 'bleu': pass", "if 'bleu' != metric: pass", "found = task.name in ('mbpp', 'gsm8k')",
-    "ok = name not in {'slem', 'union'}", "LOOKAHEAD = 'lookahead'\nfound = name is LOOKAHEAD",
-    "ROUGES = ('rouge1', 'rouge2')\nfound = name in ROUGES",
-    "X = 'opt'\nNAMES = (X, 'b')\nfound = n in NAMES",
-    "match name:\n    case 'top_p':\n        pass", "match name:\n    case 'a' | 'token_v3':\n        pass",
-    "LABELS = {'opt': 'OPT', 'chow': 'Chow'}", "BENDS = dict.fromkeys(('lossy', 'typical'), 1)",
-    "scale = {'bild': 10.0}.get(name, 1.0)", "found = settings.LOOKAHEAD == name",
-    "NAMES = frozenset(('sequence',))\nfound = name in NAMES", "x = 1 if kind == 'min_p' else 2",
-    "METHODS = {'opt': 1}\nif name == 'opt': pass", "while vocabulary == 'slrs': pass",
-    "[one for one in names if one != 'wmt']", "assert name == 'router'", "f(lambda name: name == 'oracle')",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if metric == 'bleu': pass",
+        "if 'bleu' != metric: pass",
+        "found = task.name in ('mbpp', 'gsm8k')",
+        "ok = name not in {'slem', 'union'}",
+        "LOOKAHEAD = 'lookahead'\nfound = name is LOOKAHEAD",
+        "ROUGES = ('rouge1', 'rouge2')\nfound = name in ROUGES",
+        "X = 'opt'\nNAMES = (X, 'b')\nfound = n in NAMES",
+        "match name:\n    case 'top_p':\n        pass",
+        "match name:\n    case 'a' | 'token_v3':\n        pass",
+        "LABELS = {'opt': 'OPT', 'chow': 'Chow'}",
+        "BENDS = dict.fromkeys(('lossy', 'typical'), 1)",
+        "scale = {'bild': 10.0}.get(name, 1.0)",
+        "found = settings.LOOKAHEAD == name",
+        "NAMES = frozenset(('sequence',))\nfound = name in NAMES",
+        "x = 1 if kind == 'min_p' else 2",
+        "METHODS = {'opt': 1}\nif name == 'opt': pass",
+        "while vocabulary == 'slrs': pass",
+        "[one for one in names if one != 'wmt']",
+        "assert name == 'router'",
+        "f(lambda name: name == 'oracle')",
+    ],
+)
 def test_a_planted_violation_is_seen(source):
     assert len(list(violations(source, {"LOOKAHEAD": {"lookahead"}}))) == 1
 
 
-@pytest.mark.parametrize("source", [
-    "METHODS = {'opt': 1, 'chow': 2}", "BASELINES: dict[str, Any] = {'bild': 1}", "found = name in METHODS",
-    "from x import METHODS\nfound = name in METHODS", "method = METHODS['speculative']",
-    "METRICS = {metric.name: metric for metric in (Metric('bleu'),)}", "if method.lossless: pass",
-    "COMPARED = ('opt', 'chow')\nfor name in COMPARED: pass", "if name == 'verifier': pass",
-    "replace(settings, method='speculative', top_p=0.5)", "found = 'optimizer' in flags",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "METHODS = {'opt': 1, 'chow': 2}",
+        "BASELINES: dict[str, Any] = {'bild': 1}",
+        "found = name in METHODS",
+        "from x import METHODS\nfound = name in METHODS",
+        "method = METHODS['speculative']",
+        "METRICS = {metric.name: metric for metric in (Metric('bleu'),)}",
+        "if method.lossless: pass",
+        "COMPARED = ('opt', 'chow')\nfor name in COMPARED: pass",
+        "if name == 'verifier': pass",
+        "replace(settings, method='speculative', top_p=0.5)",
+        "found = 'optimizer' in flags",
+    ],
+)
 def test_what_names_an_entry_without_asking_is_no_violation(source):
     assert not list(violations(source))
 

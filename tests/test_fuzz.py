@@ -16,66 +16,215 @@ from speccascade_jax import commands
 
 pytestmark = pytest.mark.full
 CALLS, SECONDS, GIGABYTES = 1000, 10, 2
-NUMBERS = ("0", "-1", "1", "2", "1.5", "nan", "inf", "-inf", "1e308", "1000000", "100000000", str(2**63),
-           str(-2**63 - 1), "", "x", "None", "0x10", "\u0663", "[red]", "\udcff")
+NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "1.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "1000000",
+    "100000000",
+    str(2**63),
+    str(-(2**63) - 1),
+    "",
+    "x",
+    "None",
+    "0x10",
+    "\u0663",
+    "[red]",
+    "\udcff",
+)
 WRONG = ("0", "-1", "x", "")  # where a right number would run for minutes
-WORDS = ("", "x", "../../x", "/", ".", "demo", "demo_verifier", "token_v3", "opt", "verifier", "sequence",
-         "[/]", "[red]", "\udcff", "a\nb", "-", "--", "{", "\u202e", "None", "bleu", "float16", "test", "hf",
-         "auto", "0", "gsm8k", "a,b,c", "1,2", "config.py")
-PATHS = ("missing", "folder", "empty", "in.txt", "in.jsonl", "in.txt.gz", "/dev/full", "/dev/zero", "fifo",
-         "", "-", "folder/new", "missing/new", "\udcff", "[red].txt", "pair/drafter",
-         "pair/drafter/config.json")
+WORDS = (
+    "",
+    "x",
+    "../../x",
+    "/",
+    ".",
+    "demo",
+    "demo_verifier",
+    "token_v3",
+    "opt",
+    "verifier",
+    "sequence",
+    "[/]",
+    "[red]",
+    "\udcff",
+    "a\nb",
+    "-",
+    "--",
+    "{",
+    "\u202e",
+    "None",
+    "bleu",
+    "float16",
+    "test",
+    "hf",
+    "auto",
+    "0",
+    "gsm8k",
+    "a,b,c",
+    "1,2",
+    "config.py",
+)
+PATHS = (
+    "missing",
+    "folder",
+    "empty",
+    "in.txt",
+    "in.jsonl",
+    "in.txt.gz",
+    "/dev/full",
+    "/dev/zero",
+    "fifo",
+    "",
+    "-",
+    "folder/new",
+    "missing/new",
+    "\udcff",
+    "[red].txt",
+    "pair/drafter",
+    "pair/drafter/config.json",
+)
 
 
 def flags(values, names):
     return dict.fromkeys(names.split(), values)
 
 
-DECODING = (flags(NUMBERS, "alpha block-size max-block-size stop-below temperature top-k top-p min-p seed "
-                           "max-new-tokens batch-size max-source-length tensor-parallel limit") |
-            flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over") |
-            flags(PATHS, "drafter verifier tokenizer models"))
+DECODING = (
+    flags(
+        NUMBERS,
+        "alpha block-size max-block-size stop-below temperature top-k top-p min-p seed "
+        "max-new-tokens batch-size max-source-length tensor-parallel limit",
+    )
+    | flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over")
+    | flags(PATHS, "drafter verifier tokenizer models")
+)
 SCORING = DECODING | flags(WORDS, "task split methods") | flags(PATHS, "output") | flags(NUMBERS, "join")
 FLAGS = {
     "decode": DECODING | flags(WORDS, "text") | flags(PATHS, "input output summary"),
     "evaluate": SCORING | flags(WORDS, "cluster") | flags(PATHS, "summary"),
-    "tradeoff": SCORING | flags(PATHS, "pick") | flags(WORDS, "truncations") |
-        flags(NUMBERS, "alphas block-sizes temperatures top-ps timed trials at-quality at-latency"),
-    "fewshot": DECODING | flags(WORDS, "task methods") | flags(PATHS, "inputs shot-pool output") |
-        flags(NUMBERS, "shots shot-seed"),
-    "finetune": flags(WORDS, "config cluster dtype optimizer") | flags(WRONG, "steps batch-tokens") |
-        flags(PATHS, "output-dir init teacher task.train") |
-        flags(NUMBERS, "learning-rate task.join label-smoothing"),
-    "benchmark": flags(WORDS, "config preset method tpu") | flags(PATHS, "input output") |
-        flags(WRONG, "tokens repetitions join limit min-tokens block-sizes batch-sizes dtype"),
+    "tradeoff": SCORING
+    | flags(PATHS, "pick")
+    | flags(WORDS, "truncations")
+    | flags(NUMBERS, "alphas block-sizes temperatures top-ps timed trials at-quality at-latency"),
+    "fewshot": DECODING
+    | flags(WORDS, "task methods")
+    | flags(PATHS, "inputs shot-pool output")
+    | flags(NUMBERS, "shots shot-seed"),
+    "finetune": flags(WORDS, "config cluster dtype optimizer")
+    | flags(WRONG, "steps batch-tokens")
+    | flags(PATHS, "output-dir init teacher task.train")
+    | flags(NUMBERS, "learning-rate task.join label-smoothing"),
+    "benchmark": flags(WORDS, "config preset method tpu")
+    | flags(PATHS, "input output")
+    | flags(WRONG, "tokens repetitions join limit min-tokens block-sizes batch-sizes dtype"),
     "convert": flags(WORDS, "to dtype"),
-    "plan": DECODING | flags(PATHS, "input output") | flags(WORDS, "check") | flags(WRONG, "limit") |
-        flags(NUMBERS, "max-block most-models"),
-    "serve": DECODING | flags(PATHS, "api-key-file also") | flags(WORDS, "host methods cors page") |
-        flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
-    "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes")}
+    "plan": DECODING
+    | flags(PATHS, "input output")
+    | flags(WORDS, "check")
+    | flags(WRONG, "limit")
+    | flags(NUMBERS, "max-block most-models"),
+    "serve": DECODING
+    | flags(PATHS, "api-key-file also")
+    | flags(WORDS, "host methods cors page")
+    | flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
+    "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes"),
+}
 CHEAP = {  # what would otherwise take minutes; a flag that is drawn comes later and wins
-    "decode": ["--text=the cat"], "evaluate": ["--limit=2", "--task=task.py"],
-    "tradeoff": ["--limit=2", "--task=task.py", "--timed=0", "--trials=1", "--methods=opt", "--alphas=0.1",
-                 "--output=swept", "--temperatures=0"],
+    "decode": ["--text=the cat"],
+    "evaluate": ["--limit=2", "--task=task.py"],
+    "tradeoff": [
+        "--limit=2",
+        "--task=task.py",
+        "--timed=0",
+        "--trials=1",
+        "--methods=opt",
+        "--alphas=0.1",
+        "--output=swept",
+        "--temperatures=0",
+    ],
     "fewshot": ["--task=gsm8k", "--limit=2", "--inputs=in.jsonl", "--shot-pool=in.jsonl"],
-    "finetune": ["--config=task.py", "--steps=0"], "benchmark": ["--repetitions=0"], "convert": [],
-    "plan": ["--repetitions=0"], "serve": ["--port=-1"], "load": ["--requests=0"]}
-VALUES = ("None", "0", "-1", "1.5", "'x'", "[]", "()", "{}", "True", "float('nan')", "10**9", "2**63",
-          "b'x'", "('a', 1)", "lambda: 0", "1/0", "open('missing')", "exit(3)", "object()",
-          "'\\ud800'", "config")
-FIELDS = ("drafter", "verifier", "method", "alpha", "block_size", "temperature", "top_k", "stop",
-          "batch_size", "prefix", "task", "examples", "missing", "seed", "vocabulary", "models",
-          "hand_over", "no_such_field")
-LINES = ('{"source": "the cat"}', '{"source": null}', '{"source": 3}', '{"target": "x"}', "[]", "3", "{",
-         "null", '{"source": "\\ud800"}', "[" * 100_000, "\ufeff{}",
-         "the cat", "", "\x00", "a\tb", "\udcff", "x" * 10_000)
-TASK = '''
+    "finetune": ["--config=task.py", "--steps=0"],
+    "benchmark": ["--repetitions=0"],
+    "convert": [],
+    "plan": ["--repetitions=0"],
+    "serve": ["--port=-1"],
+    "load": ["--requests=0"],
+}
+VALUES = (
+    "None",
+    "0",
+    "-1",
+    "1.5",
+    "'x'",
+    "[]",
+    "()",
+    "{}",
+    "True",
+    "float('nan')",
+    "10**9",
+    "2**63",
+    "b'x'",
+    "('a', 1)",
+    "lambda: 0",
+    "1/0",
+    "open('missing')",
+    "exit(3)",
+    "object()",
+    "'\\ud800'",
+    "config",
+)
+FIELDS = (
+    "drafter",
+    "verifier",
+    "method",
+    "alpha",
+    "block_size",
+    "temperature",
+    "top_k",
+    "stop",
+    "batch_size",
+    "prefix",
+    "task",
+    "examples",
+    "missing",
+    "seed",
+    "vocabulary",
+    "models",
+    "hand_over",
+    "no_such_field",
+)
+LINES = (
+    '{"source": "the cat"}',
+    '{"source": null}',
+    '{"source": 3}',
+    '{"target": "x"}',
+    "[]",
+    "3",
+    "{",
+    "null",
+    '{"source": "\\ud800"}',
+    "[" * 100_000,
+    "\ufeff{}",
+    "the cat",
+    "",
+    "\x00",
+    "a\tb",
+    "\udcff",
+    "x" * 10_000,
+)
+TASK = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 task = Task(train="tiny.jsonl", validation="tiny.jsonl", test="tiny.jsonl")
 config = TrainConfig(name="tiny", output_dir="run", model=T5Config(), task=task)
-'''
+"""
 
 
 @st.composite
@@ -108,7 +257,8 @@ def prepare(folder, pair, field, lines, damage):
     (folder / "config.py").write_text(
         "from speccascade_jax.config import DecodeConfig\n"
         "config = DecodeConfig(**{'drafter': 'pair/drafter', "
-        f"'verifier': 'pair/verifier', **{{{field[0]!r}: {field[1]}}}}})\n")
+        f"'verifier': 'pair/verifier', **{{{field[0]!r}: {field[1]}}}}})\n"
+    )
     kind, place = damage
     files = sorted(path for path in (folder / "pair").rglob("*") if path.is_file())
     path = files[place % len(files)]
@@ -120,7 +270,7 @@ def prepare(folder, pair, field, lines, damage):
         found[name] = [None, 0, -1, "x", [], {}, 1e308, 10**9, True][place % 9]
         path.write_text(json.dumps(found))
     elif kind == "cut":
-        path.write_bytes(raw[:place % (len(raw) + 1)])
+        path.write_bytes(raw[: place % (len(raw) + 1)])
     elif kind == "flip" and raw:
         raw[place % len(raw)] ^= 255
         path.write_bytes(raw)
@@ -142,8 +292,17 @@ def called(command, flags):
 @pytest.fixture(scope="module")
 def pair(t5_pair, tmp_path_factory):
     """The tiny pair's folders, and a first decoding: libraries are loaded, programs compiled."""
-    assert commands.main(["decode", f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-                          "--text=the cat"]) == 0
+    assert (
+        commands.main(
+            [
+                "decode",
+                f"--drafter={t5_pair / 'drafter'}",
+                f"--verifier={t5_pair / 'verifier'}",
+                "--text=the cat",
+            ]
+        )
+        == 0
+    )
     return t5_pair
 
 
@@ -154,8 +313,13 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
     count, codes = 0, set()
 
     @seed(part)
-    @settings(max_examples=CALLS // 4, deadline=None, database=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=CALLS // 4,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(calls())
     def one(call):
         nonlocal count

@@ -24,15 +24,33 @@ def test_the_version_is_spelt_once():
 def wheel(tmp_path_factory):
     """Built from a copy, as pip would from a checkout: building leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-                            cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     for name in listed:
         if (REPOSITORY / name).is_file() and not name.startswith("tests/"):
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "source" / name).write_bytes((REPOSITORY / name).read_bytes())
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation",
-                           "--no-index", "--wheel-dir", str(folder), str(folder / "source")],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            str(folder),
+            str(folder / "source"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = folder.glob("*.whl")
     return built
@@ -44,8 +62,11 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
-    done = subprocess.run([sys.executable, "-m", "pip", f"--python={python}", "install", "--no-deps",
-                           "--no-index", str(wheel)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", f"--python={python}", "install", "--no-deps", "--no-index", str(wheel)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [own] = (folder / "venv").glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
@@ -55,10 +76,17 @@ def installed(wheel, tmp_path_factory):
 
 def run(installed, *command):
     """A command of the environment's, in a folder that is no checkout: its output."""
-    clean = {name: value for name, value in os.environ.items()
-             if name not in ("PYTHONPATH", "SPECCASCADE_DATA")}
-    done = subprocess.run([installed / "venv" / "bin" / command[0], *command[1:]], cwd=installed, env=clean,
-                          capture_output=True, text=True, timeout=300)
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPECCASCADE_DATA")
+    }
+    done = subprocess.run(
+        [installed / "venv" / "bin" / command[0], *command[1:]],
+        cwd=installed,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,7 +95,9 @@ def run(installed, *command):
 def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
     found = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in found} == {
-        "speccascade_jax", f"speccascade_jax-{speccascade_jax.__version__}.dist-info"}
+        "speccascade_jax",
+        f"speccascade_jax-{speccascade_jax.__version__}.dist-info",
+    }
     configs = {path.name for path in (REPOSITORY / "configs").glob("*.py")}
     assert {f"speccascade_jax/configs/{name}" for name in configs} <= found
     package = REPOSITORY / "speccascade_jax"
@@ -84,8 +114,10 @@ def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
 
 @pytest.mark.full
 def test_an_installed_package_decodes_from_anywhere(installed):
-    code = ("import speccascade_jax as sc; assert sc.__file__.startswith({place!r}), sc.__file__\n"
-            "print(next(iter(sc.load('demo').generate([{text!r}]))).text)")
+    code = (
+        "import speccascade_jax as sc; assert sc.__file__.startswith({place!r}), sc.__file__\n"
+        "print(next(iter(sc.load('demo').generate([{text!r}]))).text)"
+    )
     said = run(installed, "python", "-c", code.format(place=str(installed / "venv"), text=SENTENCE))
     assert said.split() and said.strip() != SENTENCE
     assert said.strip() in run(installed, "speccascade", "decode", "--text", SENTENCE)
@@ -93,7 +125,12 @@ def test_an_installed_package_decodes_from_anywhere(installed):
     assert "demo" in listed and "wmt_small_large" in listed
     data = run(installed, "python", "-c", "from speccascade_jax.config import DATA; print(DATA)").strip()
     assert data == "data"
-    metadata = run(installed, "python", "-c", "import importlib.metadata as m\n"
-                   "print(m.version('speccascade_jax'), m.metadata('speccascade_jax')['License-Expression'])")
+    metadata = run(
+        installed,
+        "python",
+        "-c",
+        "import importlib.metadata as m\n"
+        "print(m.version('speccascade_jax'), m.metadata('speccascade_jax')['License-Expression'])",
+    )
     assert metadata.split() == [speccascade_jax.__version__, "Apache-2.0"]
     assert sorted(path.name for path in installed.iterdir()) == ["venv"]

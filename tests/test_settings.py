@@ -19,9 +19,10 @@ def test_settings_make_the_rule():
 
 
 def test_only_rules_have_a_deferral_rate():
-    assert [Settings(method=method).defers for method in (
-        "lossy", "lossy+lossy", "lossy+opt", "opt", METHODS["lossy"], "bild", "verifier")] == [
-        False, False, True, True, False, True, True]
+    assert [
+        Settings(method=method).defers
+        for method in ("lossy", "lossy+lossy", "lossy+opt", "opt", METHODS["lossy"], "bild", "verifier")
+    ] == [False, False, True, True, False, True, True]
 
 
 def test_one_value_stands_for_every_level():

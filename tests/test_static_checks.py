@@ -14,8 +14,11 @@ FILES = ["core/transforms.py", "models/t5.py", "tokenizers/tokenizer.py"]
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(REPOSITORY / "speccascade_jax", folder / "speccascade_jax",
-                    ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "speccascade_jax",
+        folder / "speccascade_jax",
+        ignore=shutil.ignore_patterns("demo", "__pycache__"),
+    )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     if (REPOSITORY / ".mypy_cache").is_dir():  # spares what no file of ours changes
         shutil.copytree(REPOSITORY / ".mypy_cache", folder / ".mypy_cache")
@@ -31,8 +34,14 @@ def said(tool, folder):
 def names(tree):
     """Two names to misspell: one in an annotation, one in a function's body."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.returns]
-    yield next(name for function in functions for argument in function.args.args if argument.annotation
-               for name in ast.walk(argument.annotation) if isinstance(name, ast.Name))
+    yield next(
+        name
+        for function in functions
+        for argument in function.args.args
+        if argument.annotation
+        for name in ast.walk(argument.annotation)
+        if isinstance(name, ast.Name)
+    )
     for function in functions:
         arguments = {argument.arg for argument in function.args.args} - {"self", "cls"}
         for statement in function.body:
@@ -54,10 +63,23 @@ def test_misspelt_names_are_found(copy):
         for name in names(ast.parse(path.read_text())):
             line, at = lines[name.lineno - 1], name.col_offset
             planted.append(f"mispelt{len(planted)}_{name.id}")
-            lines[name.lineno - 1] = line[:at] + planted[-1].encode() + line[at + len(name.id):]
+            lines[name.lineno - 1] = line[:at] + planted[-1].encode() + line[at + len(name.id) :]
         path.write_bytes(b"".join(lines))
     assert len(planted) == 2 * len(FILES)
-    for tool, message in ((["ruff", "check", "."], "Undefined name `{}`"),
-                          (["mypy"], 'Name "{}" is not defined')):
+    for tool, message in (
+        (["ruff", "check", "."], "Undefined name `{}`"),
+        (["mypy"], 'Name "{}" is not defined'),
+    ):
         code, words = said(tool, copy)
         assert code and all(message.format(name) in words for name in planted)
+
+
+def test_everything_is_formatted():
+    """What `ruff format` would write is what is there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "."],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

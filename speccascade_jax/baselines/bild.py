@@ -57,15 +57,20 @@ class Bild:
         rows = rows._replace(options=rows.options.with_temperature(jnp.zeros_like(rows.options.temperature)))
         threshold = jnp.where(rows.recent[:, -2] == NO_TOKEN, jnp.inf, self.fallback)
         drafted, drafter_cache, passes = draft_while_confident(
-            self.drafter, params[0], caches[0], rows, threshold, self.window, eos_id)
+            self.drafter, params[0], caches[0], rows, threshold, self.window, eos_id
+        )
         active, count = rows.room > 0, drafted.size
         ended = (count == rows.room) | (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) == eos_id)
         checked = active & ~ended if self.compat else active
 
         draft = drafted.tokens[:, :-1]
         logits, verifier_cache = read(
-            self.verifier, params[1], jnp.concatenate([rows.last[:, None], draft], axis=1),
-            jnp.max(jnp.where(checked, count + 1, 0)), caches[1])
+            self.verifier,
+            params[1],
+            jnp.concatenate([rows.last[:, None], draft], axis=1),
+            jnp.max(jnp.where(checked, count + 1, 0)),
+            caches[1],
+        )
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         chances = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1], axis=-1), draft[..., None], axis=-1)
         far = -chances[..., 0] > rows.alphas[:, -1:]
@@ -83,13 +88,18 @@ class Bild:
         if self.compat:
             verifier_cache = roll_back(self.verifier, verifier_cache, rows.start + stop)
             added = at(tokens, stop)
-            logits, verifier_cache = read(self.verifier, params[1], added[:, None],
-                                          jnp.max(replaced.astype(jnp.int32)), verifier_cache)
+            logits, verifier_cache = read(
+                self.verifier, params[1], added[:, None], jnp.max(replaced.astype(jnp.int32)), verifier_cache
+            )
             again = replaced.astype(jnp.int32)  # the drafter has not read what was put in its token's place
             start = rows.start + jnp.where(replaced, stop, count)
             drafter_cache = roll_back(self.drafter.models, drafter_cache, start)
-            _, drafter_cache, _ = self.drafter.step(params[0], drafter_cache, rows._replace(
-                recent=added[:, None], start=start + 1, room=again), NO_TOKEN)
+            _, drafter_cache, _ = self.drafter.step(
+                params[0],
+                drafter_cache,
+                rows._replace(recent=added[:, None], start=start + 1, room=again),
+                NO_TOKEN,
+            )
             passes += again
             more = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             tokens, origin = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, origin))

@@ -12,41 +12,56 @@ from speccascade_jax.core.rounds import after, append
 from speccascade_jax.core.samplers import Autoregressive
 
 Array = jax.Array
-CAP = 10       # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window
-NARROW = 4     # up to so many tokens the verifier reads in a program of that width
+CAP = 10  # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window
+NARROW = 4  # up to so many tokens the verifier reads in a program of that width
 
 
-def draft_while_confident(drafter: Autoregressive, params: Params, cache: Cache, rows: Rows,
-                          threshold: Float[Array, " B"], cap: int, eos_id: int
-                          ) -> tuple[Block, Cache, Int[Array, " B"]]:
+def draft_while_confident(
+    drafter: Autoregressive,
+    params: Params,
+    cache: Cache,
+    rows: Rows,
+    threshold: Float[Array, " B"],
+    cap: int,
+    eos_id: int,
+) -> tuple[Block, Cache, Int[Array, " B"]]:
     """The drafter's next tokens, its cache, and how often it was asked.
 
     A row stops before the first position where max q < threshold, after eos_id, and after `cap` or
     rows.room tokens. It is asked once more where it stopped short of the text's end, so that its
     cache covers its last token. The block has cap + 1 columns: room for the verifier's token.
     """
+
     def ask(carry: tuple) -> tuple:
         drafted, cache, last, passes, writing = carry
         at = rows._replace(recent=last[:, None], start=rows.start + passes, room=writing.astype(jnp.int32))
         block, cache, _ = drafter.step(params, cache, at, NO_TOKEN)
         trusted = writing & (jnp.max(block.own[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
-        block = block._replace(origin=jnp.full_like(block.origin, Origin.DRAFT),
-                               size=trusted.astype(jnp.int32))
+        block = block._replace(
+            origin=jnp.full_like(block.origin, Origin.DRAFT), size=trusted.astype(jnp.int32)
+        )
         drafted, last = append(drafted, block), last_token(block, last)
         on = trusted & (last != eos_id) & (drafted.size < rows.room)
         return drafted, cache, last, passes + writing, on
 
     nothing = jnp.zeros_like(rows.room)
     columns, laws = (len(nothing), cap + 1), (len(nothing), cap + 1, drafter.model.vocab_size)
-    blank = Block(jnp.zeros(columns, jnp.int32), jnp.zeros(laws), jnp.zeros(laws),
-                  jnp.zeros(columns, jnp.int32), nothing)
+    blank = Block(
+        jnp.zeros(columns, jnp.int32),
+        jnp.zeros(laws),
+        jnp.zeros(laws),
+        jnp.zeros(columns, jnp.int32),
+        nothing,
+    )
     drafted, cache, _, passes, _ = lax.while_loop(
-        lambda carry: jnp.any(carry[-1]), ask, (blank, cache, rows.last, nothing, rows.room > 0))
+        lambda carry: jnp.any(carry[-1]), ask, (blank, cache, rows.last, nothing, rows.room > 0)
+    )
     return drafted, cache, passes
 
 
-def read(verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], count: Int[Array, ""],
-         cache: Cache) -> tuple[Float[Array, "B N V"], Cache]:
+def read(
+    verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], count: Int[Array, ""], cache: Cache
+) -> tuple[Float[Array, "B N V"], Cache]:
     """verifier.extend by the first `count` tokens or more: none, NARROW or all N; the logits after
     those that were left out are 0."""
     width = tokens.shape[1]

@@ -35,10 +35,20 @@ class Oracle:
         return counts.plain()
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        (q, p), caches = zip(*(model.extend(weights, rows.last[:, None], cache) for model, weights, cache in
-                               zip(self.models, params, caches, strict=True)), strict=True)
-        scores = Scores(jax.nn.softmax(q, axis=-1), jax.nn.softmax(p, axis=-1), token_probs(q, rows.options),
-                        token_probs(p, rows.options), is_greedy(rows))
+        (q, p), caches = zip(
+            *(
+                model.extend(weights, rows.last[:, None], cache)
+                for model, weights, cache in zip(self.models, params, caches, strict=True)
+            ),
+            strict=True,
+        )
+        scores = Scores(
+            jax.nn.softmax(q, axis=-1),
+            jax.nn.softmax(p, axis=-1),
+            token_probs(q, rows.options),
+            token_probs(p, rows.options),
+            is_greedy(rows),
+        )
         delta = diff(scores, rows.alphas[:, -1, None, None])
         pi = target_probs(scores.q_sampled, scores.p_sampled, delta)
         own = target_probs(scores.q, scores.p, delta)
@@ -46,6 +56,8 @@ class Oracle:
         size, deferred = jnp.minimum(rows.room, 1), delta[:, 0]
         origin = jnp.where(deferred, Origin.CORRECTION.at(1), Origin.DRAFT).astype(jnp.int32)
         deferred = size * deferred[:, 0]
-        return (Block(token[:, None], pi, own, origin, size),
-                roll_back(self.models, caches, rows.start - 1 + size),
-                Tally(size, size, size, size - deferred, deferred, size))
+        return (
+            Block(token[:, None], pi, own, origin, size),
+            roll_back(self.models, caches, rows.start - 1 + size),
+            Tally(size, size, size, size - deferred, deferred, size),
+        )

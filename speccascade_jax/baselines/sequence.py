@@ -23,7 +23,7 @@ class Trace(NamedTuple):
 
     passes: Int[Array, " B"]
     log_q: Float[Array, "B L"]  # of the token drawn at each position, 0 where none was
-    drawn: Int[Array, "B L"]    # 1 at these positions
+    drawn: Int[Array, "B L"]  # 1 at these positions
 
 
 @dataclasses.dataclass(frozen=True)

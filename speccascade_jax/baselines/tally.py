@@ -10,8 +10,8 @@ Array = jax.Array
 
 class Tally(NamedTuple):
     drafter_passes: Int[Array, " B"]
-    rounds: Int[Array, " B"]    # = verifier calls
-    drafted: Int[Array, " B"]   # positions for which the drafter was asked to write
+    rounds: Int[Array, " B"]  # = verifier calls
+    drafted: Int[Array, " B"]  # positions for which the drafter was asked to write
     accepted: Int[Array, " B"]  # of them, those that keep its token
     deferred: Int[Array, " B"]  # times the drafter was not trusted
     emitted: Int[Array, " B"]

@@ -48,20 +48,30 @@ class TokenCascade:
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         drafted, drafter_cache, passes = draft_while_confident(
-            self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id)
+            self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id
+        )
         size = drafted.size
         asked = (size < rows.room) & (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) != eos_id)
 
         logits, verifier_cache = read(
-            self.verifier, params[1], jnp.concatenate([rows.last[:, None], drafted.tokens[:, :-1]], axis=1),
-            jnp.max(jnp.where(asked, size + 1, 0)), caches[1])
+            self.verifier,
+            params[1],
+            jnp.concatenate([rows.last[:, None], drafted.tokens[:, :-1]], axis=1),
+            jnp.max(jnp.where(asked, size + 1, 0)),
+            caches[1],
+        )
         logits = at(logits, size)
         probs = token_probs(logits, rows.options)
         token = draw(at(uniforms(rows, self.level, Role.DRAW, self.width), size), probs)
 
         origin = jnp.where(size == self.cap, Origin.BONUS.at(1), Origin.CORRECTION.at(1)).astype(jnp.int32)
-        own = Block(token[:, None], probs[:, None], jax.nn.softmax(logits, axis=-1)[:, None],
-                    origin[:, None], asked.astype(jnp.int32))
+        own = Block(
+            token[:, None],
+            probs[:, None],
+            jax.nn.softmax(logits, axis=-1)[:, None],
+            origin[:, None],
+            asked.astype(jnp.int32),
+        )
         block = append(drafted, own)
         caches = roll_back(self.models, (drafter_cache, verifier_cache), rows.start - 1 + block.size)
         deferred = (asked & (size < self.cap)).astype(jnp.int32)

@@ -36,18 +36,25 @@ def load_native(run: Path, place: Placement) -> tuple[Model, nnx.State]:
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "model.json": (load_native, native.read_config),
     "config.json": (huggingface.load, huggingface.read_config),
-    **{family.own_file: (family.load_own, family.read_own_config) for family in FAMILIES.values()
-       if family.own_file is not None}}
+    **{
+        family.own_file: (family.load_own, family.read_own_config)
+        for family in FAMILIES.values()
+        if family.own_file is not None
+    },
+}
 """The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
 FORMATS: dict[str, Callable[..., None]] = {
-    "huggingface": huggingface.save, "t5x": t5x.save, "native": native.export}
+    "huggingface": huggingface.save,
+    "t5x": t5x.save,
+    "native": native.export,
+}
 UNFINISHED = ".unfinished"  # ends the name of a folder that save() has not completed
 SAVED = "float32", "bfloat16", "float16"
 LOADED = *SAVED, "int8"
 
 
 class Checkpoint(NamedTuple):
-    model: Any         # a LanguageModel; of a network, a Member
+    model: Any  # a LanguageModel; of a network, a Member
     params: nnx.State  # of a network, all of it
     tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X's own folders have neither
     path: str
@@ -77,8 +84,9 @@ def from_hub(name: str) -> str:
         twice = ["consolidated*", "original/*"]  # the weights once more, as their authors keep them
         return snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice)
     except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
-        raise ValueError(f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local "
-                         "folder instead.") from None
+        raise ValueError(
+            f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local folder instead."
+        ) from None
 
 
 def local_folder(path: str | Path) -> Path:
@@ -99,15 +107,24 @@ def readers_of(folder: Path) -> tuple[Any, Any]:
         if exists(folder / name):
             return found
     if exists(folder / "adapter_config.json"):
-        raise ValueError(f"{folder} holds an adapter without its model: merge it into the model it was "
-                         f"trained on "
-                         "(peft's merge_and_unload), and save that.")
-    raise ValueError(f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
-                     "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it.")
+        raise ValueError(
+            f"{folder} holds an adapter without its model: merge it into the model it was "
+            f"trained on "
+            "(peft's merge_and_unload), and save that."
+        )
+    raise ValueError(
+        f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
+        "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it."
+    )
 
 
-def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None = None,
-         config: Config | None = None, packed: bool = False) -> Checkpoint:
+def load(
+    path: str | Path,
+    dtype: Any = jnp.float32,
+    sharding: Sharding | None = None,
+    config: Config | None = None,
+    packed: bool = False,
+) -> Checkpoint:
     """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
     Gemma as DeepMind publishes it.
 
@@ -138,9 +155,12 @@ def load(path: str | Path, dtype: Any = jnp.float32, sharding: Sharding | None =
     return Checkpoint(member(model_for(model.config, dtype), name, path), params, tokenizer, path)
 
 
-def load_all(paths: Sequence[str | Path], dtype: Any = jnp.float32,
-             sharding: Callable[[str], Sharding | None] = lambda folder: None, decoding: bool = False
-             ) -> list[Checkpoint]:
+def load_all(
+    paths: Sequence[str | Path],
+    dtype: Any = jnp.float32,
+    sharding: Callable[[str], Sharding | None] = lambda folder: None,
+    decoding: bool = False,
+) -> list[Checkpoint]:
     """load() of each of `paths`; members of one folder share its parameters, which are read once.
 
     sharding(folder): where the parameters of a folder go. decoding: they come as decoding is fastest here,
@@ -204,15 +224,20 @@ def tokenizer_file(path: str) -> Path:
 
 
 def missing_tokenizer(path: str) -> str:
-    return (f"{path} has no tokenizer: copy the model's spiece.model, tokenizer.model or tokenizer.json "
-            "there, or name the file with --tokenizer.")
+    return (
+        f"{path} has no tokenizer: copy the model's spiece.model, tokenizer.model or tokenizer.json "
+        "there, or name the file with --tokenizer."
+    )
 
 
 def check_shape(path: str, found: Config, expected: Config) -> None:
     """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
     a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (found, expected))
-    different = [f"{name} is {a[name]}, not {b.get(name)}" for name in a
-                 if a[name] != b.get(name) and not name.endswith("dropout_rate")]
+    different = [
+        f"{name} is {a[name]}, not {b.get(name)}"
+        for name in a
+        if a[name] != b.get(name) and not name.endswith("dropout_rate")
+    ]
     if different:
         raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
 
@@ -247,10 +272,14 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
     check_absent(path)
     check_savable(checkpoint.model.config, to)
     dtype = checked_dtype(dtype, SAVED)
-    if any(isinstance(x, PackedKernel) for x in jax.tree.leaves(
-            checkpoint.params, is_leaf=lambda x: isinstance(x, PackedKernel))):
-        raise ValueError(f"{checkpoint.path} was loaded for decoding (packed, or int8), which no format "
-                         "holds: load it again in float32.")
+    if any(
+        isinstance(x, PackedKernel)
+        for x in jax.tree.leaves(checkpoint.params, is_leaf=lambda x: isinstance(x, PackedKernel))
+    ):
+        raise ValueError(
+            f"{checkpoint.path} was loaded for decoding (packed, or int8), which no format "
+            "holds: load it again in float32."
+        )
     path = Path(path)
     beside = path.with_name(f".{path.name[:100]}.{os.getpid()}{UNFINISHED}")
     try:

@@ -33,8 +33,12 @@ def open_directory(path: str) -> Any:
     where: dict[str, Any] = {"driver": "file", "path": f"{Path(path).resolve()}/"}
     if path.startswith("gs://"):
         bucket, _, inside = path.removeprefix("gs://").rstrip("/").partition("/")
-        where = {"driver": "gcs", "bucket": bucket, "path": f"{inside}/".lstrip("/"),
-                 "gcs_request_retries": {"max_retries": 4}}  # 15 seconds; by default a quarter of an hour
+        where = {
+            "driver": "gcs",
+            "bucket": bucket,
+            "path": f"{inside}/".lstrip("/"),
+            "gcs_request_retries": {"max_retries": 4},
+        }  # 15 seconds; by default a quarter of an hour
     return tensorstore.KvStore.open(where).result()
 
 
@@ -46,20 +50,25 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
     import tensorstore
 
     # Each thread that reads or decompresses keeps memory of its own.
-    context = tensorstore.Context({"file_io_concurrency": {"limit": 1},
-                                   "data_copy_concurrency": {"limit": 1}})
+    context = tensorstore.Context(
+        {"file_io_concurrency": {"limit": 1}, "data_copy_concurrency": {"limit": 1}}
+    )
     opening = {}
     for name, folder in folders.items():
-        spec = {"driver": "zarr", "kvstore": (directory / f"{folder}/").spec().to_json(),
-                "fill_missing_data_reads": False}  # else missing chunks read as zeros
+        spec = {
+            "driver": "zarr",
+            "kvstore": (directory / f"{folder}/").spec().to_json(),
+            "fill_missing_data_reads": False,
+        }  # else missing chunks read as zeros
         opening[name] = tensorstore.open(spec, open=True, read=True, context=context)
     opened = {}
     for name, array in opening.items():  # all are on their way by now: one by one is slow at gs://
         try:
             opened[name] = array.result()
         except ValueError as error:
-            raise ValueError(f"{path}: the array {name} is missing or damaged ({reason(error)}); fetch it "
-                             "again.") from None
+            raise ValueError(
+                f"{path}: the array {name} is missing or damaged ({reason(error)}); fetch it again."
+            ) from None
     return opened
 
 
@@ -72,8 +81,9 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
         tensorstore.array(values).write(array).result()
         return values
     except MemoryError:
-        raise ValueError(f"{path}: the array {name} of shape {array.shape} does not fit into memory."
-                         ) from None
+        raise ValueError(
+            f"{path}: the array {name} of shape {array.shape} does not fit into memory."
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: the array {name} is damaged ({reason(error)}); fetch it again.") from None
 
@@ -86,8 +96,10 @@ def checksum(array: np.ndarray) -> int:
 def check(name: str, array: np.ndarray, expected: int | None) -> None:
     """Raises ValueError where an array is not the one whose checksum was written, if any was."""
     if expected is not None and checksum(array) != expected:
-        raise ValueError(f"{name} holds other values than were written (its checksum differs): the file is "
-                         "damaged, fetch it again.")
+        raise ValueError(
+            f"{name} holds other values than were written (its checksum differs): the file is "
+            "damaged, fetch it again."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +138,11 @@ class Placement:
             return part(every, jnp.bfloat16 if whole else self.dtype)
         *layers, inputs, outputs = (1, 0) if table else every
         transposed = table or turned(shape[inputs])
-        return PackedKernel(part((*layers, outputs, inputs) if transposed else every, self.dtype),
-                            part((*layers, outputs), jnp.float32) if whole else None, transposed)
+        return PackedKernel(
+            part((*layers, outputs, inputs) if transposed else every, self.dtype),
+            part((*layers, outputs), jnp.float32) if whole else None,
+            transposed,
+        )
 
 
 def head_of(path: ParameterPath) -> ParameterPath:
@@ -145,8 +160,9 @@ def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
     return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, lambda part: array[part]))
 
 
-def to_params(model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], place: Placement
-              ) -> nnx.State:
+def to_params(
+    model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], place: Placement
+) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
     One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds integers,

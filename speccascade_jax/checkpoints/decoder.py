@@ -15,27 +15,52 @@ from speccascade_jax.models import presets, rope
 from speccascade_jax.models.decoder import ACTIVATIONS, DecoderConfig
 
 LOCAL, EVERYTHING = "sliding_attention", "full_attention"
-SIZES = {"d_model": "hidden_size", "d_ff": "intermediate_size", "num_layers": "num_hidden_layers",
-         "num_heads": "num_attention_heads"}
+SIZES = {
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
 SHARED = SIZES | {
-    "vocab_size": "vocab_size", "d_kv": "head_dim", "num_kv_heads": "num_key_value_heads",
-    "tied_embeddings": "tie_word_embeddings", "max_positions": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps", "pad_id": "pad_token_id", "eos_id": "eos_token_id",
-    "bos_id": "bos_token_id"}
+    "vocab_size": "vocab_size",
+    "d_kv": "head_dim",
+    "num_kv_heads": "num_key_value_heads",
+    "tied_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "pad_id": "pad_token_id",
+    "eos_id": "eos_token_id",
+    "bos_id": "bos_token_id",
+}
 HIDDEN_ACT, BIAS = {"activation": "hidden_act"}, {"query_bias": "attention_bias"}
 OF_GEMMA = BIAS | {
-    "activation": "hidden_activation", "query_scalar": "query_pre_attn_scalar",
-    "attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+    "activation": "hidden_activation",
+    "query_scalar": "query_pre_attn_scalar",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
 ROPE = {"rope_factor": "factor", "rope_length": "original_max_position_embeddings"}
 STRETCHED = {
-    "default": {}, "linear": {"rope_factor": "factor"}, "dynamic": {"rope_factor": "factor"},
+    "default": {},
+    "linear": {"rope_factor": "factor"},
+    "dynamic": {"rope_factor": "factor"},
     "llama3": ROPE | {"rope_low": "low_freq_factor", "rope_high": "high_freq_factor"},
-    "yarn": ROPE | {"rope_low": "beta_slow", "rope_high": "beta_fast", "rope_attention": "attention_factor",
-                    "rope_truncate": "truncate"}}
+    "yarn": ROPE
+    | {
+        "rope_low": "beta_slow",
+        "rope_high": "beta_fast",
+        "rope_attention": "attention_factor",
+        "rope_truncate": "truncate",
+    },
+}
 """What rope_parameters, once rope_scaling, holds of each type."""
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-FOUR_NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
-              "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+FOUR_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 class Spelling(NamedTuple):
@@ -49,15 +74,23 @@ class Spelling(NamedTuple):
     derives: bool = False  # missing: head_dim is hidden_size / heads, and each head has its own key and value
 
 
-FAMILIES = {row.usual.family: row for row in (
-    Spelling(presets.LLAMA, "LlamaForCausalLM", HIDDEN_ACT | BIAS | {"mlp_bias": "mlp_bias"}, NORMS,
-             derives=True),
-    Spelling(presets.MISTRAL, "MistralForCausalLM", HIDDEN_ACT, NORMS, "sliding_window", derives=True),
-    Spelling(presets.QWEN2, "Qwen2ForCausalLM", HIDDEN_ACT, NORMS, "max_window_layers", derives=True),
-    Spelling(presets.QWEN3, "Qwen3ForCausalLM", HIDDEN_ACT | BIAS, NORMS, "max_window_layers"),
-    Spelling(presets.GEMMA2, "Gemma2ForCausalLM", OF_GEMMA, FOUR_NORMS, "layer_types"),
-    Spelling(presets.GEMMA3, "Gemma3ForCausalLM", OF_GEMMA, FOUR_NORMS, "sliding_window_pattern"),
-)}
+FAMILIES = {
+    row.usual.family: row
+    for row in (
+        Spelling(
+            presets.LLAMA,
+            "LlamaForCausalLM",
+            HIDDEN_ACT | BIAS | {"mlp_bias": "mlp_bias"},
+            NORMS,
+            derives=True,
+        ),
+        Spelling(presets.MISTRAL, "MistralForCausalLM", HIDDEN_ACT, NORMS, "sliding_window", derives=True),
+        Spelling(presets.QWEN2, "Qwen2ForCausalLM", HIDDEN_ACT, NORMS, "max_window_layers", derives=True),
+        Spelling(presets.QWEN3, "Qwen3ForCausalLM", HIDDEN_ACT | BIAS, NORMS, "max_window_layers"),
+        Spelling(presets.GEMMA2, "Gemma2ForCausalLM", OF_GEMMA, FOUR_NORMS, "layer_types"),
+        Spelling(presets.GEMMA3, "Gemma3ForCausalLM", OF_GEMMA, FOUR_NORMS, "sliding_window_pattern"),
+    )
+}
 
 
 def read_config(where: Path, found: dict[str, Any]) -> DecoderConfig:
@@ -85,8 +118,10 @@ def read_config(where: Path, found: dict[str, Any]) -> DecoderConfig:
     names = fields | ROPE | {"window": "sliding_window"} | STRETCHED.get(values["rope_type"], {})
     check_fields(where, DecoderConfig, values, names, usual=usual)
     if values.get("activation", usual.activation) not in ACTIVATIONS:
-        raise ValueError(f"{where}: {fields['activation']} is {shown(values['activation'])}; known: "
-                         f"{', '.join(ACTIVATIONS)}.")
+        raise ValueError(
+            f"{where}: {fields['activation']} is {shown(values['activation'])}; known: "
+            f"{', '.join(ACTIVATIONS)}."
+        )
     values |= windows_of(where, found, spelling, values["num_layers"])
     check_fields(where, DecoderConfig, values, names, usual=usual)
     config = dataclasses.replace(usual, **values)
@@ -118,8 +153,9 @@ def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[st
     if {EVERYTHING, LOCAL} & full.keys():
         full, local = (full.get(kind) or {} for kind in (EVERYTHING, LOCAL))
         if not (isinstance(full, dict) and isinstance(local, dict)):
-            raise ValueError(f"{where}: rope_parameters holds {shown(given['rope_parameters'])}, not "
-                             f"objects.")
+            raise ValueError(
+                f"{where}: rope_parameters holds {shown(given['rope_parameters'])}, not objects."
+            )
     scaling = given.get("rope_scaling", {})
     if scaling and not {"rope_type", "type"} & scaling.keys():
         raise ValueError(f"{where}: rope_scaling is {shown(scaling)} and names no rope_type.")
@@ -128,20 +164,22 @@ def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[st
     if kind not in rope.TYPES:
         raise ValueError(f"{where}: rope_type is {shown(kind)}; known: {', '.join(rope.TYPES)}.")
     if full.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"{where}: partial_rotary_factor is {shown(full['partial_rotary_factor'])}; only 1 "
-                         f"is "
-                         "supported.")
+        raise ValueError(
+            f"{where}: partial_rotary_factor is {shown(full['partial_rotary_factor'])}; only 1 is supported."
+        )
     theta = found.get("rope_theta", usual.rope_theta)
     values = {"rope_type": kind, "rope_theta": full.get("rope_theta", theta)}
     if usual.local_rope_theta is not None:
         values["local_rope_theta"] = local.get(
-            "rope_theta", found.get("rope_local_base_freq", usual.local_rope_theta))
+            "rope_theta", found.get("rope_local_base_freq", usual.local_rope_theta)
+        )
         local = {**local, "rope_theta": None}
     elif local and local != full:
         raise ValueError(f"{where}: rope_parameters tells layers apart, which {usual.family} cannot.")
     if local.get("rope_type", "default") != "default" and usual.local_rope_theta is not None:
-        raise ValueError(f"{where}: rope_type of {LOCAL} is {shown(local['rope_type'])}; only default is "
-                         "supported.")
+        raise ValueError(
+            f"{where}: rope_type of {LOCAL} is {shown(local['rope_type'])}; only default is supported."
+        )
     for ours, theirs in STRETCHED[kind].items():
         if full.get(theirs) is not None:
             values[ours] = full[theirs]
@@ -150,8 +188,9 @@ def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[st
         elif theirs == "beta_fast":
             values[ours] = 32.0
     if kind == "yarn" and full.get("attention_factor") is None and isinstance(full["factor"], int | float):
-        values["rope_attention"] = rope.attention_scale(full["factor"], full.get("mscale"),
-                                                        full.get("mscale_all_dim"))
+        values["rope_attention"] = rope.attention_scale(
+            full["factor"], full.get("mscale"), full.get("mscale_all_dim")
+        )
     return values
 
 
@@ -160,17 +199,20 @@ def windows_of(where: Path, found: dict[str, Any], spelling: Spelling, layers: i
     usual = spelling.usual
     window, types = found.get("sliding_window", usual.window), found.get("layer_types")
     if not spelling.windows or (
-            spelling.windows == "max_window_layers" and found.get("use_sliding_window", False) is not True):
+        spelling.windows == "max_window_layers" and found.get("use_sliding_window", False) is not True
+    ):
         window = None
     pattern = found.get("sliding_window_pattern", found.get("_sliding_window_pattern"))
     begins = found.get("max_window_layers", 28)
     if types is not None:
         if not isinstance(types, list) or any(one not in (LOCAL, EVERYTHING) for one in types):
-            raise ValueError(f"{where}: layer_types is {shown(types)}, not a list of {LOCAL} and "
-                             f"{EVERYTHING}.")
+            raise ValueError(
+                f"{where}: layer_types is {shown(types)}, not a list of {LOCAL} and {EVERYTHING}."
+            )
         if len(types) != layers:
-            raise ValueError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is "
-                             f"{layers}.")
+            raise ValueError(
+                f"{where}: layer_types names {len(types)} layers, num_hidden_layers is {layers}."
+            )
         local = [int(one == LOCAL) for one in types]
     elif spelling.windows == "max_window_layers":
         if type(begins) is not int:
@@ -204,13 +246,17 @@ def check(where: Any, config: DecoderConfig) -> None:
     if config.family not in FAMILIES:
         wrong.append(f"family is {shown(config.family)}, not one of {', '.join(FAMILIES)}")
     if config.num_heads % config.num_kv_heads:
-        wrong.append(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} heads of keys "
-                     f"and "
-                     "values: the second number divides the first")
+        wrong.append(
+            f"{config.num_heads} attention heads cannot share {config.num_kv_heads} heads of keys "
+            f"and "
+            "values: the second number divides the first"
+        )
     least = 4 if config.rope_type == "dynamic" else 2
     if config.d_kv % 2 or config.d_kv < least:
-        wrong.append(f"a head's width is {config.d_kv}, but rotary positions turn pairs: it is even, and at "
-                     f"least {least}")
+        wrong.append(
+            f"a head's width is {config.d_kv}, but rotary positions turn pairs: it is even, and at "
+            f"least {least}"
+        )
     if config.activation not in ACTIVATIONS:
         wrong.append(f"the activation is {shown(config.activation)}; known: {', '.join(ACTIVATIONS)}")
     if config.rope_type not in rope.TYPES:
@@ -218,8 +264,10 @@ def check(where: Any, config: DecoderConfig) -> None:
     if config.rope_factor < 1:
         wrong.append(f"the rotary positions' factor is {config.rope_factor}: it is at least 1")
     if not config.rope_low < config.rope_high:
-        wrong.append(f"the rotary positions' low factor is {config.rope_low}, not below the high one, "
-                     f"{config.rope_high}")
+        wrong.append(
+            f"the rotary positions' low factor is {config.rope_low}, not below the high one, "
+            f"{config.rope_high}"
+        )
     if config.rope_type == "yarn" and config.rope_theta <= 1:
         wrong.append(f"rope_theta is {config.rope_theta}: yarn needs one above 1")
     if not set(config.local) <= {0, 1} or len(config.local) > MOST_LAYERS:
@@ -232,8 +280,9 @@ def check(where: Any, config: DecoderConfig) -> None:
         raise ValueError(f"{where}: {sentence}.")
 
 
-def parameter_names(config: DecoderConfig, names: Mapping[str, str] | None = None
-                    ) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
+def parameter_names(
+    config: DecoderConfig, names: Mapping[str, str] | None = None
+) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
     """(path in our parameters, Hugging Face's name, whether theirs is transposed) of every array; `names`:
     of a
     layer's norms, where they are not the family's."""
@@ -241,14 +290,18 @@ def parameter_names(config: DecoderConfig, names: Mapping[str, str] | None = Non
     yield ("norm", "scale"), "model.norm.weight", False
     if not config.tied_embeddings:
         yield ("head", "kernel"), "lm_head.weight", True
-    inner = [(("attention", "query"), "self_attn.q_proj", config.query_bias),
-             (("attention", "key"), "self_attn.k_proj", config.query_bias),
-             (("attention", "value"), "self_attn.v_proj", config.query_bias),
-             (("attention", "out"), "self_attn.o_proj", config.output_bias),
-             *((("mlp", name), f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up", "down"))]
-    norms = [*(((ours,), theirs) for ours, theirs in (names or FAMILIES[config.family].norms).items()),
-             *[(("attention", "query_norm"), "self_attn.q_norm"),
-               (("attention", "key_norm"), "self_attn.k_norm")] * config.head_norms]
+    inner = [
+        (("attention", "query"), "self_attn.q_proj", config.query_bias),
+        (("attention", "key"), "self_attn.k_proj", config.query_bias),
+        (("attention", "value"), "self_attn.v_proj", config.query_bias),
+        (("attention", "out"), "self_attn.o_proj", config.output_bias),
+        *((("mlp", name), f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up", "down")),
+    ]
+    norms = [
+        *(((ours,), theirs) for ours, theirs in (names or FAMILIES[config.family].norms).items()),
+        *[(("attention", "query_norm"), "self_attn.q_norm"), (("attention", "key_norm"), "self_attn.k_norm")]
+        * config.head_norms,
+    ]
     for n in range(config.num_layers):
         layer, base = ("layers", n), f"model.layers.{n}"
         yield from (((*layer, *ours, "scale"), f"{base}.{theirs}.weight", False) for ours, theirs in norms)
@@ -272,19 +325,27 @@ def canonical(name: str) -> str | None:
     """What parameter_names() calls an array of a folder; None for what is not read: the parts of Gemma 3 that
     see pictures, and tables that old folders keep."""
     if name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(
-            ("vision_tower.", "multi_modal_projector.")):
+        ("vision_tower.", "multi_modal_projector.")
+    ):
         return None
     name = name.removeprefix("language_model.")
-    return f"model.{name.removeprefix('model.language_model.')}" if name.startswith(
-        "model.language_model.") else name
+    return (
+        f"model.{name.removeprefix('model.language_model.')}"
+        if name.startswith("model.language_model.")
+        else name
+    )
 
 
 def describe(config: DecoderConfig) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a model that its family's code cannot be."""
     spelling, layers = FAMILIES[config.family], range(config.num_layers)
     found = {theirs: getattr(config, ours) for ours, theirs in (SHARED | spelling.fields).items()}
-    found |= {"model_type": config.family, "architectures": [spelling.architecture],
-              "rope_theta": config.rope_theta, "rope_scaling": None}
+    found |= {
+        "model_type": config.family,
+        "architectures": [spelling.architecture],
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+    }
     if config.more_eos:
         found["eos_token_id"] = [config.eos_id, *config.more_eos]
     if "query_scalar" in spelling.fields:
@@ -303,11 +364,20 @@ def describe(config: DecoderConfig) -> dict[str, Any]:
     if spelling.windows == "max_window_layers":
         found["use_sliding_window"] = config.window is not None
         found["max_window_layers"] = min((n for n in layers if config.is_local(n)), default=config.num_layers)
-    again, own = (vars(dataclasses.replace(one, query_scalar=one.query_scalar or one.d_kv,
-                                           rope_length=one.rope_length or one.max_positions))
-                  for one in (read_config(Path("config.json"), found), config))
+    again, own = (
+        vars(
+            dataclasses.replace(
+                one,
+                query_scalar=one.query_scalar or one.d_kv,
+                rope_length=one.rope_length or one.max_positions,
+            )
+        )
+        for one in (read_config(Path("config.json"), found), config)
+    )
     for name, value in own.items():
         if again[name] != value:
-            raise ValueError(f"{name} is {shown(value)}, and Hugging Face's {config.family} is only ever "
-                             f"{shown(again[name])}: export it natively.")
+            raise ValueError(
+                f"{name} is {shown(value)}, and Hugging Face's {config.family} is only ever "
+                f"{shown(again[name])}: export it natively."
+            )
     return found

@@ -49,8 +49,10 @@ def read_entries(folder: Path) -> Entries:
 def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int, ...]:
     shape = entries[name][1] if name in entries else ()
     if len(shape) != rank:
-        raise ValueError(f"{folder}: the array {name} is missing or of another rank; this is no Gemma of "
-                         "DeepMind's, or it is incomplete: fetch it again.")
+        raise ValueError(
+            f"{folder}: the array {name} is missing or of another rank; this is no Gemma of "
+            "DeepMind's, or it is incomplete: fetch it again."
+        )
     return shape
 
 
@@ -59,16 +61,23 @@ def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
     sizes, else Gemma 2 2b's or Gemma 3 4b's with the head's width as query_scalar."""
     vocab_size, d_model = shape_of(folder, entries, "embedder/input_embedding", 2)
     shared = "layer_0/attn/qkv_einsum" in entries
-    query = shape_of(folder, entries, "layer_0/attn/qkv_einsum" if shared else "layer_0/attn/q_einsum",
-                     4 if shared else 3)
+    query = shape_of(
+        folder, entries, "layer_0/attn/qkv_einsum" if shared else "layer_0/attn/q_einsum", 4 if shared else 3
+    )
     heads, d_kv = query[-3], query[-1]
     kv_heads = heads if shared else shape_of(folder, entries, "layer_0/attn/kv_einsum", 4)[1]
     usual = GEMMA3 if "layer_0/attn/_key_norm/scale" in entries else GEMMA2
     found = dataclasses.replace(
-        usual, vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size, d_model=d_model,
-        d_kv=d_kv, d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0], num_heads=heads,
-        num_kv_heads=kv_heads, query_scalar=d_kv,
-        num_layers=sum(name.startswith("layer_") and name.endswith("/mlp/linear") for name in entries))
+        usual,
+        vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size,
+        d_model=d_model,
+        d_kv=d_kv,
+        d_ff=shape_of(folder, entries, "layer_0/mlp/linear", 2)[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        query_scalar=d_kv,
+        num_layers=sum(name.startswith("layer_") and name.endswith("/mlp/linear") for name in entries),
+    )
     for preset in PRESETS.values():
         if all(getattr(preset, name) == getattr(found, name) for name in ("family", "d_model", "num_layers")):
             found = dataclasses.replace(preset, vocab_size=found.vocab_size)
@@ -82,6 +91,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
     """A layer's arrays (their names without the layer's) by the paths of ours."""
+
     def columns(x: np.ndarray) -> np.ndarray:
         """[heads, D, K] -> [D, heads K]"""
         return np.moveaxis(x, 0, 1).reshape(config.d_model, -1)
@@ -94,15 +104,27 @@ def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tupl
     if gate.shape != (config.d_model, config.d_ff):  # 9b's and 27b's are the other way round
         gate, up = gate.T, up.T
     out = arrays["attn/attn_vec_einsum"].reshape(-1, config.d_model)
-    kernels = {("attention", "query"): columns(query), ("attention", "key"): columns(key),
-               ("attention", "value"): columns(value), ("attention", "out"): out, ("mlp", "gate"): gate,
-               ("mlp", "up"): up, ("mlp", "down"): arrays["mlp/linear"]}
-    scales = {"attention_norm": "pre_attention_norm", "attention_post_norm": "post_attention_norm",
-              "mlp_norm": "pre_ffw_norm", "mlp_post_norm": "post_ffw_norm"}
+    kernels = {
+        ("attention", "query"): columns(query),
+        ("attention", "key"): columns(key),
+        ("attention", "value"): columns(value),
+        ("attention", "out"): out,
+        ("mlp", "gate"): gate,
+        ("mlp", "up"): up,
+        ("mlp", "down"): arrays["mlp/linear"],
+    }
+    scales = {
+        "attention_norm": "pre_attention_norm",
+        "attention_post_norm": "post_attention_norm",
+        "mlp_norm": "pre_ffw_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    }
     if config.head_norms:
         scales |= {"attention/query_norm": "attn/_query_norm", "attention/key_norm": "attn/_key_norm"}
-    return {**{(*path, "kernel"): array for path, array in kernels.items()},
-            **{(*ours.split("/"), "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()}}
+    return {
+        **{(*path, "kernel"): array for path, array in kernels.items()},
+        **{(*ours.split("/"), "scale"): arrays[f"{theirs}/scale"] for ours, theirs in scales.items()},
+    }
 
 
 def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
@@ -128,11 +150,14 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
                 inside = inside.setdefault(key, {})
             inside[keys[-1]] = ocp.RestoreArgs(restore_type=np.ndarray)
         try:
-            tree = ocp.PyTreeCheckpointer().restore(folder.resolve(), args=ocp.args.PyTreeRestore(
-                item=wanted, restore_args=wanted, partial_restore=True))
+            tree = ocp.PyTreeCheckpointer().restore(
+                folder.resolve(),
+                args=ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True),
+            )
         except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
-            raise ValueError(f"{folder}: {prefix}: the checkpoint is incomplete or damaged ({reason(error)})."
-                             ) from None
+            raise ValueError(
+                f"{folder}: {prefix}: the checkpoint is incomplete or damaged ({reason(error)})."
+            ) from None
         found = {}
         for name, keys in chosen.items():
             array = tree
@@ -142,29 +167,37 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
         return found
 
     def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
-        parts = [("embedder/", ()), ("final_norm/", ()),
-                 *((f"layer_{n}/", ("layers", n)) for n in range(config.num_layers))]
+        parts = [
+            ("embedder/", ()),
+            ("final_norm/", ()),
+            *((f"layer_{n}/", ("layers", n)) for n in range(config.num_layers)),
+        ]
         for prefix, path in parts:
             fetched = fetch(prefix)
             try:
                 arrays: dict[tuple[str, ...], np.ndarray]
                 if prefix == "embedder/":
-                    arrays = {("embedding",): fetched["input_embedding"][:config.vocab_size]}
+                    arrays = {("embedding",): fetched["input_embedding"][: config.vocab_size]}
                 elif prefix == "final_norm/":
                     arrays = {("norm", "scale"): fetched["scale"]}
                 else:
                     arrays = converted(config, fetched)
             except KeyError as error:
-                raise ValueError(f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
-                                 "incomplete: fetch it again.") from None
+                raise ValueError(
+                    f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
+                    "incomplete: fetch it again."
+                ) from None
             except (ValueError, IndexError) as error:  # arrays of another rank, or of sizes that do not fit
-                raise ValueError(f"{folder}: the arrays of {prefix} are not a Gemma's ({reason(error)}): "
-                                 "fetch it again.") from None
+                raise ValueError(
+                    f"{folder}: the arrays of {prefix} are not a Gemma's ({reason(error)}): fetch it again."
+                ) from None
             for inside, array in arrays.items():
                 name, expected = f"{prefix}{'/'.join(inside)}", shapes[(*path, *inside)]
                 if array.shape != expected:
-                    raise ValueError(f"{folder}: {name} has shape {array.shape}, the other arrays ask for "
-                                     f"{expected}: fetch it again.")
+                    raise ValueError(
+                        f"{folder}: {name} has shape {array.shape}, the other arrays ask for "
+                        f"{expected}: fetch it again."
+                    )
                 yield (*path, *inside), f"{folder}: {name}", array
 
     return model, to_params(model, read(), place)

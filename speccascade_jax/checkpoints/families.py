@@ -56,52 +56,112 @@ class Family(NamedTuple):
         return type(self.usual)
 
 
-def network(usual: Config, parts: tuple[str, ...], check: Callable[[Any, Any], None],
-            parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]) -> Family:
+def network(
+    usual: Config,
+    parts: tuple[str, ...],
+    check: Callable[[Any, Any], None],
+    parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]],
+) -> Family:
     """The row of a network, which is a model of one of the other rows with more around it."""
-    return Family(usual, {}, bos=False, check=check, formats=("native",), own_file=None,
-                  load_own=networks.refuse, read_own_config=networks.refuse, read_config=networks.refuse,
-                  describe=networks.refuse, parameter_names=parameter_names, parts=parts)
+    return Family(
+        usual,
+        {},
+        bos=False,
+        check=check,
+        formats=("native",),
+        own_file=None,
+        load_own=networks.refuse,
+        read_own_config=networks.refuse,
+        read_config=networks.refuse,
+        describe=networks.refuse,
+        parameter_names=parameter_names,
+        parts=parts,
+    )
 
 
 def decoder_row(spelling: decoder.Spelling) -> Family:
     usual = spelling.usual
-    own: Any = (deepmind.load, deepmind.read_config) if usual.family == "gemma2" else (networks.refuse,
-                                                                                  networks.refuse)
-    return Family(usual, {name: config for name, config in decoders.PRESETS.items()
-                          if config.family == usual.family},
-                  bos=True, check=decoder.check, formats=("huggingface", "native"),
-                  own_file="_METADATA" if usual.family == "gemma2" else None, load_own=own[0],
-                  read_own_config=own[1], read_config=decoder.read_config, describe=decoder.describe,
-                  parameter_names=decoder.parameter_names, unused=frozenset({"lm_head.weight"}),
-                  canonical=decoder.canonical)
+    own: Any = (
+        (deepmind.load, deepmind.read_config)
+        if usual.family == "gemma2"
+        else (networks.refuse, networks.refuse)
+    )
+    return Family(
+        usual,
+        {name: config for name, config in decoders.PRESETS.items() if config.family == usual.family},
+        bos=True,
+        check=decoder.check,
+        formats=("huggingface", "native"),
+        own_file="_METADATA" if usual.family == "gemma2" else None,
+        load_own=own[0],
+        read_own_config=own[1],
+        read_config=decoder.read_config,
+        describe=decoder.describe,
+        parameter_names=decoder.parameter_names,
+        unused=frozenset({"lm_head.weight"}),
+        canonical=decoder.canonical,
+    )
 
 
-FAMILIES = {row.usual.family: row for row in (
-    Family(t5_models.T5Config(), t5_models.PRESETS, bos=False, check=t5.check,
-           formats=("huggingface", "t5x", "native"), own_file="checkpoint", load_own=t5x.load,
-           read_own_config=t5x.read_config, read_config=t5.read_config,
-           describe=t5.describe, parameter_names=t5.parameter_names, unused=t5.UNUSED,
-           stand_ins=t5.STAND_INS),
-    *map(decoder_row, decoder.FAMILIES.values()),
-    Family(t5gemma_models.T5GemmaConfig(), t5gemma_models.PRESETS, bos=True, check=t5gemma.check,
-           formats=("huggingface", "native"), own_file=None, load_own=networks.refuse,
-           read_own_config=networks.refuse, read_config=t5gemma.read_config, describe=t5gemma.describe,
-           parameter_names=t5gemma.parameter_names, unused=t5gemma.UNUSED, parts=("encoder", "decoder")),
-    network(ExitsConfig(), ("full",), networks.check_exits, networks.exits_names),
-    network(SharedEncoderConfig(), ("verifier", "drafter"), networks.check_shared_encoder,
-            networks.shared_encoder_names),
-)}
-PRESETS: dict[str, SingleConfig] = {name: config for row in FAMILIES.values()
-                              for name, config in row.presets.items()}
+FAMILIES = {
+    row.usual.family: row
+    for row in (
+        Family(
+            t5_models.T5Config(),
+            t5_models.PRESETS,
+            bos=False,
+            check=t5.check,
+            formats=("huggingface", "t5x", "native"),
+            own_file="checkpoint",
+            load_own=t5x.load,
+            read_own_config=t5x.read_config,
+            read_config=t5.read_config,
+            describe=t5.describe,
+            parameter_names=t5.parameter_names,
+            unused=t5.UNUSED,
+            stand_ins=t5.STAND_INS,
+        ),
+        *map(decoder_row, decoder.FAMILIES.values()),
+        Family(
+            t5gemma_models.T5GemmaConfig(),
+            t5gemma_models.PRESETS,
+            bos=True,
+            check=t5gemma.check,
+            formats=("huggingface", "native"),
+            own_file=None,
+            load_own=networks.refuse,
+            read_own_config=networks.refuse,
+            read_config=t5gemma.read_config,
+            describe=t5gemma.describe,
+            parameter_names=t5gemma.parameter_names,
+            unused=t5gemma.UNUSED,
+            parts=("encoder", "decoder"),
+        ),
+        network(ExitsConfig(), ("full",), networks.check_exits, networks.exits_names),
+        network(
+            SharedEncoderConfig(),
+            ("verifier", "drafter"),
+            networks.check_shared_encoder,
+            networks.shared_encoder_names,
+        ),
+    )
+}
+PRESETS: dict[str, SingleConfig] = {
+    name: config for row in FAMILIES.values() for name, config in row.presets.items()
+}
 
 
 def family_of(where: Any, name: Any) -> Family:
     """The row of a family's name. Raises ValueError for an unknown one."""
     if not isinstance(name, str) or name not in FAMILIES:
-        near = [] if not isinstance(name, str) else [known for known in FAMILIES if name and known.startswith(
-            name)] or difflib.get_close_matches(name[:100], FAMILIES, n=1)
+        near = (
+            []
+            if not isinstance(name, str)
+            else [known for known in FAMILIES if name and known.startswith(name)]
+            or difflib.get_close_matches(name[:100], FAMILIES, n=1)
+        )
         hint = f" (the nearest is {near[0]})" if near else ""
-        raise ValueError(f"{where} holds a {shown(name)} model; only {', '.join(FAMILIES)} are "
-                         f"supported{hint}.")
+        raise ValueError(
+            f"{where} holds a {shown(name)} model; only {', '.join(FAMILIES)} are supported{hint}."
+        )
     return FAMILIES[name]

@@ -11,16 +11,22 @@ LARGEST = 2**31 - 1  # of a size: what int32 indexes
 MOST_LAYERS = 1000
 
 
-def check_fields(where: Any, kind: type[Config], values: Mapping[str, Any],
-                 names: Mapping[str, str] | None = None, part: bool = False,
-                 usual: Config | None = None) -> None:
+def check_fields(
+    where: Any,
+    kind: type[Config],
+    values: Mapping[str, Any],
+    names: Mapping[str, str] | None = None,
+    part: bool = False,
+    usual: Config | None = None,
+) -> None:
     """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
     value; what `values` leaves out has its default, or is as in `usual`. A `part` of a network may lack an
     encoder."""
     hints = get_type_hints(kind)
     usual = usual or kind()
-    values = {field.name: values.get(field.name, getattr(usual, field.name))
-              for field in dataclasses.fields(kind)}
+    values = {
+        field.name: values.get(field.name, getattr(usual, field.name)) for field in dataclasses.fields(kind)
+    }
     for field in dataclasses.fields(kind):
         value = values[field.name]
         wanted = needed(field.name, hints[field.name], value, values.get("vocab_size"))
@@ -55,5 +61,8 @@ def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
     least, most = 1, MOST_LAYERS if name.endswith("_layers") else LARGEST
     if name.endswith("_id"):  # vocab_size, the first field, is checked by now
         least, most = 0, vocab_size - 1
-    return None if isinstance(value, int) and number and least <= value <= most else (
-        f"a whole number from {least} to {most}")
+    return (
+        None
+        if isinstance(value, int) and number and least <= value <= most
+        else (f"a whole number from {least} to {most}")
+    )

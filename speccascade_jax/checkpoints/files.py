@@ -55,8 +55,9 @@ def check_regular(path: Path, limit: int | None = None) -> None:
     if not os.access(path, os.R_OK):  # safetensors would say that it is missing
         raise ValueError(f"cannot read {path}: Permission denied.")
     if limit is not None and found.st_size > limit:
-        raise ValueError(f"{path} has {found.st_size:,} bytes, no file of its kind more than {limit:,}: "
-                         "fetch it again.")
+        raise ValueError(
+            f"{path} has {found.st_size:,} bytes, no file of its kind more than {limit:,}: fetch it again."
+        )
 
 
 def read(path: Any, limit: int) -> bytes:
@@ -90,6 +91,7 @@ def read_json(path: Any) -> dict[str, Any]:
 def check_folder(folder: Path) -> None:
     """Raises ValueError where anything but folders and regular files lies below `folder`, or a header is
     large: the libraries that read a folder's arrays open whatever they find, and read headers whole."""
+
     def refuse(error: OSError) -> None:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}.") from None
 

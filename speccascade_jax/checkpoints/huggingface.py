@@ -32,9 +32,11 @@ def read_config(folder: Path) -> Config:
     where = folder / "config.json"
     found = read_json(where)
     if found.get("quantization_config") is not None:
-        raise ValueError(f"{folder} holds quantised weights (quantization_config), which are not read: take "
-                         f"the "
-                         "model in bfloat16; --dtype=int8 quantises it here.")
+        raise ValueError(
+            f"{folder} holds quantised weights (quantization_config), which are not read: take "
+            f"the "
+            "model in bfloat16; --dtype=int8 quantises it here."
+        )
     found = decoder.text_part(found)
     return family_of(folder, found.get("model_type")).read_config(where, found)
 
@@ -50,16 +52,21 @@ def weight_files(folder: Path) -> list[str]:
             raise ValueError(f"{index} is damaged (it has no weight_map): fetch it again.")
         for file in found.values():
             if not isinstance(file, str) or checked_path(file).name != file:
-                raise ValueError(f"{index} names {shown(file)}, which is no file of this folder: fetch it "
-                                 "again.")
+                raise ValueError(
+                    f"{index} names {shown(file)}, which is no file of this folder: fetch it again."
+                )
         files = set(found.values())
     for file in sorted(files):
         if not exists(folder / file) and exists(folder / "adapter_config.json"):
-            raise ValueError(f"{folder} holds an adapter without its model: merge it into the model it was "
-                             "trained on (peft's merge_and_unload), and save that.")
+            raise ValueError(
+                f"{folder} holds an adapter without its model: merge it into the model it was "
+                "trained on (peft's merge_and_unload), and save that."
+            )
         if not exists(folder / file):
-            raise ValueError(f"{folder / file} is missing: fetch it; pickled weights (.bin) are never read, "
-                             "save them again with safe_serialization=True.")
+            raise ValueError(
+                f"{folder / file} is missing: fetch it; pickled weights (.bin) are never read, "
+                "save them again with safe_serialization=True."
+            )
         check_regular(folder / file)
     return sorted(files)
 
@@ -77,13 +84,13 @@ def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Header
                     if (name := canonical(stored)) is not None:
                         found[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
-                             ) from None
+            raise ValueError(
+                f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
+            ) from None
     return found
 
 
-def place_arrays(folder: Path, config: Config, found: Headers
-                 ) -> list[tuple[ParameterPath, str, str, bool]]:
+def place_arrays(folder: Path, config: Config, found: Headers) -> list[tuple[ParameterPath, str, str, bool]]:
     """(path in our parameters, name, name of the array that is read for it, whether that is transposed).
 
     Raises ValueError where the files' arrays are not those of `config`. The names come one by one, so that a
@@ -93,12 +100,15 @@ def place_arrays(folder: Path, config: Config, found: Headers
     for path, name, transposed in family.parameter_names(config):
         stored = name if name in found else family.stand_ins.get(name, name)
         if stored not in found:
-            raise ValueError(f"{folder}: the array {name} is missing; the checkpoint is incomplete or not "
-                             "config.json's.")
+            raise ValueError(
+                f"{folder}: the array {name} is missing; the checkpoint is incomplete or not config.json's."
+            )
         places.append((path, name, stored, transposed))
     for name in sorted(found.keys() - {stored for _, _, stored, _ in places} - family.unused):
-        raise ValueError(f"{folder}: {name} has no place in the model that config.json describes: "
-                         "fetch both again from one place.")
+        raise ValueError(
+            f"{folder}: {name} has no place in the model that config.json describes: "
+            "fetch both again from one place."
+        )
     return places
 
 
@@ -114,8 +124,10 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
     for path, name, stored, transposed in places:
         expected = shapes[path][::-1] if transposed else shapes[path]
         if found[stored][1] != expected:
-            raise ValueError(f"{folder}: {name} has shape {found[stored][1]}, config.json says {expected}: "
-                             "fetch both again from one place.")
+            raise ValueError(
+                f"{folder}: {name} has shape {found[stored][1]}, config.json says {expected}: "
+                "fetch both again from one place."
+            )
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
         for path, name, stored, transposed in places:
@@ -125,8 +137,9 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
                 try:
                     array = opened.get_tensor(stored)
                 except Exception as error:  # a dtype that numpy has not
-                    raise ValueError(f"{folder / file}: {name} cannot be read ({error}); only floating-point "
-                                     "weights are.") from None
+                    raise ValueError(
+                        f"{folder / file}: {name} cannot be read ({error}); only floating-point weights are."
+                    ) from None
                 expected = (opened.metadata() or {}).get(f"crc32 {stored}")
             if expected is not None:
                 check(f"{folder / file}: {name}", array, int(expected) if expected.isdecimal() else -1)
@@ -155,8 +168,11 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
             size = 0
         shards[-1].append(entry)
         size, total = size + array_bytes, total + array_bytes
-    files = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    )
     for file, entries in zip(files, shards, strict=True):
         tensors, metadata = {}, {"format": "pt"}
         for path, name, transposed in entries:

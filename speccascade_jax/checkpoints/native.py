@@ -52,8 +52,12 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
     import orbax.checkpoint as ocp
 
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=1, enable_async_checkpointing=False, create=True,
-        best_fn=(lambda metrics: metrics[best]) if best else None, best_mode="min")
+        max_to_keep=1,
+        enable_async_checkpointing=False,
+        create=True,
+        best_fn=(lambda metrics: metrics[best]) if best else None,
+        best_mode="min",
+    )
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
@@ -69,8 +73,11 @@ def describe(run: Path, config: Config, tokenizer: Path | None, full_at: str | N
 def shape_of(config: Config) -> dict[str, Any]:
     """A config as model.json holds it, its parts within it."""
     parts = FAMILIES[config.family].parts
-    return {"family": config.family, **dataclasses.asdict(config),
-            **{name: shape_of(getattr(config, name)) for name in parts}}
+    return {
+        "family": config.family,
+        **dataclasses.asdict(config),
+        **{name: shape_of(getattr(config, name)) for name in parts},
+    }
 
 
 def read_config(run: Path) -> Config:
@@ -88,8 +95,9 @@ def full_at(run: Path) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str) or name == ".." or checked_path(name).name != name:
-        raise ValueError(f"{where} is damaged: {FULL_AT} is {shown(name)}, not the name of a folder next to "
-                         f"{run}.")
+        raise ValueError(
+            f"{where} is damaged: {FULL_AT} is {shown(name)}, not the name of a folder next to {run}."
+        )
     if not isinstance(read_config(run), NetworkConfig):
         raise ValueError(f"{where} is damaged: one model has no {FULL_AT}.")
     return name
@@ -121,8 +129,10 @@ def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
     try:
         return steps.restore(steps.latest_step(), args=args)[item]
     except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
-        raise ValueError(f"{steps.directory / str(steps.latest_step())}: {item} is damaged or another run's "
-                         f"({reason(error)}); delete {steps.directory} to start over.") from None
+        raise ValueError(
+            f"{steps.directory / str(steps.latest_step())}: {item} is damaged or another run's "
+            f"({reason(error)}); delete {steps.directory} to start over."
+        ) from None
 
 
 def dotted(path: ParameterPath) -> str:
@@ -132,12 +142,16 @@ def dotted(path: ParameterPath) -> str:
 
 def checksums(params: Any) -> dict[str, int]:
     """Name -> checksum of each parameter, those aside whose parts lie with several processes."""
-    return {dotted(path): checksum(np.asarray(x)) for path, x in traverse_util.flatten_dict(params).items()
-            if x.is_fully_addressable or x.is_fully_replicated}
+    return {
+        dotted(path): checksum(np.asarray(x))
+        for path, x in traverse_util.flatten_dict(params).items()
+        if x.is_fully_addressable or x.is_fully_replicated
+    }
 
 
-def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
-         metrics: dict[str, float] | None = None) -> None:
+def save(
+    steps: "ocp.CheckpointManager", step: int, items: dict[str, Any], metrics: dict[str, float] | None = None
+) -> None:
     """Saves the pytrees `items`, `params` among them, as `step`, unless a killed run has saved it before.
 
     Raises ValueError where it cannot be written; older steps stay whole.
@@ -150,8 +164,10 @@ def save(steps: "ocp.CheckpointManager", step: int, items: dict[str, Any],
     try:
         steps.save(step, args=args, metrics=metrics, custom_metadata={"crc32": checksums(items["params"])})
     except Exception as error:  # Orbax has many kinds
-        raise ValueError(f"could not save step {step} in {steps.directory} ({reason(error)}); earlier saves "
-                         "are whole: make room and start again.") from None
+        raise ValueError(
+            f"could not save step {step} in {steps.directory} ({reason(error)}); earlier saves "
+            "are whole: make room and start again."
+        ) from None
 
 
 def open_database(folder: str) -> Any:
@@ -183,23 +199,31 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
     try:
         stored = {key.decode(errors="replace").split("/")[0] for key in database.list().result()}
     except ValueError as error:
-        raise ValueError(f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it "
-                         "again.") from None
+        raise ValueError(
+            f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it again."
+        ) from None
     # One by one, and before the model is made: model.json may promise more layers than memory holds.
     given: dict[ParameterPath, Any] = {}
     if full is not None and isinstance(model.config, NetworkConfig):
         given = beneath(model.config.full_part, full)
     for path, _, _ in FAMILIES[model.config.family].parameter_names(model.config):
         if path not in given and dotted(path) not in stored:
-            raise ValueError(f"{folder}: the array {dotted(path)} is missing or damaged: it is another "
-                             "model's run, or model.json is damaged.")
-    wanted = {path: (dotted(path), tuple(x.shape))
-              for path, x in nnx.to_flat_state(model.abstract_params()) if path not in given}
+            raise ValueError(
+                f"{folder}: the array {dotted(path)} is missing or damaged: it is another "
+                "model's run, or model.json is damaged."
+            )
+    wanted = {
+        path: (dotted(path), tuple(x.shape))
+        for path, x in nnx.to_flat_state(model.abstract_params())
+        if path not in given
+    }
     arrays = open_arrays(folder, database, {name: name for name, _ in wanted.values()})
     for name, shape in wanted.values():
         if arrays[name].shape != shape:
-            raise ValueError(f"{folder}: the model asks for {name} of shape {shape}, saved was one of shape "
-                             f"{arrays[name].shape}: it is another model's run, or model.json is damaged.")
+            raise ValueError(
+                f"{folder}: the model asks for {name} of shape {shape}, saved was one of shape "
+                f"{arrays[name].shape}: it is another model's run, or model.json is damaged."
+            )
     sums = checksums_of(step)
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
@@ -230,14 +254,16 @@ def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Mo
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")
 
 
-def export(run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32, full_at: str | None = None
-           ) -> None:
+def export(
+    run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32, full_at: str | None = None
+) -> None:
     """Writes a run directory with the parameters in `dtype` as its latest step, 0: of a network, with
     `full_at`, those that its full model in the folder of that name, next to it, has not."""
     describe(run, model.config, None, full_at)
     if full_at is not None and isinstance(model.config, NetworkConfig):
-        params = nnx.from_flat_state({path: value for path, value in nnx.to_flat_state(params)
-                                      if path[0] != model.config.full_part})
+        params = nnx.from_flat_state(
+            {path: value for path, value in nnx.to_flat_state(params) if path[0] != model.config.full_part}
+        )
     with manager(run / "latest") as steps:
         save(steps, 0, {"params": jax.tree.map(lambda x: jnp.asarray(x, dtype), nnx.to_pure_dict(params))})
 
@@ -250,9 +276,11 @@ def remote(path: str) -> Any:
     try:
         found = (run / "model.json").is_file()
     except ImportError:
-        raise ValueError(f"{path} is no T5X checkpoint; to read a run of ours at gs://: pip install gcsfs."
-                         ) from None
+        raise ValueError(
+            f"{path} is no T5X checkpoint; to read a run of ours at gs://: pip install gcsfs."
+        ) from None
     if not found:
-        raise ValueError(f"{path} is no checkpoint: neither a file `checkpoint` (T5X) nor a model.json "
-                         "(ours) is in it.")
+        raise ValueError(
+            f"{path} is no checkpoint: neither a file `checkpoint` (T5X) nor a model.json (ours) is in it."
+        )
     return run

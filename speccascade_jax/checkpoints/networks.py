@@ -33,16 +33,22 @@ def check_exits(where: Any, config: ExitsConfig) -> None:
     deepest = depth_of(config.full) - 1
     layers = config.layers
     if not layers or list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] <= deepest:
-        raise ValueError(f"{where}: layers is {shown(layers)}, not the exits' numbers of layers, the "
-                         f"smallest first, each from 1 to {deepest}.")
+        raise ValueError(
+            f"{where}: layers is {shown(layers)}, not the exits' numbers of layers, the "
+            f"smallest first, each from 1 to {deepest}."
+        )
     if config.head not in HEADS:
         raise ValueError(f"{where}: head is {shown(config.head)}, not one of {', '.join(HEADS)}.")
 
 
 def exits_names(config: ExitsConfig) -> Names:
     """(path in our parameters, a name, False) of every array."""
-    own = {"shared": [], "norm": [("norm", "scale")], "own": [("norm", "scale"), ("head", "kernel")],
-           "adapter": [("norm", "scale"), ("narrow", "kernel"), ("widen", "kernel")]}[config.head]
+    own = {
+        "shared": [],
+        "norm": [("norm", "scale")],
+        "own": [("norm", "scale"), ("head", "kernel")],
+        "adapter": [("norm", "scale"), ("narrow", "kernel"), ("widen", "kernel")],
+    }[config.head]
     yield from part("full", config.full)
     for number in range(len(config.layers)):
         yield from plain(("exits", number, *path) for path in own)
@@ -54,14 +60,17 @@ def check_shared_encoder(where: Any, config: SharedEncoderConfig) -> None:
     check_fields(where, SharedEncoderConfig, vars(config))
     t5.check(f"{where}: verifier", verifier)
     if drafter.num_encoder_layers != 0:
-        raise ValueError(f"{where}: drafter: num_encoder_layers is {shown(drafter.num_encoder_layers)}, not "
-                         "0: it reads what the verifier encodes.")
+        raise ValueError(
+            f"{where}: drafter: num_encoder_layers is {shown(drafter.num_encoder_layers)}, not "
+            "0: it reads what the verifier encodes."
+        )
     t5.check(f"{where}: drafter", dataclasses.replace(drafter, num_encoder_layers=1))
     for name in ("vocab_size", "pad_id", "eos_id"):
         ours, theirs = getattr(drafter, name), getattr(verifier, name)
         if ours != theirs:
-            raise ValueError(f"{where}: drafter: {name} is {ours}, the verifier's is {theirs}: they must be "
-                             "the same.")
+            raise ValueError(
+                f"{where}: drafter: {name} is {ours}, the verifier's is {theirs}: they must be the same."
+            )
 
 
 def shared_encoder_names(config: SharedEncoderConfig) -> Names:

@@ -10,14 +10,28 @@ from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models.t5 import T5Config
 
 CONFIG_KEYS = {
-    "vocab_size": "vocab_size", "d_model": "d_model", "d_kv": "d_kv", "d_ff": "d_ff",
-    "num_heads": "num_heads", "num_encoder_layers": "num_layers",
-    "num_decoder_layers": "num_decoder_layers", "relative_buckets": "relative_attention_num_buckets",
-    "relative_max_distance": "relative_attention_max_distance", "dropout_rate": "dropout_rate",
-    "pad_id": "pad_token_id", "eos_id": "eos_token_id", "layer_norm_epsilon": "layer_norm_epsilon",
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "d_kv": "d_kv",
+    "d_ff": "d_ff",
+    "num_heads": "num_heads",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_max_distance": "relative_attention_max_distance",
+    "dropout_rate": "dropout_rate",
+    "pad_id": "pad_token_id",
+    "eos_id": "eos_token_id",
+    "layer_norm_epsilon": "layer_norm_epsilon",
 }
-UNUSED = frozenset({"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight",  # copies
-                    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"})  # never read
+UNUSED = frozenset(
+    {
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "lm_head.weight",  # copies
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+    }
+)  # never read
 STAND_INS = {"lm_head.weight": "shared.weight"}  # an unscaled head that was tied when saved
 
 
@@ -25,8 +39,9 @@ def read_config(where: Path, found: dict[str, Any]) -> T5Config:
     """The T5Config of a config.json's content. Raises ValueError for what is no T5 1.0 or 1.1."""
     activation = found.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
-        raise ValueError(f"{where}: feed_forward_proj is {shown(activation)}; relu and gated-gelu are "
-                         "supported.")
+        raise ValueError(
+            f"{where}: feed_forward_proj is {shown(activation)}; relu and gated-gelu are supported."
+        )
     if found.get("num_decoder_layers") is None and "num_layers" in found:
         found = {**found, "num_decoder_layers": found["num_layers"]}
     values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
@@ -42,14 +57,20 @@ def read_config(where: Path, found: dict[str, Any]) -> T5Config:
 def describe(config: T5Config) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a model that Hugging Face's T5 cannot hold."""
     if not config.shared_position_bias:
-        raise ValueError("every layer of this model has a relative-position table of its own, which Hugging "
-                         "Face's T5 cannot hold: export it to T5X or natively.")
+        raise ValueError(
+            "every layer of this model has a relative-position table of its own, which Hugging "
+            "Face's T5 cannot hold: export it to T5X or natively."
+        )
     described = {theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS.items()}
-    return described | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
-                        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-                        "is_encoder_decoder": True, "decoder_start_token_id": config.pad_id,
-                        "tie_word_embeddings": config.tied_embeddings,
-                        "scale_decoder_outputs": config.tied_embeddings}
+    return described | {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": config.pad_id,
+        "tie_word_embeddings": config.tied_embeddings,
+        "scale_decoder_outputs": config.tied_embeddings,
+    }
 
 
 def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
@@ -62,8 +83,11 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
         if not layers:  # it reads another network's encoder
             continue
         yield (f"{stack}_norm", "scale"), f"{stack}.final_layer_norm.weight", False
-        yield ((f"{stack}_bias",),
-               f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", False)
+        yield (
+            (f"{stack}_bias",),
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            False,
+        )
         parts = [("attention", "SelfAttention")] + [("cross", "EncDecAttention")] * (stack == "decoder")
         for n in range(layers):
             for k, (ours, theirs) in enumerate(parts):
@@ -84,5 +108,7 @@ def check(where: Any, config: T5Config) -> None:
     if buckets < 4:  # half of them for each direction, and half of those for single steps
         raise ValueError(f"{where}: {buckets} buckets of relative positions are too few: at least 4.")
     if distance <= buckets // 2:
-        raise ValueError(f"{where}: the largest relative distance is {distance}, but {buckets} buckets reach "
-                         f"further than {buckets // 2}.")
+        raise ValueError(
+            f"{where}: the largest relative distance is {distance}, but {buckets} buckets reach "
+            f"further than {buckets // 2}."
+        )

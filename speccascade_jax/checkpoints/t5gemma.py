@@ -12,8 +12,12 @@ from speccascade_jax.models.t5gemma import T5GemmaConfig
 
 PARTS = "encoder", "decoder"
 UNUSED = frozenset({"lm_head.out_proj.weight"})  # a copy of the decoder's embedding, where that is the head
-NORMS = {"attention_norm": "pre_self_attn_layernorm", "attention_post_norm": "post_self_attn_layernorm",
-         "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+NORMS = {
+    "attention_norm": "pre_self_attn_layernorm",
+    "attention_post_norm": "post_self_attn_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 CROSS_NORMS = {"cross_norm": "pre_cross_attn_layernorm", "cross_post_norm": "post_cross_attn_layernorm"}
 
 
@@ -24,14 +28,19 @@ def read_config(where: Path, found: dict[str, Any]) -> T5GemmaConfig:
         part = found.get(name)
         if not isinstance(part, dict):
             raise ValueError(f"{where}: {name} is {shown(part)}, not an object.")
-        ends = {key: found[key] for key in ("eos_token_id", "tie_word_embeddings")
-                if name == "decoder" and found.get(key) is not None}
+        ends = {
+            key: found[key]
+            for key in ("eos_token_id", "tie_word_embeddings")
+            if name == "decoder" and found.get(key) is not None
+        }
         parts[name] = decoder.read_config(Path(f"{where}: {name}"), {**part, **ends, "model_type": "gemma2"})
     width = found["decoder"].get("cross_attention_hidden_size")
     if width not in (None, parts["encoder"].d_model):
-        raise ValueError(f"{where}: decoder: cross_attention_hidden_size is {shown(width)}, but the "
-                         f"encoder's "
-                         f"hidden_size is {parts['encoder'].d_model}.")
+        raise ValueError(
+            f"{where}: decoder: cross_attention_hidden_size is {shown(width)}, but the "
+            f"encoder's "
+            f"hidden_size is {parts['encoder'].d_model}."
+        )
     parts["encoder"] = dataclasses.replace(parts["encoder"], tied_embeddings=True, more_eos=())
     config = T5GemmaConfig(**parts)
     check(where, config)
@@ -47,22 +56,30 @@ def check(where: Any, config: T5GemmaConfig) -> None:
         if part.family != "gemma2":
             raise ValueError(f"{where}: {name} is a {part.family}; only gemma2 is supported.")
     if config.encoder.vocab_size != config.decoder.vocab_size:
-        raise ValueError(f"{where}: the encoder has {config.encoder.vocab_size} tokens, the decoder "
-                         f"{config.decoder.vocab_size}: they must be the same.")
+        raise ValueError(
+            f"{where}: the encoder has {config.encoder.vocab_size} tokens, the decoder "
+            f"{config.decoder.vocab_size}: they must be the same."
+        )
 
 
 def describe(config: T5GemmaConfig) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a model that T5Gemma's code cannot be."""
-    parts = {name: decoder.describe(getattr(config, name)) | {
-        "model_type": "t5_gemma_module", "is_decoder": name == "decoder"} for name in PARTS}
+    parts = {
+        name: decoder.describe(getattr(config, name))
+        | {"model_type": "t5_gemma_module", "is_decoder": name == "decoder"}
+        for name in PARTS
+    }
     for part in parts.values():
         del part["architectures"]
     parts["decoder"]["cross_attention_hidden_size"] = config.encoder.d_model
     return parts | {
-        "model_type": "t5gemma", "architectures": ["T5GemmaForConditionalGeneration"],
-        "is_encoder_decoder": True, "vocab_size": config.vocab_size,
+        "model_type": "t5gemma",
+        "architectures": ["T5GemmaForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.decoder.tied_embeddings,
-        **{name: parts["decoder"][name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")}}
+        **{name: parts["decoder"][name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")},
+    }
 
 
 def parameter_names(config: T5GemmaConfig) -> Iterator[tuple[tuple[Any, ...], str, bool]]:

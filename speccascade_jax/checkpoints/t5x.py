@@ -50,14 +50,18 @@ def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]
         yield f"{stack}/{stack}_norm/scale", [(f"{stack}_norm", "scale")]
         yield f"{inside}/relpos_bias/rel_embedding", [(f"{stack}_bias",)]
         attention = "self_attention" if decoder else "attention"
-        parts = [(("mlp_norm", "scale"), "pre_mlp_layer_norm/scale"),
-                 *((("mlp", a, "kernel"), f"mlp/{b}/kernel") for a, b in (*up, ("down", "wo")))]
+        parts = [
+            (("mlp_norm", "scale"), "pre_mlp_layer_norm/scale"),
+            *((("mlp", a, "kernel"), f"mlp/{b}/kernel") for a, b in (*up, ("down", "wo"))),
+        ]
         for ours, theirs, norm in (
-                ("attention", attention, f"pre_{attention}_layer_norm"),
-                *[("cross", "encoder_decoder_attention", "pre_cross_attention_layer_norm")] * decoder):
-            parts += [((f"{ours}_norm", "scale"), f"{norm}/scale"),
-                      *(((ours, a, "kernel"), f"{theirs}/{a}/kernel")
-                        for a in ("query", "key", "value", "out"))]
+            ("attention", attention, f"pre_{attention}_layer_norm"),
+            *[("cross", "encoder_decoder_attention", "pre_cross_attention_layer_norm")] * decoder,
+        ):
+            parts += [
+                ((f"{ours}_norm", "scale"), f"{norm}/scale"),
+                *(((ours, a, "kernel"), f"{theirs}/{a}/kernel") for a in ("query", "key", "value", "out")),
+            ]
         for path, name in parts:
             paths: list[tuple[Any, ...]] = [(stack, n, *path) for n in range(layers)]
             if config.shared_position_bias:
@@ -131,14 +135,19 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
         leaves = traverse_util.flatten_dict(target, sep="/", is_leaf=lambda _, x: "driver" in x)
         # Only the last part of a path counts: files may have been written elsewhere (drivers gfile and
         # gcs, absolute paths), and before TensorStore 0.1.14 the path lay outside of `kvstore`.
-        found = {name: leaf if isinstance(leaf, np.ndarray) else
-                 Path(leaf["kvstore"].get("path") or leaf["path"]).name for name, leaf in leaves.items()}
+        found = {
+            name: leaf
+            if isinstance(leaf, np.ndarray)
+            else Path(leaf["kvstore"].get("path") or leaf["path"]).name
+            for name, leaf in leaves.items()
+        }
         if {"", ".."} & {folder for folder in found.values() if isinstance(folder, str)}:
             raise ValueError("no folder")
         return found
     except Exception as error:  # msgpack and flax raise many kinds for damaged bytes
-        raise ValueError(f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it "
-                         "again.") from None
+        raise ValueError(
+            f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it again."
+        ) from None
 
 
 def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
@@ -168,27 +177,38 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
 
     Raises ValueError naming an array that is missing.
     """
+
     def size(name: str, axis: int) -> int:
         if name not in shapes or not -len(shapes[name]) <= axis < len(shapes[name]):
-            raise ValueError(f"{path}: the array {name} is missing or of another rank; this is no T5 encoder-"
-                             "decoder, or the checkpoint is incomplete.")
+            raise ValueError(
+                f"{path}: the array {name} is missing or of another rank; this is no T5 encoder-"
+                "decoder, or the checkpoint is incomplete."
+            )
         return shapes[name][axis]
 
     shared = "encoder/encoder/relpos_bias/rel_embedding" not in shapes
-    layers = {stack: len({name.split("/")[1] for name in shapes if name.startswith(f"{stack}/layers_")})
-              if shared else size(f"{stack}/{stack}/pre_mlp_layer_norm/scale", 1)
-              for stack in ("encoder", "decoder")}
+    layers = {
+        stack: len({name.split("/")[1] for name in shapes if name.startswith(f"{stack}/layers_")})
+        if shared
+        else size(f"{stack}/{stack}/pre_mlp_layer_norm/scale", 1)
+        for stack in ("encoder", "decoder")
+    }
     inside, first = ("encoder", "encoder/layers_0") if shared else ("encoder/encoder",) * 2
     heads = size(f"{inside}/relpos_bias/rel_embedding", 0)
     width = size(f"{first}/attention/query/kernel", -1)
     return T5Config(
-        vocab_size=size("token_embedder/embedding", 0), d_model=size("token_embedder/embedding", 1),
-        num_heads=heads, d_kv=width // max(heads, 1) if shared else width,
+        vocab_size=size("token_embedder/embedding", 0),
+        d_model=size("token_embedder/embedding", 1),
+        num_heads=heads,
+        d_kv=width // max(heads, 1) if shared else width,
         d_ff=size(f"{first}/mlp/wo/kernel", 0),
-        num_encoder_layers=layers["encoder"], num_decoder_layers=layers["decoder"],
+        num_encoder_layers=layers["encoder"],
+        num_decoder_layers=layers["decoder"],
         relative_buckets=size(f"{inside}/relpos_bias/rel_embedding", -1),
         gated=f"{first}/mlp/wi_0/kernel" in shapes,
-        tied_embeddings="decoder/logits_dense/kernel" not in shapes, shared_position_bias=shared)
+        tied_embeddings="decoder/logits_dense/kernel" not in shapes,
+        shared_position_bias=shared,
+    )
 
 
 def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
@@ -227,16 +247,19 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
     model = T5Model(config)
     names = dict(array_names(config))
     for name in arrays.keys() - names.keys():
-        raise ValueError(f"{path}: the array {name} is no part of a T5, or the arrays it belongs to are "
-                         "missing.")
+        raise ValueError(
+            f"{path}: the array {name} is no part of a T5, or the arrays it belongs to are missing."
+        )
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
     for name, paths in names.items():
         if name not in arrays:
             raise ValueError(f"{path}: the array {name} is missing; the checkpoint is incomplete.")
         expected = stored_shape(config, name, shapes[paths[0]])
         if arrays[name].shape != expected:
-            raise ValueError(f"{path}: {name} has shape {tuple(arrays[name].shape)}, but the other arrays "
-                             f"ask for {expected}: the checkpoint is damaged, fetch it again.")
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(arrays[name].shape)}, but the other arrays "
+                f"ask for {expected}: the checkpoint is damaged, fetch it again."
+            )
 
     def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
         for name, paths in names.items():
@@ -274,18 +297,29 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
             array = np.stack([x.reshape(shape[0], *shape[2:]) for x in arrays], axis=1)
         else:
             array = np.moveaxis(arrays[0], -1, 0) if "relpos_bias" in name else arrays[0]
-        spec = {"driver": "zarr", "dtype": np.dtype(dtype).name,
-                "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
-                "metadata": {"shape": list(shape), "chunks": list(shape),
-                             "compressor": {"id": "gzip", "level": 1}}}
+        spec = {
+            "driver": "zarr",
+            "dtype": np.dtype(dtype).name,
+            "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
+            "metadata": {
+                "shape": list(shape),
+                "chunks": list(shape),
+                "compressor": {"id": "gzip", "level": 1},
+            },
+        }
         place = {"driver": "file", "path": f"{folder.resolve()}/{spec['kvstore']['path']}"}
         # All-zero chunks are written too: our reader takes a missing one for damage.
-        tensorstore.open({**spec, "kvstore": place, "store_data_equal_to_fill_value": True},
-                         create=True).result().write(array).result()
+        tensorstore.open(
+            {**spec, "kvstore": place, "store_data_equal_to_fill_value": True}, create=True
+        ).result().write(array).result()
         target[name] = spec
-    contents = {"version": 3, "optimizer": {
-        "target": traverse_util.unflatten_dict(target, sep="/"),
-        "state": {"step": np.zeros((), np.int32), "param_states": {}}}}
+    contents = {
+        "version": 3,
+        "optimizer": {
+            "target": traverse_util.unflatten_dict(target, sep="/"),
+            "state": {"step": np.zeros((), np.int32), "param_states": {}},
+        },
+    }
     (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
     untold = {name: getattr(config, name) for name in UNTOLD}
     (folder / UNTOLD_FILE).write_text(json.dumps(untold, indent=1) + "\n")

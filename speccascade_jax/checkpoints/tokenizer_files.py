@@ -6,9 +6,13 @@ from speccascade_jax.checkpoints.files import MEGABYTE, exists, parse_json, read
 
 LARGEST_FILE, LARGEST_COMPANION = 256 * MEGABYTE, 64 * MEGABYTE
 NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5's, Gemma's); Hugging Face's
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-              "chat_template.jinja",
-              "chat_template.json")
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 """What tells the special tokens' roles and how a chat is written."""
 
 

@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-NAMES = ("decode", "finetune", "evaluate", "tradeoff", "benchmark", "convert", "fewshot", "plan", "serve",
-         "load")
+NAMES = (
+    "decode",
+    "finetune",
+    "evaluate",
+    "tradeoff",
+    "benchmark",
+    "convert",
+    "fewshot",
+    "plan",
+    "serve",
+    "load",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,8 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def interrupted_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Within, an interrupt calls `handler`, where it would call Python's own."""
-    if (threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield
         return
     before = signal.signal(signal.SIGINT, handler)

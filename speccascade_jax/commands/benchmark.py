@@ -108,8 +108,9 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> str:
     return quartiles([a / b for a, b in zip(above, below, strict=True)])
 
 
-def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: tuple[Any, Any],
-               params: tuple[Any, Any]) -> None:
+def time_parts(
+    arguments: Arguments, run: DecodeConfig, report: Report, models: tuple[Any, Any], params: tuple[Any, Any]
+) -> None:
     """The parts of a round, a table for each batch size and block size, and what the whole program takes."""
     drafter, verifier = models
     bandwidth = [profiling.read_bandwidth()]
@@ -128,31 +129,44 @@ def time_parts(arguments: Arguments, run: DecodeConfig, report: Report, models: 
                 max_new_tokens=run.max_new_tokens,
             )
             middle = {name: timing.median for name, timing in timings.items()}
-            read = {f"{name} step": profiling.bytes_read(model, weights)
-                    for name, model, weights in zip(("drafter", "verifier"), models, params, strict=True)}
+            read = {
+                f"{name} step": profiling.bytes_read(model, weights)
+                for name, model, weights in zip(("drafter", "verifier"), models, params, strict=True)
+            }
             bandwidth.append(profiling.read_bandwidth())
             best = max(bandwidth)
             figures: dict[str, Any] = {
                 f"{name}, ms": f"{1e3 * t.median:.2f} ({1e3 * t.low:.2f} .. {1e3 * t.high:.2f})"
-                for name, t in timings.items()}
+                for name, t in timings.items()
+            }
             figures |= {"read bandwidth, GB/s": best / 1e9}
             for name, size in read.items():
                 figures[f"{name}: MB read, GB/s, share of the bandwidth"] = (
-                    f"{size / 1e6:.1f}, {size / middle[name] / 1e9:.1f}, {size / middle[name] / best:.0%}")
+                    f"{size / 1e6:.1f}, {size / middle[name] / 1e9:.1f}, {size / middle[name] / best:.0%}"
+                )
             scoring = profiling.scoring(block_size)
             figures |= {
                 f"{scoring} / verifier step": middle[scoring] / middle["verifier step"],
                 "drafter step / verifier step": middle["drafter step"] / middle["verifier step"],
-                f"{profiling.OVERHEAD}, share of a round": middle[profiling.OVERHEAD] / middle["round"]}
+                f"{profiling.OVERHEAD}, share of a round": middle[profiling.OVERHEAD] / middle["round"],
+            }
             report.table(f"parts, batch {batch_size}, {arguments.method}, block size {block_size}", figures)
-    sampler = Speculative(Autoregressive(drafter), verifier, METHODS[arguments.method],
-                          arguments.block_sizes[-1])
+    sampler = Speculative(
+        Autoregressive(drafter), verifier, METHODS[arguments.method], arguments.block_sizes[-1]
+    )
     inputs, lengths = jnp.ones((1, run.max_source_length), jnp.int32), jnp.full(1, run.max_source_length)
     anew, fetched, memory = profiling.compilation(
         partial(loop.generate, sampler, max_new_tokens=run.max_new_tokens, eos_id=1),
-        (params, jax.random.key(0)[None], inputs, lengths, SamplingOptions(jnp.float32(0)), jnp.zeros(1)))
-    report.table("the whole program, batch 1", {"compile, s": anew, "from the persistent cache, s": fetched,
-                                                "memory, weights included, MB": memory / 1e6})
+        (params, jax.random.key(0)[None], inputs, lengths, SamplingOptions(jnp.float32(0)), jnp.zeros(1)),
+    )
+    report.table(
+        "the whole program, batch 1",
+        {
+            "compile, s": anew,
+            "from the persistent cache, s": fetched,
+            "memory, weights included, MB": memory / 1e6,
+        },
+    )
 
 
 def timed(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple[float, Output]:
@@ -161,31 +175,38 @@ def timed(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple[
     return cascade.clock.decode_seconds - before, output
 
 
-def timed_elsewhere(cascade: Cascade, decode: other_libraries.Decode, index: int, text: str
-                    ) -> tuple[float, Output]:
+def timed_elsewhere(
+    cascade: Cascade, decode: other_libraries.Decode, index: int, text: str
+) -> tuple[float, Output]:
     seconds, tokens = decode(cascade.encode([text])[0][0])
     return seconds, Output(index, text, cascade.tokenizer.decode(tokens), tokens, [], {})
 
 
-def decoders_elsewhere(arguments: Arguments, run: DecodeConfig, cascade: Cascade
-                       ) -> dict[str, other_libraries.Decode]:
+def decoders_elsewhere(
+    arguments: Arguments, run: DecodeConfig, cascade: Cascade
+) -> dict[str, other_libraries.Decode]:
     """Other libraries' decoders, on float32 exports of the pair."""
     decoders: dict[str, other_libraries.Decode] = {}
     if not arguments.vs:
         return decoders
     for model in (cascade.drafter, cascade.verifier):
         if not isinstance(model, T5Model):
-            raise FieldError("vs", arguments.vs, f"--config={arguments.config} has another one.",
-                             "--vs compares T5 models")
+            raise FieldError(
+                "vs", arguments.vs, f"--config={arguments.config} has another one.", "--vs compares T5 models"
+            )
     with tempfile.TemporaryDirectory() as folder:
-        drafter, verifier = (other_libraries.exported(checkpoints.load(path), Path(folder) / name)
-                             for name, path in (("drafter", run.drafter), ("verifier", run.verifier)))
+        drafter, verifier = (
+            other_libraries.exported(checkpoints.load(path), Path(folder) / name)
+            for name, path in (("drafter", run.drafter), ("verifier", run.verifier))
+        )
         if "hf" in arguments.vs:
             decoders |= other_libraries.transformers_decoders(
-                verifier, run.max_new_tokens, drafter=drafter, block_size=arguments.block_sizes[0])
+                verifier, run.max_new_tokens, drafter=drafter, block_size=arguments.block_sizes[0]
+            )
         if "ctranslate2" in arguments.vs:
-            decoders |= other_libraries.ctranslate2_decoders(verifier, cascade.tokenizer.pieces(),
-                                                          run.max_new_tokens)
+            decoders |= other_libraries.ctranslate2_decoders(
+                verifier, cascade.tokenizer.pieces(), run.max_new_tokens
+            )
     return decoders
 
 
@@ -195,8 +216,13 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
     model, params, _, _ = profiling.as_decoded(whole, dtype)
     count, source = arguments.tokens, list(range(3, 33))
     program = jax.jit(partial(loop.generate, Autoregressive(model), max_new_tokens=count, eos_id=NO_TOKEN))
-    inputs = (jax.random.key(0)[None], jnp.array([source]), jnp.array([len(source)]),
-              SamplingOptions(jnp.float32(0)), jnp.zeros(0))
+    inputs = (
+        jax.random.key(0)[None],
+        jnp.array([source]),
+        jnp.array([len(source)]),
+        SamplingOptions(jnp.float32(0)),
+        jnp.zeros(0),
+    )
 
     def ours(_: list[int]) -> tuple[float, list[int]]:
         return profiling.timed(lambda: jax.block_until_ready(program(params, *inputs))), []
@@ -220,12 +246,16 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
             spent, _ = decode(source)
             if repetition:  # the first compiles and warms up
                 seconds[other].append(spent)
-    figures: dict[str, Any] = {f"{other}, ms a token": quartiles([1e3 * s / count for s in spent])
-                               for other, spent in seconds.items()}
+    figures: dict[str, Any] = {
+        f"{other}, ms a token": quartiles([1e3 * s / count for s in spent])
+        for other, spent in seconds.items()
+    }
     figures |= {f"times as fast as {other}": ratios(seconds[other], seconds["here"]) for other in others}
     read, best = profiling.bytes_read(model, params) * count, max(bandwidth)
-    figures |= {"read bandwidth, GB/s": best / 1e9, "share of it here, prefill included": quartiles(
-        [read / s / best for s in seconds["here"]])}
+    figures |= {
+        "read bandwidth, GB/s": best / 1e9,
+        "share of it here, prefill included": quartiles([read / s / best for s in seconds["here"]]),
+    }
     report.table(f"{name} alone, {count} tokens", figures)
 
 
@@ -237,23 +267,32 @@ def read_texts(path: str, join: int, limit: int) -> list[str]:
 def with_widths(texts: Sequence[str], cascade: Cascade) -> list[tuple[str, int]]:
     """The texts that the cascade reads whole, without blank ones, each with its padded width."""
     lengths = map(len, cascade.encode(texts, truncate=True)[0])
-    return [(text, cascade.bucket(n)) for text, n in zip(texts, lengths, strict=True)
-            if 0 < n < cascade.max_source_length]
+    return [
+        (text, cascade.bucket(n))
+        for text, n in zip(texts, lengths, strict=True)
+        if 0 < n < cascade.max_source_length
+    ]
 
 
-def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, texts: Sequence[str],
-                   report: Report) -> None:
+def time_decodings(
+    arguments: Arguments, run: DecodeConfig, cascade: Cascade, texts: Sequence[str], report: Report
+) -> None:
     """Whole decodings of --input: every block size against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
     base = Settings(temperature=arguments.temperature, hand_over=run.hand_over)
     block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
-    settings |= {f"block size {size}": dataclasses.replace(base, method=arguments.method, block_size=size,
-                                                   alpha=arguments.alpha) for size in block_sizes}
+    settings |= {
+        f"block size {size}": dataclasses.replace(
+            base, method=arguments.method, block_size=size, alpha=arguments.alpha
+        )
+        for size in block_sizes
+    }
     others = decoders_elsewhere(arguments, run, cascade)
     contestants: dict[str, Contestant] = {
         **{name: partial(timed, cascade, chosen) for name, chosen in settings.items()},
-        **{name: partial(timed_elsewhere, cascade, decode) for name, decode in others.items()}}
+        **{name: partial(timed_elsewhere, cascade, decode) for name, decode in others.items()},
+    }
     for decode in track(contestants.values(), "compiling", transient=True):
         for text in {width: text for text, width in inputs}.values():
             decode(0, text)
@@ -262,101 +301,151 @@ def time_decodings(arguments: Arguments, run: DecodeConfig, cascade: Cascade, te
     least = arguments.min_tokens
     kept = [n for n, (_, output) in enumerate(every["verifier"]) if len(output.tokens) >= least]
     if len(kept) < 3:  # what a slope is fitted by
-        raise FieldError("limit", arguments.limit, "raise --limit or --join.",
-                         f"only {len(kept)} inputs have outputs of {least} tokens or more")
+        raise FieldError(
+            "limit",
+            arguments.limit,
+            "raise --limit or --join.",
+            f"only {len(kept)} inputs have outputs of {least} tokens or more",
+        )
     seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
     outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
-    step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
-            for name in ("verifier", "drafter")}
-    report.table("one model alone", {
-        "inputs": len(kept),
-        "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
-        "verifier step, ms": 1e3 * step["verifier"], "drafter step, ms": 1e3 * step["drafter"],
-        "verifier step / drafter step": step["verifier"] / step["drafter"]})
+    step = {
+        name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
+        for name in ("verifier", "drafter")
+    }
+    report.table(
+        "one model alone",
+        {
+            "inputs": len(kept),
+            "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
+            "verifier step, ms": 1e3 * step["verifier"],
+            "drafter step, ms": 1e3 * step["drafter"],
+            "verifier step / drafter step": step["verifier"] / step["drafter"],
+        },
+    )
     for block_size in block_sizes:
         name = f"block size {block_size}"
-        figures = {"times as fast as the verifier alone": ratios(seconds["verifier"], seconds[name]),
-                   **{f"as {other}": ratios(seconds[other], seconds[name]) for other in others},
-                   "ms an input, median": 1e3 * float(np.median(seconds[name])),
-                   **rounds_of(arguments, cascade, block_size, outputs[name], widths, seconds[name],
-                               step["verifier"])}
+        figures = {
+            "times as fast as the verifier alone": ratios(seconds["verifier"], seconds[name]),
+            **{f"as {other}": ratios(seconds[other], seconds[name]) for other in others},
+            "ms an input, median": 1e3 * float(np.median(seconds[name])),
+            **rounds_of(
+                arguments, cascade, block_size, outputs[name], widths, seconds[name], step["verifier"]
+            ),
+        }
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
-        report.table("the verifier alone here", {
-            f"times as fast as {other}": ratios(seconds[other], seconds["verifier"]) for other in others})
-        same = {other: np.mean([a.tokens == b.tokens for a, b in zip(outputs[other], outputs["verifier"],
-                                                                     strict=True)]) for other in others}
+        report.table(
+            "the verifier alone here",
+            {f"times as fast as {other}": ratios(seconds[other], seconds["verifier"]) for other in others},
+        )
+        same = {
+            other: np.mean(
+                [a.tokens == b.tokens for a, b in zip(outputs[other], outputs["verifier"], strict=True)]
+            )
+            for other in others
+        }
         report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
 
 
-def rounds_of(arguments: Arguments, cascade: Cascade, block_size: Any, outputs: Sequence[Output],
-              widths: Sequence[int], seconds: Sequence[float], verifier_step: float) -> dict[str, Any]:
+def rounds_of(
+    arguments: Arguments,
+    cascade: Cascade,
+    block_size: Any,
+    outputs: Sequence[Output],
+    widths: Sequence[int],
+    seconds: Sequence[float],
+    verifier_step: float,
+) -> dict[str, Any]:
     """What a round costs in decodings with one block size, as measured and as predicted from its parts."""
     method = METHODS[arguments.method]
     rates = summarize([o.counts for o in outputs])
     per_call = sum(o.counts["emitted"] for o in outputs) / sum(o.counts["rounds"] for o in outputs)
     round_seconds = slope([o.counts["rounds"] for o in outputs], widths, seconds)
     acceptance = position_acceptance([o.origin for o in outputs])
-    counted = {"acceptance_rate": rates["acceptance_rate"], "acceptance a tested position": acceptance,
-               "tokens_per_verifier_call": per_call, "round, ms": 1e3 * round_seconds,
-               "relative cost without prefill, measured": round_seconds / per_call / verifier_step}
+    counted = {
+        "acceptance_rate": rates["acceptance_rate"],
+        "acceptance a tested position": acceptance,
+        "tokens_per_verifier_call": per_call,
+        "round, ms": 1e3 * round_seconds,
+        "relative cost without prefill, measured": round_seconds / per_call / verifier_step,
+    }
     if cascade.levels > 1:
         return counted | {"levels": rates["levels"]}
     if cascade.foreign:
         return counted
     timings = profiling.measure(
-        cascade.drafter, cascade.verifier, cascade.params, method,
-        block_size=block_size, batch_size=1, alpha=arguments.alpha, temperature=arguments.temperature,
-        max_new_tokens=cascade.max_new_tokens, source_length=cascade.bucket(int(np.median(widths))))
+        cascade.drafter,
+        cascade.verifier,
+        cascade.params,
+        method,
+        block_size=block_size,
+        batch_size=1,
+        alpha=arguments.alpha,
+        temperature=arguments.temperature,
+        max_new_tokens=cascade.max_new_tokens,
+        source_length=cascade.bucket(int(np.median(widths))),
+    )
     part = {name: timing.median / timings["verifier step"].median for name, timing in timings.items()}
     beyond = part[profiling.scoring(block_size)] - 1 + part[profiling.OVERHEAD]
     if method.lossless:  # its drafter does not read its last token
         beyond -= part["drafter step"]
-    predicted, with_parts = (relative_cost(acceptance, block_size, part["drafter step"], overhead)
-                             for overhead in (0.0, beyond))
+    predicted, with_parts = (
+        relative_cost(acceptance, block_size, part["drafter step"], overhead) for overhead in (0.0, beyond)
+    )
     return counted | {
         "predicted, a scoring call as one step": predicted,
         f"predicted, with {profiling.scoring(block_size)} and the rules as timed": with_parts,
         "the same, by the tokens a call as counted":  # without ends of texts and dependent acceptances
-            with_parts * expected_tokens(acceptance, block_size) / per_call,
+        with_parts * expected_tokens(acceptance, block_size) / per_call,
         "and with whole rounds as timed":  # what both models in one round cost besides their parts
-            part["round"] / per_call}
+        part["round"] / per_call,
+    }
 
 
 def check(arguments: Arguments) -> DecodeConfig:
     """The config that is measured. Raises ValueError for what cannot be, before anything is read or made."""
     a = arguments
     if a.vs and a.input is None and a.preset is None:
-        raise FieldError("vs", a.vs, "give inputs with --input, or sizes with --preset.",
-                         "--vs compares whole decodings")
+        raise FieldError(
+            "vs", a.vs, "give inputs with --input, or sizes with --preset.", "--vs compares whole decodings"
+        )
     if a.preset is not None and a.input is not None:
-        raise FieldError("preset", a.preset, "give --preset or --input.",
-                         "random weights write nothing worth timing")
+        raise FieldError(
+            "preset", a.preset, "give --preset or --input.", "random weights write nothing worth timing"
+        )
     if a.tpu is not None:
         compiling.check(a)
     at_least(1, tokens=a.tokens, repetitions=a.repetitions, limit=a.limit, join=a.join)
     at_most(10_000, tokens=a.tokens, repetitions=a.repetitions)
     at_least(0, min_tokens=a.min_tokens)
     run = configs.load(a.config, DecodeConfig)
-    for name, values, limit in (("block_sizes", a.block_sizes, run.max_new_tokens),
-                               ("batch_sizes", a.batch_sizes, 4096)):
+    for name, values, limit in (
+        ("block_sizes", a.block_sizes, run.max_new_tokens),
+        ("batch_sizes", a.batch_sizes, 4096),
+    ):
         if not values:
             raise FieldError(name, values, "give at least one.", f"{flag_of(name)} is empty")
         at_least(1, **{name: min(values)})
         at_most(limit, **{name: max(values)})
     if a.method not in METHODS:
         raise FieldError("method", a.method, f"known: {', '.join(METHODS)}.", f"unknown method {a.method!r}")
-    points = [Settings(method=a.method, alpha=a.alpha, block_size=block_size, temperature=a.temperature)
-              for block_size in a.block_sizes]
+    points = [
+        Settings(method=a.method, alpha=a.alpha, block_size=block_size, temperature=a.temperature)
+        for block_size in a.block_sizes
+    ]
     for point in points:
         point.check(1)
     if a.input is not None:
         check_methods(dataclasses.replace(run, vocabulary=a.vocabulary or run.vocabulary), points)
     if len(run.roles) != 2 and a.preset is None and (a.input is None or a.vs):
-        raise FieldError("config", a.config, "give --input alone, or time each model's calls with "
-                         "scripts/plan.py.", f"config {a.config} has {len(run.roles)} models; parts, other "
-                         "libraries and --tpu take two")
+        raise FieldError(
+            "config",
+            a.config,
+            "give --input alone, or time each model's calls with scripts/plan.py.",
+            f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu take two",
+        )
     for name in a.preset or ():
         if name not in PRESETS:
             raise FieldError("preset", name, f"known: {', '.join(PRESETS)}.", f"unknown preset {name!r}")
@@ -372,33 +461,44 @@ def benchmark(arguments: Arguments) -> None:
     if arguments.tpu is not None:
         shapes = None if arguments.preset is None else [PRESETS[name] for name in arguments.preset]
         compiling.compile_for_tpus(
-            arguments, dataclasses.replace(run, dtype=arguments.dtype or run.dtype), shapes)
+            arguments, dataclasses.replace(run, dtype=arguments.dtype or run.dtype), shapes
+        )
         return
-    run = dataclasses.replace(run, dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype),
-                              vocabulary=arguments.vocabulary or run.vocabulary)
+    run = dataclasses.replace(
+        run,
+        dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype),
+        vocabulary=arguments.vocabulary or run.vocabulary,
+    )
     report = Report(arguments.output, dtype_of(run))
     if arguments.preset is not None and arguments.vs:
         for name in arguments.preset:
             time_alone(arguments, run, report, name, dtype_of(run))
     elif arguments.preset is not None:
-        drafter, verifier = (profiling.as_decoded(profiling.random_model(name, PRESETS[name]), dtype_of(run))
-                             for name in arguments.preset)
+        drafter, verifier = (
+            profiling.as_decoded(profiling.random_model(name, PRESETS[name]), dtype_of(run))
+            for name in arguments.preset
+        )
         time_parts(arguments, run, report, (drafter.model, verifier.model), (drafter.params, verifier.params))
     else:
-        texts = (None if arguments.input is None else
-                 read_texts(arguments.input, arguments.join, arguments.limit))
+        texts = (
+            None if arguments.input is None else read_texts(arguments.input, arguments.join, arguments.limit)
+        )
         cascade = Cascade.from_config(run)
         if cascade.foreign and (texts is None or arguments.vs):
-            raise FieldError("config", arguments.config, "give --input alone.",
-                             f"config {arguments.config} has a drafter of another vocabulary; parts and "
-                             "other libraries are timed of models of one")
+            raise FieldError(
+                "config",
+                arguments.config,
+                "give --input alone.",
+                f"config {arguments.config} has a drafter of another vocabulary; parts and "
+                "other libraries are timed of models of one",
+            )
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)
         else:
-            time_parts(arguments, run, report, (cascade.drafter, cascade.verifier),
-                       cascade.params)
+            time_parts(arguments, run, report, (cascade.drafter, cascade.verifier), cascade.params)
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: benchmark(tyro.cli(Arguments, args=argv, prog="benchmark.py",
-                                                description=__doc__)))
+    return exit_code(
+        lambda: benchmark(tyro.cli(Arguments, args=argv, prog="benchmark.py", description=__doc__))
+    )

@@ -32,8 +32,12 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
     if name is None:
         if not {"-h", "--help"}.isdisjoint(argv):
             return tyro.MISSING, tyro.MISSING
-        raise FieldError("config", None, f"give --config=NAME, one of: {', '.join(configs.available())}.",
-                         "--config is missing")
+        raise FieldError(
+            "config",
+            None,
+            f"give --config=NAME, one of: {', '.join(configs.available())}.",
+            "--config is missing",
+        )
     return name, configs.load(name, kind)
 
 
@@ -82,8 +86,9 @@ def sentence(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename or 'writing'}: {error.strerror or error}; what was saved before stays whole."
-    if isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError)
-                                          and "RESOURCE_EXHAUSTED" in str(error)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    ):
         return "out of memory: lower the batch size, the lengths or the block size."
     return None
 
@@ -118,15 +123,19 @@ def check_summary(path: str | None, field: str) -> None:
     except (ValueError, RecursionError):
         first = None
     if not isinstance(first, dict) or field not in first:
-        raise FieldError("summary", path, "name another file.",
-                         f"--summary is {path}, which holds something else than summaries")
+        raise FieldError(
+            "summary",
+            path,
+            "name another file.",
+            f"--summary is {path}, which holds something else than summaries",
+        )
 
 
 def table_of(summary: dict[str, Any], title: str) -> Table:
     """Names and values, printed as they are."""
     table = Table(Column(), Column(Text(title)), show_header=True)
     for name, value in summary.items():
-        for row, own in (enumerate(value) if name == "levels" else [(None, value)]):
+        for row, own in enumerate(value) if name == "levels" else [(None, value)]:
             shown = f"{own:.3f}" if isinstance(own, float) else str(own)
             if isinstance(own, dict):
                 shown = ", ".join(f"{count} {what}" for what, count in own.items())
@@ -138,8 +147,9 @@ def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: 
     """The task that the pair of `config` is scored on."""
     name = task or run.task
     if name is None:
-        raise FieldError("task", None, f"name the training config whose task {config} is scored on.",
-                         "--task is missing")
+        raise FieldError(
+            "task", None, f"name the training config whose task {config} is scored on.", "--task is missing"
+        )
     at_least(1, join=join)
     training = configs.load(name, TrainConfig)
     if split not in ("train", "validation", "test"):

@@ -20,8 +20,12 @@ def check(arguments: Any) -> None:
         raise FieldError("tpu", a.tpu, "leave --input and --vs out.", "--tpu compiles and runs nothing")
     if not 0 <= a.acceptance <= 1:
         raise FieldError("acceptance", a.acceptance, "it lies in [0, 1].")
-    at_least(1, source_length=min(a.source_length, default=1), new_tokens=a.new_tokens,
-             tensor_parallel=min(a.tensor_parallel, default=1))
+    at_least(
+        1,
+        source_length=min(a.source_length, default=1),
+        new_tokens=a.new_tokens,
+        tensor_parallel=min(a.tensor_parallel, default=1),
+    )
     at_most(2**20, source_length=max(a.source_length, default=1), new_tokens=a.new_tokens or 1)
     tpus.checked(a.tpu)
 
@@ -34,11 +38,23 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
     """
     a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
     drafter, verifier = shapes or tpus.shapes_of(run)
-    each = [tpus.Shapes(drafter, verifier, length, a.new_tokens or run.max_new_tokens, block_size, a.method,
-                        rows, devices, dtype)
-            for devices in a.tensor_parallel or (run.tensor_parallel,)
-            for length in a.source_length or (run.max_source_length,)
-            for rows in a.batch_sizes for block_size in a.block_sizes]
+    each = [
+        tpus.Shapes(
+            drafter,
+            verifier,
+            length,
+            a.new_tokens or run.max_new_tokens,
+            block_size,
+            a.method,
+            rows,
+            devices,
+            dtype,
+        )
+        for devices in a.tensor_parallel or (run.tensor_parallel,)
+        for length in a.source_length or (run.max_source_length,)
+        for rows in a.batch_sizes
+        for block_size in a.block_sizes
+    ]
     described = tpus.devices_of(a.tpu)
     for asked in each:
         tpus.check_pair(asked, described)

@@ -1,8 +1,8 @@
 """Decode texts with a speculative cascade.
 
-    python scripts/decode.py                                    # the demo: English to German
-    python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
-    python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
+python scripts/decode.py                                    # the demo: English to German
+python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
+python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
 """
 
 import ast
@@ -102,8 +102,9 @@ def read_inputs(arguments: Arguments) -> Sequence[str]:
     if arguments.input is not None:
         return read_texts(arguments.input, arguments.limit)
     if not arguments.run.examples:
-        raise FieldError("input", None, "give --text or --input.",
-                         f"config {arguments.config} has no examples of its own")
+        raise FieldError(
+            "input", None, "give --text or --input.", f"config {arguments.config} has no examples of its own"
+        )
     return arguments.run.examples
 
 
@@ -112,10 +113,17 @@ def check_paths(arguments: Arguments) -> None:
     output, summary, run = arguments.output, arguments.summary, arguments.run
     config = configs.path_of(arguments.config)
     check_targets(
-        {"--output": output, "the settings of --output": None if output is None else settings_file(output),
-         "--summary": summary},
-        {"--input": None if arguments.input == "-" else arguments.input, "--config": config,
-         "--tokenizer": run.tokenizer})
+        {
+            "--output": output,
+            "the settings of --output": None if output is None else settings_file(output),
+            "--summary": summary,
+        },
+        {
+            "--input": None if arguments.input == "-" else arguments.input,
+            "--config": config,
+            "--tokenizer": run.tokenizer,
+        },
+    )
     check_summary(summary, "resumed_from")
 
 
@@ -126,14 +134,19 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
         text = tokenizer.decode(output.tokens[:n])
         if not text.startswith(shown) or text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue  # an unfinished character: shown with the byte that completes it
-        line.append(text[len(shown):], style=COLOURS[origin])
+        line.append(text[len(shown) :], style=COLOURS[origin])
         shown = text
     return line
 
 
 def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[Output]:
-    columns = (SpinnerColumn(), TextColumn("decoding"), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.fields[rate]}"))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("decoding"),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
     errors = console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("decoding", total=total, completed=done, rate="compiling")
@@ -151,24 +164,30 @@ def show(output: Output, tokenizer: Tokenizer, screen: Console) -> None:
     screen.print()
 
 
-def summary_of(run: DecodeConfig, outputs: Sequence[Output], resumed: int, cascade: Cascade
-               ) -> dict[str, Any]:
+def summary_of(
+    run: DecodeConfig, outputs: Sequence[Output], resumed: int, cascade: Cascade
+) -> dict[str, Any]:
     """The figures of a run, whose first `resumed` outputs an earlier one has decoded."""
     summary: dict[str, Any] = summarize([output.counts for output in outputs])
     if not run.defers:
         summary["deferral_rate"] = None
     seconds, tokens = cascade.clock.decode_seconds, sum(len(output.tokens) for output in outputs[resumed:])
     return summary | {
-        "inputs": len(outputs), "resumed_from": resumed,
+        "inputs": len(outputs),
+        "resumed_from": resumed,
         "truncated": sum(output.truncated for output in outputs),
         "tokens_per_second": tokens / seconds if seconds else None,
-        "decode_seconds": seconds, "compile_seconds": cascade.clock.compile_seconds}
+        "decode_seconds": seconds,
+        "compile_seconds": cascade.clock.compile_seconds,
+    }
 
 
 def precompile(run: DecodeConfig, cascade: Cascade, screen: Console) -> None:
     cascade.precompile(run.settings, batch_size=run.batch_size)
-    screen.print(f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
-                 f"{jax.config.values['jax_compilation_cache_dir']}")
+    screen.print(
+        f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
+        f"{jax.config.values['jax_compilation_cache_dir']}"
+    )
 
 
 def decode(arguments: Arguments) -> None:
@@ -186,7 +205,7 @@ def decode(arguments: Arguments) -> None:
     if arguments.precompile:
         precompile(run, Cascade.from_config(run, mesh), screen)
         return
-    texts = read_inputs(arguments)[:arguments.limit]
+    texts = read_inputs(arguments)[: arguments.limit]
     check_paths(arguments)
     with contextlib.ExitStack() as stack:
         file, done = None, list[Output]()
@@ -197,8 +216,13 @@ def decode(arguments: Arguments) -> None:
         if not run.truncate:  # better now than after hours of decoding
             cascade.encode(texts)
         outputs, resumed = [*done], len(done)
-        fresh = cascade.generate(texts[resumed:], run.settings, truncate=run.truncate, first_index=resumed,
-                                 batch_size=run.batch_size)
+        fresh = cascade.generate(
+            texts[resumed:],
+            run.settings,
+            truncate=run.truncate,
+            first_index=resumed,
+            batch_size=run.batch_size,
+        )
         for output in with_progress(fresh, resumed, len(texts)):
             outputs.append(output)
             if file is None:
@@ -206,8 +230,16 @@ def decode(arguments: Arguments) -> None:
             else:
                 file.add(dataclasses.asdict(output))
         if file is None and run.name not in SINGLE_MODEL:
-            screen.print(Text.assemble("written by: ", *(part for name in ("draft", "correction", "bonus")
-                                                         for part in ((name, COLOURS[name]), "  "))))
+            screen.print(
+                Text.assemble(
+                    "written by: ",
+                    *(
+                        part
+                        for name in ("draft", "correction", "bonus")
+                        for part in ((name, COLOURS[name]), "  ")
+                    ),
+                )
+            )
         summary = summary_of(run, outputs, resumed, cascade) | shown(cascade, outputs)
         title = f"{run.name}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
         screen.print(table_of(summary, title))
@@ -220,8 +252,12 @@ def decode_on_ray(arguments: Arguments, address: str) -> None:
     run, screen = arguments.run, console()
     at_least(1, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.input is None or arguments.output is None or arguments.summary is not None:
-        raise FieldError("ray", address, "give both, and leave --summary out.",
-                         "--ray reads --input and writes --output, and takes no --summary")
+        raise FieldError(
+            "ray",
+            address,
+            "give both, and leave --summary out.",
+            "--ray reads --input and writes --output, and takes no --summary",
+        )
     check_address(address)
     texts = read_shards(arguments.input, arguments.limit)
     settings = settings_of(run)
@@ -242,8 +278,9 @@ def settings_of(run: DecodeConfig) -> dict[str, Any]:
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py",
-                    description=__doc__)
+    return tyro.cli(
+        Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py", description=__doc__
+    )
 
 
 def main(argv: list[str]) -> int:

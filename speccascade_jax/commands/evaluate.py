@@ -84,8 +84,9 @@ def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, 
     return settings | {"method": method, "split": arguments.split, "first": first}
 
 
-def output_file(arguments: Arguments, method: str, first: int, texts: Sequence[str], part: str = ""
-                ) -> tuple[OutputFile, list[Output]]:
+def output_file(
+    arguments: Arguments, method: str, first: int, texts: Sequence[str], part: str = ""
+) -> tuple[OutputFile, list[Output]]:
     """--output's file of a method's outputs, and those that are there already."""
     path = Path(arguments.output or "") / f"{method}{part}.jsonl"
     return open_output(path, settings_of(arguments, method, first), texts, first)
@@ -103,10 +104,16 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
             stack.enter_context(file)
         lines = [json.dumps(dataclasses.asdict(output)) + "\n" for output in done]
         outputs = cascade.generate(
-            texts[len(done):], run.settings, method=method, truncate=run.truncate,
-            batch_size=run.batch_size, first_index=begin + len(done))
-        for output in track(outputs, method, len(texts) - len(done), transient=True,
-                            disable=jax.process_index() > 0):
+            texts[len(done) :],
+            run.settings,
+            method=method,
+            truncate=run.truncate,
+            batch_size=run.batch_size,
+            first_index=begin + len(done),
+        )
+        for output in track(
+            outputs, method, len(texts) - len(done), transient=True, disable=jax.process_index() > 0
+        ):
             lines.append(json.dumps(dataclasses.asdict(output)) + "\n")
             if file is not None:
                 file.add(dataclasses.asdict(output))
@@ -126,8 +133,9 @@ def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequ
     return "".join(json.dumps(dataclasses.asdict(output)) + "\n" for output in outputs)
 
 
-def figures_of(metric: str, outputs: list[Output], references: Sequence[Sequence[str]],
-               baseline: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray]:
+def figures_of(
+    metric: str, outputs: list[Output], references: Sequence[Sequence[str]], baseline: np.ndarray | None
+) -> tuple[dict[str, Any], np.ndarray]:
     """What is shown of one method, and its statistics; `baseline`: those of the first method."""
     check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
     texts, entry = [o.text for o in outputs], METRICS[metric]
@@ -149,8 +157,12 @@ def check(arguments: Arguments, task: Task) -> None:
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.ray is not None and (arguments.output is None or arguments.cluster is not None):
         if arguments.output is None:
-            raise FieldError("ray", arguments.ray, "give --output, and no --cluster.",
-                             "--ray keeps its shards in --output, which is missing")
+            raise FieldError(
+                "ray",
+                arguments.ray,
+                "give --output, and no --cluster.",
+                "--ray keeps its shards in --output, which is missing",
+            )
         raise FieldError("ray", arguments.ray, "give one.", "--ray and --cluster exclude each other")
     written: dict[str, str | Path | None] = {}
     if arguments.output is not None:
@@ -158,13 +170,17 @@ def check(arguments: Arguments, task: Task) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise FieldError("output", str(folder), "--output is a folder.",
-                             f"cannot write {folder}: {error.strerror}") from None
+            raise FieldError(
+                "output", str(folder), "--output is a folder.", f"cannot write {folder}: {error.strerror}"
+            ) from None
         for method in dict.fromkeys(arguments.methods):
             path = folder / f"{method}.jsonl"
             written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}
-    read = {"--config": configs.path_of(arguments.config), "--tokenizer": arguments.run.tokenizer,
-            f"the {arguments.split} split": getattr(task, arguments.split)}
+    read = {
+        "--config": configs.path_of(arguments.config),
+        "--tokenizer": arguments.run.tokenizer,
+        f"the {arguments.split} split": getattr(task, arguments.split),
+    }
     check_targets({**written, "--summary": arguments.summary}, read)
     check_summary(arguments.summary, "method")
 
@@ -172,12 +188,14 @@ def check(arguments: Arguments, task: Task) -> None:
 def evaluate(arguments: Arguments) -> None:
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     check(arguments, task)
-    check_methods(arguments.run, [dataclasses.replace(arguments.run.settings, method=method)
-                                  for method in arguments.methods])
+    check_methods(
+        arguments.run,
+        [dataclasses.replace(arguments.run.settings, method=method) for method in arguments.methods],
+    )
     if arguments.cluster is not None:
         connect(arguments.cluster)
     run, screen = arguments.run, console(quiet=jax.process_index() > 0)
-    examples = joined_examples(task, getattr(task, arguments.split))[:arguments.limit]
+    examples = joined_examples(task, getattr(task, arguments.split))[: arguments.limit]
     sources, references = zip(*examples, strict=True)
     cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
     for method in arguments.methods:  # better now than after hours of decoding
@@ -197,28 +215,46 @@ def evaluate(arguments: Arguments) -> None:
         if arguments.output is not None and (jax.process_count() > 1 or arguments.ray is not None):
             file, done = output_file(arguments, method, 0, sources)
             with file:
-                for output in outputs[len(done):]:
+                for output in outputs[len(done) :]:
                     file.add(dataclasses.asdict(output))
         figures, sums = figures_of(task.metric, outputs, references, first)
         first = sums if first is None else first
         figures |= {
-            **summarize([o.counts for o in outputs]), "examples": len(outputs),
-            "truncated": sum(o.truncated for o in outputs), "tokens": sum(len(o.tokens) for o in outputs),
+            **summarize([o.counts for o in outputs]),
+            "examples": len(outputs),
+            "truncated": sum(o.truncated for o in outputs),
+            "tokens": sum(len(o.tokens) for o in outputs),
             "decode_seconds": None if arguments.ray else cascade.clock.decode_seconds - before,
-            **shared(cascade, outputs)}
-        screen.print(table_of({name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
-                               for name, value in figures.items()},
-                              f"{method}, alpha {run.alpha}, temperature {run.temperature}"))
+            **shared(cascade, outputs),
+        }
+        screen.print(
+            table_of(
+                {
+                    name: "{:.2f} to {:.2f}".format(*value) if isinstance(value, tuple) else value
+                    for name, value in figures.items()
+                },
+                f"{method}, alpha {run.alpha}, temperature {run.temperature}",
+            )
+        )
         if arguments.summary is not None:
-            append_line(arguments.summary, {
-                "config": arguments.config, "method": method, "alpha": run.alpha,
-                "temperature": run.temperature, "block_size": run.block_size, **figures})
+            append_line(
+                arguments.summary,
+                {
+                    "config": arguments.config,
+                    "method": method,
+                    "alpha": run.alpha,
+                    "temperature": run.temperature,
+                    "block_size": run.block_size,
+                    **figures,
+                },
+            )
 
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="evaluate.py",
-                    description=__doc__)
+    return tyro.cli(
+        Arguments, default=Arguments(run, name), args=argv, prog="evaluate.py", description=__doc__
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Few-shot tasks: quality and rejection rate of a cascade's methods (the paper's Gemma 2 protocol).
 
-    python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k --methods verifier speculative token_v3
-    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
+python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k --methods verifier speculative token_v3
+python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
 """
 
 import contextlib
@@ -28,8 +28,9 @@ EXECUTED = ", ".join(name for name, task in TASKS.items() if task.executes)
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
-    task: Annotated[str, tyro.conf.arg(help="; ".join(
-        f"{name}: {task.summary}" for name, task in TASKS.items()) + ".")]
+    task: Annotated[
+        str, tyro.conf.arg(help="; ".join(f"{name}: {task.summary}" for name, task in TASKS.items()) + ".")
+    ]
     config: str = "gemma2_2b_9b"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     methods: tuple[str, ...] = ("verifier", "drafter")
@@ -44,8 +45,10 @@ class Arguments:
     """Which of the pool are shown."""
     limit: int | None = None
     """Ask only the first so many examples."""
-    execute_code: Annotated[bool, tyro.conf.arg(
-        help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}.")] = False
+    execute_code: Annotated[
+        bool,
+        tyro.conf.arg(help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}."),
+    ] = False
     output: str | None = None
     """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
 
@@ -58,16 +61,23 @@ def chosen_task(arguments: Arguments) -> FewShotTask:
     """The task with the files and the shots of the command line. Raises FieldError where it cannot be run."""
     task = task_of(arguments.task)
     if task.executes and not arguments.execute_code:
-        raise FieldError("execute_code", False, "allow that, in a sandbox, with --execute-code.",
-                         f"{task.name} is scored by running what the models wrote")
+        raise FieldError(
+            "execute_code",
+            False,
+            "allow that, in a sandbox, with --execute-code.",
+            f"{task.name} is scored by running what the models wrote",
+        )
     if task.executes:
         check_sandbox()
     at_least(0, shots=arguments.shots)
     at_least(1, limit=arguments.limit)
     return dataclasses.replace(
-        task, examples=arguments.inputs or task.examples, shot_pool=arguments.shot_pool or task.shot_pool,
+        task,
+        examples=arguments.inputs or task.examples,
+        shot_pool=arguments.shot_pool or task.shot_pool,
         shots=task.shots if arguments.shots is None else arguments.shots,
-        fixed_shots=None if arguments.shot_pool else task.fixed_shots)
+        fixed_shots=None if arguments.shot_pool else task.fixed_shots,
+    )
 
 
 def part_of(output: str, method: str) -> Path:
@@ -83,17 +93,27 @@ def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
         dataclasses.replace(run, method=method).check()
     if arguments.output is None:
         return
-    written = {"--output": Path(arguments.output),
-               "the settings of --output": settings_file(arguments.output)}
+    written = {
+        "--output": Path(arguments.output),
+        "the settings of --output": settings_file(arguments.output),
+    }
     for method in dict.fromkeys(arguments.methods):
         part = part_of(arguments.output, method)
         written |= {f"{method}'s part of --output": part, f"{method}'s settings": settings_file(part)}
-    check_targets(written, {"--inputs": task.examples, "--shot-pool": task.shot_pool,
-                            "--config": configs.path_of(arguments.config), "--tokenizer": run.tokenizer})
+    check_targets(
+        written,
+        {
+            "--inputs": task.examples,
+            "--shot-pool": task.shot_pool,
+            "--config": configs.path_of(arguments.config),
+            "--tokenizer": run.tokenizer,
+        },
+    )
 
 
-def resume_answers(path: str, settings: dict[str, Any], count: int
-                   ) -> tuple[dict[str, int], dict[str, dict[str, Any]], OutputFile]:
+def resume_answers(
+    path: str, settings: dict[str, Any], count: int
+) -> tuple[dict[str, int], dict[str, dict[str, Any]], OutputFile]:
     """Of each method in --output: how many answers stand there, and its figures; and the file, for more."""
     answers: dict[str, int] = {}
     figures: dict[str, dict[str, Any]] = {}
@@ -113,16 +133,22 @@ def resume_answers(path: str, settings: dict[str, Any], count: int
     return answers, figures, resume(path, settings, read)[1]
 
 
-def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | None, settings: dict[str, Any]
-           ) -> list[Output]:
+def decode(
+    cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | None, settings: dict[str, Any]
+) -> list[Output]:
     """The outputs of one method, kept in `part` on the way."""
     with contextlib.ExitStack() as stack:
         file, outputs = None, list[Output]()
         if part is not None:
             file, outputs = open_output(part, {**settings, "method": run.name}, texts)
             stack.enter_context(file)
-        fresh = cascade.generate(texts[len(outputs):], run.settings, truncate=run.truncate,
-                                 batch_size=run.batch_size, first_index=len(outputs))
+        fresh = cascade.generate(
+            texts[len(outputs) :],
+            run.settings,
+            truncate=run.truncate,
+            batch_size=run.batch_size,
+            first_index=len(outputs),
+        )
         for output in track(fresh, run.name, len(texts) - len(outputs), transient=True):
             outputs.append(output)
             if file is not None:
@@ -132,13 +158,19 @@ def decode(cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | N
 
 def evaluate(arguments: Arguments) -> None:
     task, screen = chosen_task(arguments), console()
-    run = dataclasses.replace(arguments.run, stop=(*arguments.run.stop, *task.stop),
-                              max_new_tokens=task.max_new_tokens)
+    run = dataclasses.replace(
+        arguments.run, stop=(*arguments.run.stop, *task.stop), max_new_tokens=task.max_new_tokens
+    )
     check(arguments, task, run)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
     kept = run.record("task", "missing", "examples", "method", "batch_size")
-    kept |= {"task": arguments.task, "inputs": task.examples, "shot_pool": task.shot_pool,
-             "shots": prompts.shots, "limit": arguments.limit}
+    kept |= {
+        "task": arguments.task,
+        "inputs": task.examples,
+        "shot_pool": task.shot_pool,
+        "shots": prompts.shots,
+        "limit": arguments.limit,
+    }
     with contextlib.ExitStack() as stack:
         written, finished, file = dict[str, int](), dict[str, dict[str, Any]](), None
         if arguments.output is not None:
@@ -146,9 +178,17 @@ def evaluate(arguments: Arguments) -> None:
             stack.enter_context(file)
         cascade = None
         for method in dict.fromkeys(arguments.methods):
-            described = {"config": arguments.config, "task": arguments.task, "method": method,
-                         "alpha": run.alpha, "temperature": run.temperature, "block_size": run.block_size,
-                         "seed": run.seed, "shot_seed": arguments.shot_seed, "shots": prompts.shots}
+            described = {
+                "config": arguments.config,
+                "task": arguments.task,
+                "method": method,
+                "alpha": run.alpha,
+                "temperature": run.temperature,
+                "block_size": run.block_size,
+                "seed": run.seed,
+                "shot_seed": arguments.shot_seed,
+                "shots": prompts.shots,
+            }
             title = f"{method}, alpha {run.alpha}, temperature {run.temperature}"
             if method in finished:
                 shown = {k: v for k, v in finished[method].items() if k not in described}
@@ -167,10 +207,18 @@ def evaluate(arguments: Arguments) -> None:
             if file is None or part is None:
                 continue
             results = marks.answers or [None] * len(outputs)
-            rows = [{"method": method, "index": output.index, "output": output.text, "answer": answer,
-                     "result": result, "counts": output.counts}
-                    for output, answer, result in zip(outputs, answers, results, strict=True)]
-            for line in (*rows[written.get(method, 0):], {**described, **figures}):
+            rows = [
+                {
+                    "method": method,
+                    "index": output.index,
+                    "output": output.text,
+                    "answer": answer,
+                    "result": result,
+                    "counts": output.counts,
+                }
+                for output, answer, result in zip(outputs, answers, results, strict=True)
+            ]
+            for line in (*rows[written.get(method, 0) :], {**described, **figures}):
                 file.add(line)
             for path in (part, settings_file(part)):
                 path.unlink(missing_ok=True)
@@ -179,14 +227,24 @@ def evaluate(arguments: Arguments) -> None:
 def figures_of(marks: Marks, outputs: list[Output]) -> dict[str, Any]:
     rates = summarize([output.counts for output in outputs])
     accepted = rates["acceptance_rate"]
-    return {**marks.figures, "rejection_rate": None if accepted is None else 1 - accepted, **rates,
-            "examples": len(outputs), "truncated": sum(output.truncated for output in outputs)}
+    return {
+        **marks.figures,
+        "rejection_rate": None if accepted is None else 1 - accepted,
+        **rates,
+        "examples": len(outputs),
+        "truncated": sum(output.truncated for output in outputs),
+    }
 
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "gemma2_2b_9b")
-    return tyro.cli(Arguments, default=Arguments(run, tyro.MISSING, name), args=argv, prog="fewshot.py",
-                    description=__doc__)
+    return tyro.cli(
+        Arguments,
+        default=Arguments(run, tyro.MISSING, name),
+        args=argv,
+        prog="fewshot.py",
+        description=__doc__,
+    )
 
 
 def main(argv: list[str]) -> int:

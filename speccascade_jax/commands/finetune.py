@@ -66,8 +66,13 @@ def check_router(config: str, run: RouterConfig, ship: bool) -> None:
 
 
 def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
-    arguments = tyro.cli(RouterArguments, default=RouterArguments(run, config), args=argv,
-                         prog="finetune.py", description=__doc__)
+    arguments = tyro.cli(
+        RouterArguments,
+        default=RouterArguments(run, config),
+        args=argv,
+        prog="finetune.py",
+        description=__doc__,
+    )
     run = arguments.run
     check_router(config, run, arguments.ship)
     screen = console()
@@ -75,8 +80,11 @@ def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
         screen.print(f"on texts held out: {what}: {figure:.4f}")
     if arguments.ship:
         write_whole(shipped_at(run), Path(run.output).read_text(encoding="utf-8"))
-    screen.print(f"written: {run.output}. Decode with it: python scripts/decode.py --config={run.pair} "
-                 f"--method {run.method} --alpha 0.1 --router {run.output}", soft_wrap=True)
+    screen.print(
+        f"written: {run.output}. Decode with it: python scripts/decode.py --config={run.pair} "
+        f"--method {run.method} --alpha 0.1 --router {run.output}",
+        soft_wrap=True,
+    )
 
 
 def finetune(argv: list[str]) -> None:
@@ -88,8 +96,9 @@ def finetune(argv: list[str]) -> None:
     if run is tyro.MISSING:  # of --help; without a config, no flag has a default
         run = load(SHOWN, TrainConfig)
         about = f"{__doc__}\nThe defaults shown are those of --config={SHOWN}.\n"
-    arguments = tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="finetune.py",
-                         description=about)
+    arguments = tyro.cli(
+        Arguments, default=Arguments(run, name), args=argv, prog="finetune.py", description=about
+    )
     metric = arguments.run.task.metric
     if metric not in METRICS:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")

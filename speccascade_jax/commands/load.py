@@ -72,9 +72,20 @@ class Server:
 
     def __init__(self, config: str, rows: int, queue: int):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from speccascade_jax.commands import main; sys.exit(main())",
-             "serve", f"--config={config}", "--port=0", f"--rows={rows}", f"--max-queue={queue}"],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            [
+                sys.executable,
+                "-c",
+                "import sys; from speccascade_jax.commands import main; sys.exit(main())",
+                "serve",
+                f"--config={config}",
+                "--port=0",
+                f"--rows={rows}",
+                f"--max-queue={queue}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         stdout = self.process.stdout
         self.url = "" if stdout is None else stdout.readline().strip()
 
@@ -127,8 +138,12 @@ class Alone:
         scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
         rows, _ = cascade.encode(self.texts)
         read = cascade.own_readings(self.texts)
-        scheduler.admit([Request(row, settings, n, lane.numbers(settings), own=reading)
-                         for n, (row, reading) in enumerate(zip(rows, read, strict=True))])
+        scheduler.admit(
+            [
+                Request(row, settings, n, lane.numbers(settings), own=reading)
+                for n, (row, reading) in enumerate(zip(rows, read, strict=True))
+            ]
+        )
         spent, placed = list[float](), list[tuple[float, int]]()
         for _ in range(ROUNDS):
             before, began = len(scheduler.waiting), time.perf_counter()
@@ -161,8 +176,10 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
             [row], _ = cascade.encode([body["prompt"]])
             with turn:
                 _, tokens = decode(row)
-            events: list[Any] = [{"choices": [{"text": cascade.tokenizer.decode(tokens)}]},
-                                 {"choices": [], "usage": {"completion_tokens": len(tokens)}}]
+            events: list[Any] = [
+                {"choices": [{"text": cascade.tokenizer.decode(tokens)}]},
+                {"choices": [], "usage": {"completion_tokens": len(tokens)}},
+            ]
             self.send_response(200)
             self.end_headers()
             for event in (*map(json.dumps, events), "[DONE]"):
@@ -196,8 +213,10 @@ def load(arguments: Arguments) -> None:
 
     def say(name: str, summary: dict[str, Any]) -> None:
         figures[name] = summary
-        shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                 for key, value in summary.items())
+        shown = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in summary.items()
+        )
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
     def body_of(number: int) -> Body:
@@ -205,13 +224,14 @@ def load(arguments: Arguments) -> None:
 
     seconds, queue, alone = 60 * arguments.minutes, 2 * arguments.clients, Alone(run, arguments.rows, texts)
     with contextlib.ExitStack() as stack:
-        server, single = (stack.enter_context(served(arguments.config, rows, queue))
-                       for rows in (arguments.rows, 1))
+        server, single = (
+            stack.enter_context(served(arguments.config, rows, queue)) for rows in (arguments.rows, 1)
+        )
         urls = {"saturated": server.url, "one_at_a_time": single.url}
         if arguments.vs_transformers:
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
-            asyncio.run(closed_loop(url, bodies[:arguments.clients], arguments.clients))
+            asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
         speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
         for _ in range(PASSES):
             speeds.append(alone.tokens_per_second())
@@ -227,15 +247,23 @@ def load(arguments: Arguments) -> None:
             others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
             ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
             against = "decode.py" if name == "saturated" else "it"
-            say(name, merged(measured).summary() | {
-                f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]})
+            say(
+                name,
+                merged(measured).summary()
+                | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
+            )
         rate = median(load.requests_per_second for load in loads["saturated"])
         half = asyncio.run(open_loop(server.url, body_of, rate / 2, min(seconds, 60)))
-        say("half_load", half.summary() | {
-            "three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]})
+        say(
+            "half_load",
+            half.summary() | {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]},
+        )
         memory: list[float] = []
-        over = asyncio.run(open_loop(server.url, body_of, 1.2 * rate, seconds,
-                                     watch=lambda: memory.append(server.megabytes())))
+        over = asyncio.run(
+            open_loop(
+                server.url, body_of, 1.2 * rate, seconds, watch=lambda: memory.append(server.megabytes())
+            )
+        )
         say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
     if arguments.output is not None:
         write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")

@@ -77,8 +77,12 @@ def read_inputs(arguments: Arguments) -> list[str]:
         if Path(task.validation).exists():
             return [source for source, _ in joined_examples(task, task.validation)[:limit]]
     if not run.examples:
-        raise FieldError("input", None, "give --input.",
-                         f"config {arguments.config} has neither a task whose texts are here nor examples")
+        raise FieldError(
+            "input",
+            None,
+            "give --input.",
+            f"config {arguments.config} has neither a task whose texts are here nor examples",
+        )
     return list(run.examples[:limit])
 
 
@@ -91,27 +95,42 @@ def check(arguments: Arguments) -> None:
     if not run.lossless:
         raise FieldError("method", run.name, "give --method speculative: a plan is of lossless decoding.")
     if VOCABULARIES[run.vocabulary].drafts is not None:
-        raise FieldError("vocabulary", run.vocabulary, "give --vocabulary tli.",
-                         f"a plan needs every drafter's distribution, which {run.vocabulary} has not")
+        raise FieldError(
+            "vocabulary",
+            run.vocabulary,
+            "give --vocabulary tli.",
+            f"a plan needs every drafter's distribution, which {run.vocabulary} has not",
+        )
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":
-            raise FieldError("output", str(path), "a config file's name ends in .py.",
-                             f"--output is {path}")
+            raise FieldError("output", str(path), "a config file's name ends in .py.", f"--output is {path}")
         check_targets({"--output": path}, {"--config": configs.path_of(a.config)})
         if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
-            raise FieldError("output", str(path), "delete it or name another.",
-                             f"--output is {path}, which holds something else")
+            raise FieldError(
+                "output",
+                str(path),
+                "delete it or name another.",
+                f"--output is {path}, which holds something else",
+            )
 
 
-def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
-             ) -> tuple[Candidates, Contestant]:
+def measured(
+    arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
+) -> tuple[Candidates, Contestant]:
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
     pace later: how long a call of the target takes that reads one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
-    outputs = list(track(cascade.generate(texts, alone, truncate=True, batch_size=8), "the target's texts",
-                         len(texts), transient=True, console=screen))
+    outputs = list(
+        track(
+            cascade.generate(texts, alone, truncate=True, batch_size=8),
+            "the target's texts",
+            len(texts),
+            transient=True,
+            console=screen,
+        )
+    )
     accepted = acceptances(cascade, outputs, settings)
     rows = cascade.encode(texts, truncate=True)[0]
     widest = arguments.max_block + 1
@@ -121,8 +140,9 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
         return track(work, name, transient=True, console=screen)
 
     width = cascade.bucket(int(np.median(list(map(len, rows)))))
-    seconds, besides = call_seconds(cascade, widths, settings, source_length=width,
-                                    repetitions=arguments.repetitions, track=shown)
+    seconds, besides = call_seconds(
+        cascade, widths, settings, source_length=width, repetitions=arguments.repetitions, track=shown
+    )
     watch = step_watch(cascade, settings, width)
 
     def step(index: int, text: str) -> tuple[float, None]:
@@ -133,9 +153,16 @@ def measured(arguments: Arguments, cascade: Cascade, names: tuple[str, ...], tex
     return Candidates(names, pace * seconds, accepted, lengths, once, pace * besides), step
 
 
-def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.ndarray, "M N"],
-                 rounds: Float[np.ndarray, "M M"], settings: Settings, texts: list[str],
-                 step: Contestant, screen: Console) -> tuple[float, Float[np.ndarray, " M"]]:
+def text_seconds(
+    cascade: Cascade,
+    names: tuple[str, ...],
+    seconds: Float[np.ndarray, "M N"],
+    rounds: Float[np.ndarray, "M M"],
+    settings: Settings,
+    texts: list[str],
+    step: Contestant,
+    screen: Console,
+) -> tuple[float, Float[np.ndarray, " M"]]:
     """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
     what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
     Python, and that the first rounds of a text are slower than those that are timed for long.
@@ -155,9 +182,20 @@ def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.nda
     def besides(name: str, calls: Float[np.ndarray, " N"], a_round: float) -> float:
         spent, outputs = runs[name]
         a_round += seconds[-1, block + 1]
-        return float(np.mean(spent - pace * np.array([
-            output.counts["drafter_passes"] * calls[1] + output.counts["rounds"] * a_round
-            if "rounds" in output.counts else len(output.tokens) * calls[1] for output in outputs])))
+        return float(
+            np.mean(
+                spent
+                - pace
+                * np.array(
+                    [
+                        output.counts["drafter_passes"] * calls[1] + output.counts["rounds"] * a_round
+                        if "rounds" in output.counts
+                        else len(output.tokens) * calls[1]
+                        for output in outputs
+                    ]
+                )
+            )
+        )
 
     *drafters, once = map(besides, names, seconds, rounds[:, -1])
     return pace, np.maximum([*(drafter - once for drafter in drafters), once], 0)
@@ -165,21 +203,36 @@ def text_seconds(cascade: Cascade, names: tuple[str, ...], seconds: Float[np.nda
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
     names, columns = candidates.names, [n for n in WIDTHS if n < candidates.call_seconds.shape[1]]
-    table = Table("model", *(f"{n} tokens" if n > 1 else "1 token" for n in columns),
-                  "a text besides", title="ms of a call that reads", title_justify="left")
+    table = Table(
+        "model",
+        *(f"{n} tokens" if n > 1 else "1 token" for n in columns),
+        "a text besides",
+        title="ms of a call that reads",
+        title_justify="left",
+    )
     for name, seconds, once in zip(names, candidates.call_seconds, candidates.text_seconds, strict=True):
         table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns), f"{1e3 * once:.2f}")
     screen.print(table)
-    show_pairs("ms of a round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2,
-               screen)
+    show_pairs(
+        "ms of a round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2, screen
+    )
     show_pairs("acceptance", "tokens of", "accepted by", names, candidates.acceptance, 3, screen)
     for j, i, k, excess in triangle_violations(candidates.acceptance):
-        screen.print(f"the acceptances of {names[j]}, {names[i]} and {names[k]} break the triangle "
-                     f"inequality by {excess:.3f}: measured on too few texts.")
+        screen.print(
+            f"the acceptances of {names[j]}, {names[i]} and {names[k]} break the triangle "
+            f"inequality by {excess:.3f}: measured on too few texts."
+        )
 
 
-def show_pairs(title: str, row: str, column: str, names: tuple[str, ...], values: Float[np.ndarray, "M M"],
-               digits: int, screen: Console) -> None:
+def show_pairs(
+    title: str,
+    row: str,
+    column: str,
+    names: tuple[str, ...],
+    values: Float[np.ndarray, "M M"],
+    digits: int,
+    screen: Console,
+) -> None:
     table = Table(row, *(f"{column} {name}" for name in names[1:]), title=title, title_justify="left")
     for j, name in enumerate(names[:-1]):
         table.add_row(name, *("" if i <= j else f"{values[j, i]:.{digits}f}" for i in range(1, len(names))))
@@ -196,8 +249,11 @@ def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
 def of_models(cascade: Cascade, names: tuple[str, ...], models: Sequence[str]) -> Cascade:
     """Those of a cascade's models."""
     chosen = [names.index(name) for name in models]
-    return dataclasses.replace(cascade, models=tuple(cascade.models[n] for n in chosen),
-                               params=tuple(cascade.params[n] for n in chosen))
+    return dataclasses.replace(
+        cascade,
+        models=tuple(cascade.models[n] for n in chosen),
+        params=tuple(cascade.params[n] for n in chosen),
+    )
 
 
 def decode(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple[float, Output]:
@@ -206,31 +262,45 @@ def decode(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple
     return cascade.clock.decode_seconds - before, output
 
 
-def in_turn_here(contestants: dict[str, Contestant], cascade: Cascade, texts: list[str], screen: Console
-                 ) -> dict[str, tuple[Float[np.ndarray, " texts"], list[Output]]]:
+def in_turn_here(
+    contestants: dict[str, Contestant], cascade: Cascade, texts: list[str], screen: Console
+) -> dict[str, tuple[Float[np.ndarray, " texts"], list[Output]]]:
     """Of each contestant: seconds for each text, the median of TRIALS, and the outputs."""
-    shapes = {cascade.bucket(len(row)): text for text, row in
-              zip(texts, cascade.encode(texts, truncate=True)[0], strict=True) if row}
+    shapes = {
+        cascade.bucket(len(row)): text
+        for text, row in zip(texts, cascade.encode(texts, truncate=True)[0], strict=True)
+        if row
+    }
     for contestant in track(contestants.values(), "compiling", transient=True, console=screen):
         for text in shapes.values():
             contestant(0, text)
-    numbered = {name: (lambda n, text, contestant=contestant: contestant(n % len(texts), text))
-                for name, contestant in contestants.items()}
+    numbered = {
+        name: (lambda n, text, contestant=contestant: contestant(n % len(texts), text))
+        for name, contestant in contestants.items()
+    }
     results = in_turn(numbered, track(texts * TRIALS, "timing", transient=True, console=screen))
-    return {name: (np.median(np.reshape([seconds for seconds, _ in runs], (TRIALS, -1)), axis=0),
-                   [output for _, output in runs[:len(texts)]]) for name, runs in results.items()}
+    return {
+        name: (
+            np.median(np.reshape([seconds for seconds, _ in runs], (TRIALS, -1)), axis=0),
+            [output for _, output in runs[: len(texts)]],
+        )
+        for name, runs in results.items()
+    }
 
 
 def runs_of(plans: dict[str, PlannedHierarchy], settings: Settings) -> Runs:
     """How each plan decodes."""
-    return {name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings),
-                                             hand_over=plan.hand_over)) for name, plan in plans.items()}
+    return {
+        name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings), hand_over=plan.hand_over))
+        for name, plan in plans.items()
+    }
 
 
 def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) -> Runs:
     """The pair in adaptive blocks of at most `most` tokens."""
-    lossless = dataclasses.replace(settings, method="speculative", alpha=0.0, block_size="adaptive",
-                                   max_block_size=max_block)
+    lossless = dataclasses.replace(
+        settings, method="speculative", alpha=0.0, block_size="adaptive", max_block_size=max_block
+    )
     return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
 
 
@@ -239,11 +309,12 @@ class Measured(NamedTuple):
 
     seconds: Float[np.ndarray, " texts"]  # of each text
     per_token: float
-    speedup: tuple[float, float]          # quartiles over texts: how many times as fast as the target
+    speedup: tuple[float, float]  # quartiles over texts: how many times as fast as the target
 
 
-def measured_times(runs: Runs, cascade: Cascade, names: tuple[str, ...],
-                   texts: list[str], step: Contestant, screen: Console) -> tuple[float, dict[str, Measured]]:
+def measured_times(
+    runs: Runs, cascade: Cascade, names: tuple[str, ...], texts: list[str], step: Contestant, screen: Console
+) -> tuple[float, dict[str, Measured]]:
     """The seconds of a `step` meanwhile, and each run's."""
     contestants = {STEP: step}
     for name, (plan, settings) in runs.items():
@@ -257,20 +328,28 @@ def measured_times(runs: Runs, cascade: Cascade, names: tuple[str, ...],
     return now, times
 
 
-def show_runs(runs: Runs, pace: float, times: dict[str, Measured],
-              screen: Console) -> None:
+def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Console) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
     at that pace: what is left between the two is not the machine's. Of adaptive blocks there are none."""
-    table = Table(Column("plan", no_wrap=True), "models", "block sizes", "predicted ms", "times as fast",
-                  *(("measured ms", "speedup (quartiles)") if times else ()), title="time a token",
-                  title_justify="left")
+    table = Table(
+        Column("plan", no_wrap=True),
+        "models",
+        "block sizes",
+        "predicted ms",
+        "times as fast",
+        *(("measured ms", "speedup (quartiles)") if times else ()),
+        title="time a token",
+        title_justify="left",
+    )
     whole = runs["target"][0].seconds_per_token
     for name, (plan, settings) in runs.items():
         row = [name, ", ".join(plan.models), f"up to {settings.max_block_size}", "-", "-"]
         if not settings.adaptive:
-            row[2:] = (", ".join(map(str, plan.block_sizes)) or "-",
-                       f"{1e3 * pace * plan.seconds_per_token:.3f}",
-                       f"{whole / plan.seconds_per_token:.2f}")
+            row[2:] = (
+                ", ".join(map(str, plan.block_sizes)) or "-",
+                f"{1e3 * pace * plan.seconds_per_token:.3f}",
+                f"{whole / plan.seconds_per_token:.2f}",
+            )
         if times:
             seconds, (low, high) = times[name].per_token, times[name].speedup
             row += [
@@ -280,8 +359,11 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured],
         table.add_row(*row)
     screen.print(table)
     if times:
-        screen.print(f"While plans were compared, {STEP} took {pace:.2f} times as long as when they were "
-                     "made: predictions are at that pace.", soft_wrap=True)
+        screen.print(
+            f"While plans were compared, {STEP} took {pace:.2f} times as long as when they were "
+            "made: predictions are at that pace.",
+            soft_wrap=True,
+        )
 
 
 def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
@@ -291,29 +373,45 @@ def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, fl
     drafter, verifier = map(candidates.names.index, plan.models)
     seconds, (size,) = candidates.call_seconds, plan.block_sizes
     cost = (size + 1) * seconds[drafter, 1] + candidates.round_seconds[drafter, verifier, size]
-    return {"acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
-            "round_cost": round(float(cost / seconds[verifier, 1]), 3)}
+    return {
+        "acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
+        "round_cost": round(float(cost / seconds[verifier, 1]), 3),
+    }
 
 
-def write_config(path: str, arguments: Arguments, plan: PlannedHierarchy, paths: dict[str, str], told: str,
-                 changes: dict[str, Any]) -> None:
+def write_config(
+    path: str,
+    arguments: Arguments,
+    plan: PlannedHierarchy,
+    paths: dict[str, str],
+    told: str,
+    changes: dict[str, Any],
+) -> None:
     """A config file that loads `config` with the plan's models and with `changes`; told: its time."""
     loaded = configs.load(arguments.config)
     models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
-        arguments.run, models=models, planned_for=models, method="speculative", alpha=0.0, **changes)
-    changed = [f"{field.name}={getattr(chosen, field.name)!r}" for field in dataclasses.fields(chosen)
-               if getattr(chosen, field.name) != getattr(loaded, field.name)]
+        arguments.run, models=models, planned_for=models, method="speculative", alpha=0.0, **changes
+    )
+    changed = [
+        f"{field.name}={getattr(chosen, field.name)!r}"
+        for field in dataclasses.fields(chosen)
+        if getattr(chosen, field.name) != getattr(loaded, field.name)
+    ]
     write_whole(
-        path, f"# {PLANNED} from {arguments.config!r}: {told}.\n\n"
+        path,
+        f"# {PLANNED} from {arguments.config!r}: {told}.\n\n"
         "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
-        f"config = dataclasses.replace(\n    load({arguments.config!r}),\n    " + ",\n    ".join(changed)
-        + ")\n")
+        f"config = dataclasses.replace(\n    load({arguments.config!r}),\n    "
+        + ",\n    ".join(changed)
+        + ")\n",
+    )
 
 
 def fastest(runs: Runs, times: dict[str, Measured]) -> str:
     """The planned hierarchy; adaptive blocks where they are surely faster than it and the best pair were
     (95%, paired over texts), the fastest of those."""
+
     def surely(name: str) -> bool:
         drawn = resamples(len(times[name].seconds))
         rival, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, "hierarchy", "pair"))
@@ -351,18 +449,33 @@ def plan(arguments: Arguments) -> None:
     if arguments.output is not None:
         name = fastest(runs, times)
         chosen, settings = runs[name]
-        told = (f"{1e3 * times[name].per_token:.3f} ms a token measured" if times else
-                f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted")
-        write_config(arguments.output, arguments, chosen, paths, f"{name}, {told}",
-                     {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen))
+        told = (
+            f"{1e3 * times[name].per_token:.3f} ms a token measured"
+            if times
+            else f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted"
+        )
+        write_config(
+            arguments.output,
+            arguments,
+            chosen,
+            paths,
+            f"{name}, {told}",
+            {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen),
+        )
         screen.print(f"written: {arguments.output} ({name}); decode with --config={arguments.output}")
 
 
 def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
     """The best pair, where the target alone is better."""
     names = candidates.names
-    return min((predict(candidates, (name, names[-1]), (size,)) for name in names[:-1]
-                for size in range(1, max_block + 1)), key=lambda plan: plan.seconds_per_token)
+    return min(
+        (
+            predict(candidates, (name, names[-1]), (size,))
+            for name in names[:-1]
+            for size in range(1, max_block + 1)
+        ),
+        key=lambda plan: plan.seconds_per_token,
+    )
 
 
 def short_names(paths: list[str]) -> dict[str, str]:

@@ -21,13 +21,21 @@ class Report:
         self.screen, self.path = console(), path
         folder = Path(__file__).parent
         try:
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True,
-                                    text=True).stdout.strip()
+            commit = subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
+            ).stdout.strip()
         except OSError:
             commit = ""
-        self.stamp = {"device": device or jax.devices()[0].device_kind, "machine": platform.machine(),
-                      "threads": os.cpu_count(), "dtype": dtype, "jax": jax.__version__, "commit": commit,
-                      "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv)}
+        self.stamp = {
+            "device": device or jax.devices()[0].device_kind,
+            "machine": platform.machine(),
+            "threads": os.cpu_count(),
+            "dtype": dtype,
+            "jax": jax.__version__,
+            "commit": commit,
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(sys.argv),
+        }
         self.screen.print(table_of({k: v for k, v in self.stamp.items() if k != "command"}, "measured on"))
 
     def table(self, title: str, figures: dict[str, Any]) -> None:

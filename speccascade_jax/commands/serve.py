@@ -1,7 +1,7 @@
 """Serve a cascade over HTTP, in OpenAI's wire format.
 
-    python scripts/serve.py --config=demo --port=8000
-    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
+python scripts/serve.py --config=demo --port=8000
+curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
 """
 
 import dataclasses
@@ -94,8 +94,9 @@ def keys_in(path: str) -> list[str]:
     try:
         text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"--api-key-file {path} is not UTF-8: convert it first (iconv -f latin1 -t "
-                         "utf-8).") from None
+        raise ValueError(
+            f"--api-key-file {path} is not UTF-8: convert it first (iconv -f latin1 -t utf-8)."
+        ) from None
     except ValueError as error:
         raise ValueError(f"--api-key-file: {error}") from None
     keys = [line.strip() for line in text.splitlines() if line.strip()]
@@ -115,8 +116,9 @@ def bound(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
         listening.listen()  # until then another server may bind the same address
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or "
-                         "--port.") from None
+        raise ValueError(
+            f"cannot listen at {host}, port {port}: {error}; give another --host or --port."
+        ) from None
     return listening
 
 
@@ -124,8 +126,12 @@ class JsonLines(logging.Formatter):
     """A log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": round(record.created, 3), "level": record.levelname.lower(),
-                                "message": record.getMessage(), **getattr(record, "fields", {})}
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -153,13 +159,16 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
         if VOCABULARIES[run.vocabulary].drafts is not None:
             raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
     mesh = local_mesh()
-    return {name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
-            for name, run in named.items()}
+    return {
+        name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
+        for name, run in named.items()
+    }
 
 
 def serve(arguments: Arguments) -> None:
-    at_least(1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk,
-             max_body=arguments.max_body)
+    at_least(
+        1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk, max_body=arguments.max_body
+    )
     at_least(0, max_queue=arguments.max_queue)
     for name, seconds in (("timeout", arguments.timeout), ("drain-seconds", arguments.drain_seconds)):
         if not 0 < seconds < 1e9:
@@ -173,15 +182,27 @@ def serve(arguments: Arguments) -> None:
         from speccascade_jax.serving.models import ServedModel
     except ImportError as error:
         raise ValueError(f"{error.name} is missing; {MISSING}") from None
-    limits = Limits(seconds=arguments.timeout, body_bytes=arguments.max_body, keys=keys(arguments),
-                    origins=arguments.cors, page=arguments.page == "on", log_texts=arguments.log_texts)
+    limits = Limits(
+        seconds=arguments.timeout,
+        body_bytes=arguments.max_body,
+        keys=keys(arguments),
+        origins=arguments.cors,
+        page=arguments.page == "on",
+        log_texts=arguments.log_texts,
+    )
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
-    models = [ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
-              for name, (run, cascade) in cascades(arguments).items()]
+    models = [
+        ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
+        for name, (run, cascade) in cascades(arguments).items()
+    ]
     metrics = Metrics()
-    engine = Engine([lane for model in models for lane in model.lanes.values()], arguments.max_queue,
-                    arguments.rounds, metrics.heard)
+    engine = Engine(
+        [lane for model in models for lane in model.lanes.values()],
+        arguments.max_queue,
+        arguments.rounds,
+        metrics.heard,
+    )
 
     class Server(uvicorn.Server):
         """Stops when nothing runs any more; at once at the second signal."""
@@ -207,9 +228,18 @@ def serve(arguments: Arguments) -> None:
     sys.stdout.flush()
     app = create_app(models, engine, metrics, limits)
     sys.setswitchinterval(SWITCH)
-    server = Server(uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", server_header=False, timeout_keep_alive=30,
-        timeout_graceful_shutdown=5, h11_max_incomplete_event_size=2**16))
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+            h11_max_incomplete_event_size=2**16,
+        )
+    )
     try:
         server.run(sockets=[listening])
     finally:
@@ -224,8 +254,9 @@ def serve(arguments: Arguments) -> None:
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(Arguments, default=Arguments(run, config=name), args=argv, prog="serve.py",
-                    description=__doc__)
+    return tyro.cli(
+        Arguments, default=Arguments(run, config=name), args=argv, prog="serve.py", description=__doc__
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -48,8 +48,14 @@ from speccascade_jax.settings import NAMED, Settings, named
 from speccascade_jax.training.data import joined_examples
 
 # Fields of a config that stand with each point, or that change no result.
-SWEPT = (*(field.name for field in dataclasses.fields(Settings)), "batch_size", "truncate", "task", "missing",
-         "examples")
+SWEPT = (
+    *(field.name for field in dataclasses.fields(Settings)),
+    "batch_size",
+    "truncate",
+    "task",
+    "missing",
+    "examples",
+)
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
 POINT = ("method", "alpha", "block_size", "temperature", *TRUNCATIONS)  # what a sweep varies
@@ -101,26 +107,44 @@ class Arguments:
 def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """The paper's Table 2, its two parts for each temperature and top-p."""
     for (temperature, top_p), methods in table_two(comparisons).items():
-        verifier = next(r for r in comparisons if r.name == "verifier"
-                        and (r.point.temperature, r.point.top_p) == (temperature, top_p))
+        verifier = next(
+            r
+            for r in comparisons
+            if r.name == "verifier" and (r.point.temperature, r.point.top_p) == (temperature, top_p)
+        )
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
-        quickest = _table(f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
-                          "times as fast (95%)", "predicted")
-        highest = _table(f"{where}: best within the verifier's time",
-                         metric, "over the verifier (95%)", "time", "predicted")
+        quickest = _table(
+            f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
+            "times as fast (95%)",
+            "predicted",
+        )
+        highest = _table(
+            f"{where}: best within the verifier's time",
+            metric,
+            "over the verifier (95%)",
+            "time",
+            "predicted",
+        )
         for method, (fast, good) in methods.items():
             row = [method, *"----"]
             if fast is not None and fast.time is not None:
                 share, (low, high), predicted = fast.time
-                row[1:] = [*_setting(fast), f"{1 / share:.2f} ({1 / high:.2f} to {1 / low:.2f})",
-                           f"{1 / predicted:.2f}"]
+                row[1:] = [
+                    *_setting(fast),
+                    f"{1 / share:.2f} ({1 / high:.2f} to {1 / low:.2f})",
+                    f"{1 / predicted:.2f}",
+                ]
             quickest.add_row(*row)
             row = [method, *"------"]
             if good is not None and good.time is not None:
                 gain = good.quality - verifier.quality
-                row[1:] = [*_setting(good), f"{good.quality:.2f}",
-                           f"{gain:+.2f} ({_difference(good.gain)})",
-                           f"{good.time.share:.2f}", f"{good.time.predicted:.2f}"]
+                row[1:] = [
+                    *_setting(good),
+                    f"{good.quality:.2f}",
+                    f"{gain:+.2f} ({_difference(good.gain)})",
+                    f"{good.time.share:.2f}",
+                    f"{good.time.predicted:.2f}",
+                ]
             highest.add_row(*row)
         screen.print(quickest, highest)
 
@@ -144,15 +168,32 @@ def _difference(interval: tuple[float, float]) -> str:
 
 def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
     """Every point: what was measured, and what was predicted."""
-    table = Table("method", "alpha", "block size", "temp.", "top-p", metric, "over the verifier (95%)",
-                  "over the drafter (95%)", "time (95%)", "predicted", "deferred", "rejected",
-                  "calls a token")
+    table = Table(
+        "method",
+        "alpha",
+        "block size",
+        "temp.",
+        "top-p",
+        metric,
+        "over the verifier (95%)",
+        "over the drafter (95%)",
+        "time (95%)",
+        "predicted",
+        "deferred",
+        "rejected",
+        "calls a token",
+    )
     for r in comparisons:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
         rates = r.time.predicted if r.time else None, r.deferral_rate, r.rejection_rate, r.calls_per_token
-        table.add_row(*("-" if x is None else str(x) for x in _fields(r)),
-                      f"{r.quality:.2f}", _difference(r.gain), _difference(r.gain_over_drafter), time,
-                      *("-" if x is None else f"{x:.2f}" for x in rates))
+        table.add_row(
+            *("-" if x is None else str(x) for x in _fields(r)),
+            f"{r.quality:.2f}",
+            _difference(r.gain),
+            _difference(r.gain_over_drafter),
+            time,
+            *("-" if x is None else f"{x:.2f}" for x in rates),
+        )
     screen.print(table)
 
 
@@ -164,7 +205,7 @@ class Measurements:
 
     def __init__(self, arguments: Arguments, task: Task, split: str, screen: Console):
         self.arguments, self.task, self.screen = arguments, task, screen
-        examples = joined_examples(task, getattr(task, split))[:arguments.limit]
+        examples = joined_examples(task, getattr(task, split))[: arguments.limit]
         if not examples:
             raise FieldError("split", split, "name another --split.", f"the {split} split is empty")
         self.sources = [source for source, _ in examples]
@@ -179,18 +220,31 @@ class Measurements:
         for point in points:  # before any is decoded
             batched.checked(point, {})
         qualities = measure_quality(
-            batched, points, sources, self.references, metric, folder / "quality.jsonl", self.settings,
-            batch_size=run.batch_size, track=self._track)
+            batched,
+            points,
+            sources,
+            self.references,
+            metric,
+            folder / "quality.jsonl",
+            self.settings,
+            batch_size=run.batch_size,
+            track=self._track,
+        )
         self._say("quality", batched, points)
         latencies = {}
         if self.arguments.timed:
-            chosen = np.random.default_rng(run.seed).permutation(len(sources))[:self.arguments.timed]
+            chosen = np.random.default_rng(run.seed).permutation(len(sources))[: self.arguments.timed]
             timed = [sources[n] for n in chosen]
             single = self._padded_alike(timed, None)
             latencies = measure_latency(
-                single, points, timed, folder / "latency.jsonl",
+                single,
+                points,
+                timed,
+                folder / "latency.jsonl",
                 {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
-                trials=self.arguments.trials, track=self._track)
+                trials=self.arguments.trials,
+                track=self._track,
+            )
             self._say("latency", single, points)
         return compare(metric, qualities, latencies)
 
@@ -205,9 +259,11 @@ class Measurements:
 
     def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
         clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
-        self.screen.print(f"{what}: {len(points)} points of {programs} methods and block sizes; "
-                          f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
-                          f"decoding {clock.decode_seconds:.0f} s.")
+        self.screen.print(
+            f"{what}: {len(points)} points of {programs} methods and block sizes; "
+            f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
+            f"decoding {clock.decode_seconds:.0f} s."
+        )
 
 
 def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
@@ -224,9 +280,12 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
                 panel: max(r.quality for r in comparisons if r.point.name == "verifier" and r.panel == panel)
                 for panel in goals
             }
-        choices = [fastest([r for r in candidates if r.panel == panel],
-                           goal if target in QUALITIES else float(target))
-                   for panel, goal in goals.items()]
+        choices = [
+            fastest(
+                [r for r in candidates if r.panel == panel], goal if target in QUALITIES else float(target)
+            )
+            for panel, goal in goals.items()
+        ]
         chosen = fastest([r for r in choices if r is not None], -math.inf)
         wish = f"{metric} of at least {target}"
     if chosen is None:
@@ -234,53 +293,77 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
     return chosen, wish
 
 
-def pick(arguments: Arguments, metric: str, comparisons: list[Comparison], test: Measurements | None,
-         screen: Console) -> None:
+def pick(
+    arguments: Arguments,
+    metric: str,
+    comparisons: list[Comparison],
+    test: Measurements | None,
+    screen: Console,
+) -> None:
     """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
     chosen, wish = choose(arguments, metric, comparisons)
     point = chosen.point
-    quality = f"{metric} {chosen.quality:.2f}" if chosen.verifier_quality is None else (
-        f"the verifier's own distribution ({metric} {chosen.verifier_quality:.2f})")
+    quality = (
+        f"{metric} {chosen.quality:.2f}"
+        if chosen.verifier_quality is None
+        else (f"the verifier's own distribution ({metric} {chosen.verifier_quality:.2f})")
+    )
     promise = f"{quality} in {_time(chosen)} on {arguments.split}"
     run = dataclasses.replace(
-        arguments.run, batch_size=configs.load(arguments.config).batch_size,
-        **{name: getattr(point, name) for name in POINT})
+        arguments.run,
+        batch_size=configs.load(arguments.config).batch_size,
+        **{name: getattr(point, name) for name in POINT},
+    )
     write_config(Path(arguments.pick), arguments.config, run, promise)
-    screen.print(f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, block size "
-                 f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Run it: "
-                 f"python scripts/decode.py --config={arguments.pick}")
+    screen.print(
+        f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, block size "
+        f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Run it: "
+        f"python scripts/decode.py --config={arguments.pick}"
+    )
     _say_drafter(chosen, comparisons, screen)
     if test is not None:
         name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
         points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
         measured = test.measure(points, Path(arguments.output) / name)
         tested, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
-        screen.print(f"on test: {metric} {tested.quality:.2f}, the verifier {verifier.quality:.2f} "
-                     f"(difference {_difference(tested.gain)}), in {_time(tested)}.")
+        screen.print(
+            f"on test: {metric} {tested.quality:.2f}, the verifier {verifier.quality:.2f} "
+            f"(difference {_difference(tested.gain)}), in {_time(tested)}."
+        )
         _say_drafter(tested, measured, screen)
 
 
 def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
     """The simplest rival of what was picked: no verifier."""
     drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
-    screen.print(f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
-                 f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}.")
+    screen.print(
+        f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
+        f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}."
+    )
 
 
 def _time(r: Comparison) -> str:
-    return "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(
-        r.time.share, *r.time.interval) if r.time else "a time that was not measured"
+    return (
+        "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(r.time.share, *r.time.interval)
+        if r.time
+        else "a time that was not measured"
+    )
 
 
 def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> None:
     """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
     loaded = configs.load(config)
-    changed = [f"{field.name}={getattr(run, field.name)!r}" for field in dataclasses.fields(run)
-               if field.name in POINT or getattr(run, field.name) != getattr(loaded, field.name)]
+    changed = [
+        f"{field.name}={getattr(run, field.name)!r}"
+        for field in dataclasses.fields(run)
+        if field.name in POINT or getattr(run, field.name) != getattr(loaded, field.name)
+    ]
     write_whole(
-        path, f"# {PICKED} from {config!r}: {promise}.\n\n"
+        path,
+        f"# {PICKED} from {config!r}: {promise}.\n\n"
         "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
-        f"config = dataclasses.replace(\n    load({config!r}),\n    " + ",\n    ".join(changed) + ")\n")
+        f"config = dataclasses.replace(\n    load({config!r}),\n    " + ",\n    ".join(changed) + ")\n",
+    )
 
 
 def check(arguments: Arguments) -> None:
@@ -292,8 +375,9 @@ def check(arguments: Arguments) -> None:
     numbers = [size for size in a.block_sizes or () if isinstance(size, int)]
     at_most(a.run.max_new_tokens, block_sizes=max(numbers, default=1))  # no draft is longer than a text
     if a.at_quality is not None and a.at_latency is not None:
-        raise FieldError("at_latency", a.at_latency, "give one.",
-                         "--at-quality and --at-latency exclude each other")
+        raise FieldError(
+            "at_latency", a.at_latency, "give one.", "--at-quality and --at-latency exclude each other"
+        )
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
         raise FieldError("at_latency", a.at_latency, "write a share of the verifier's time above 0.")
     if a.at_quality not in (None, *QUALITIES) and not _finite(a.at_quality):
@@ -318,8 +402,12 @@ def check_pick(path: Path, folder: Path, config: str) -> None:
     if path.exists() or path.resolve().parent != folder.resolve():  # that one is made for the sweep
         check_targets({"--pick": path}, {"--config": configs.path_of(config), "--output": folder})
     if path.is_file() and not path.read_bytes().startswith(f"# {PICKED}".encode()):
-        raise FieldError("pick", str(path), "delete it or name another file.",
-                         f"--pick is {path}, which holds something else")
+        raise FieldError(
+            "pick",
+            str(path),
+            "delete it or name another file.",
+            f"--pick is {path}, which holds something else",
+        )
 
 
 def make_folder(folder: Path) -> None:
@@ -328,8 +416,12 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise FieldError("output", str(folder), "name another.", f"--output is {folder}, which is no folder "
-                         f"to write in ({error.strerror})") from None
+        raise FieldError(
+            "output",
+            str(folder),
+            "name another.",
+            f"--output is {folder}, which is no folder to write in ({error.strerror})",
+        ) from None
 
 
 def sweep(arguments: Arguments) -> None:
@@ -337,9 +429,16 @@ def sweep(arguments: Arguments) -> None:
     block_sizes: Any = arguments.block_sizes
     if block_sizes is None:
         block_sizes = (5 if isinstance(arguments.run.block_size, int) else arguments.run.block_size,)
-    points = grid(arguments.run.settings, arguments.methods, arguments.alphas, block_sizes,
-                  arguments.temperatures, [None if p == 1 else p for p in arguments.top_ps],
-                  arguments.truncations, {**NAMED, **named(arguments.run.samplers)})
+    points = grid(
+        arguments.run.settings,
+        arguments.methods,
+        arguments.alphas,
+        block_sizes,
+        arguments.temperatures,
+        [None if p == 1 else p for p in arguments.top_ps],
+        arguments.truncations,
+        {**NAMED, **named(arguments.run.samplers)},
+    )
     check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
@@ -363,8 +462,13 @@ def sweep(arguments: Arguments) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(Arguments, default=Arguments(dataclasses.replace(run, batch_size=32), name), args=argv,
-                    prog="tradeoff.py", description=__doc__)
+    return tyro.cli(
+        Arguments,
+        default=Arguments(dataclasses.replace(run, batch_size=32), name),
+        args=argv,
+        prog="tradeoff.py",
+        description=__doc__,
+    )
 
 
 def main(argv: list[str]) -> int:

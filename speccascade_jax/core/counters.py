@@ -13,10 +13,10 @@ Array = jax.Array
 class Counters(NamedTuple):
     """Of speculative decoding. Tokens cut off by the end of the text are neither emitted nor accepted."""
 
-    rounds: Int[Array, " B"]       # = verifier calls
+    rounds: Int[Array, " B"]  # = verifier calls
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
-    deferred: Int[Array, " B"]     # drafted positions at which the rule deferred
+    deferred: Int[Array, " B"]  # drafted positions at which the rule deferred
     emitted: Int[Array, " B"]
     histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
 
@@ -25,9 +25,22 @@ class Counters(NamedTuple):
         return {name: np.asarray(value).tolist() for name, value in self._asdict().items()}
 
     @classmethod
-    def of_round(cls, active: Bool[Array, " B"], drafted: Int[Array, " B"], accepted: Int[Array, " B"],
-                 emitted: Int[Array, " B"], deferred: Int[Array, " B"], most: int) -> "Counters":
+    def of_round(
+        cls,
+        active: Bool[Array, " B"],
+        drafted: Int[Array, " B"],
+        accepted: Int[Array, " B"],
+        emitted: Int[Array, " B"],
+        deferred: Int[Array, " B"],
+        most: int,
+    ) -> "Counters":
         """One round's counts; finished rows count nothing. No round drafts more than `most`."""
         one = active.astype(jnp.int32)
-        return cls(one, one * drafted, one * accepted, one * deferred, one * emitted,
-                   one[:, None] * jax.nn.one_hot(accepted, most + 1, dtype=jnp.int32))
+        return cls(
+            one,
+            one * drafted,
+            one * accepted,
+            one * deferred,
+            one * emitted,
+            one[:, None] * jax.nn.one_hot(accepted, most + 1, dtype=jnp.int32),
+        )

@@ -1,7 +1,7 @@
 """The one compiled loop that runs a sampler: rounds until every row is finished.
 
-    generate              a batch from its prompts to its ends, in one call
-    begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
+generate              a batch from its prompts to its ends, in one call
+begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
 """
 
 from functools import partial
@@ -37,10 +37,10 @@ class Requests(NamedTuple):
     keys: Key[Array, " B"]
     inputs: Any  # [B, S]; or nested as the models, where not all read the same tokens
     input_length: Int[Array, " B"]  # 0: nothing is asked, the row stays empty
-    limit: Int[Array, " B"]         # the most tokens it may write
-    options: SamplingOptions        # every value [B]
+    limit: Int[Array, " B"]  # the most tokens it may write
+    options: SamplingOptions  # every value [B]
     alphas: Float[Array, "B K"]
-    methods: Int[Array, "B K"]      # which of each verifier's methods
+    methods: Int[Array, "B K"]  # which of each verifier's methods
 
 
 class History(NamedTuple):
@@ -73,25 +73,38 @@ class Generation(NamedTuple):
     counts: Counts
 
 
-def requests(sampler: Sampler, keys: Key[Array, " B"], inputs: Any, input_length: Int[AnyArray, " B"],
-             options: SamplingOptions, alphas: Any, methods: Any, limits: Any, max_new_tokens: int
-             ) -> Requests:
+def requests(
+    sampler: Sampler,
+    keys: Key[Array, " B"],
+    inputs: Any,
+    input_length: Int[AnyArray, " B"],
+    options: SamplingOptions,
+    alphas: Any,
+    methods: Any,
+    limits: Any,
+    max_new_tokens: int,
+) -> Requests:
     """generate()'s arguments with a value for every row. Raises ValueError for arrays of other shapes."""
     rows, levels = input_length.shape[0], sampler.level
-    by_level = {"alphas": jnp.asarray(alphas, jnp.float32),
-                "methods": jnp.zeros(levels, jnp.int32) if methods is None else jnp.asarray(methods)}
+    by_level = {
+        "alphas": jnp.asarray(alphas, jnp.float32),
+        "methods": jnp.zeros(levels, jnp.int32) if methods is None else jnp.asarray(methods),
+    }
     for name, value in by_level.items():
         if value.shape not in ((levels,), (rows, levels)):
-            raise ValueError(f"{name} has shape {value.shape}; this sampler has {levels} verifiers: give "
-                             f"[{levels}], or [{rows}, {levels}] for a value a row.")
+            raise ValueError(
+                f"{name} has shape {value.shape}; this sampler has {levels} verifiers: give "
+                f"[{levels}], or [{rows}, {levels}] for a value a row."
+            )
         by_level[name] = jnp.broadcast_to(value, (rows, levels))
     limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
     inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), inputs)
     return Requests(keys, inputs, jnp.asarray(input_length), limit, options.of_rows(rows), **by_level)
 
 
-def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, history: int = 0
-          ) -> State:
+def begin(
+    sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, history: int = 0
+) -> State:
     """Prefills every model; rows with input_length 0 are finished from the start and stay empty.
 
     history: how many rounds back somebody may want to look.
@@ -103,9 +116,15 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
     room = jnp.where(asked.input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
     blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
-    rows = Rows(noise(asked.keys, sampler.level + 1, length), asked.options, asked.alphas, asked.methods,
-                jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
-                prefix.length, room)
+    rows = Rows(
+        noise(asked.keys, sampler.level + 1, length),
+        asked.options,
+        asked.alphas,
+        asked.methods,
+        jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
+        prefix.length,
+        room,
+    )
     shapes = jax.eval_shape(lambda: step(sampler, params, caches, rows, NO_TOKEN)[2])
     nothing = jnp.zeros_like(room)
 
@@ -118,8 +137,12 @@ def begin(sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: 
 
 def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) -> tuple[Prefix, Cache]:
     """What is continued, as the smallest model reads it, and every model's cache."""
-    both = each(lambda model, own, read: model.prefill(own, read, asked.input_length, length),
-                sampler.models, params, asked.inputs)
+    both = each(
+        lambda model, own, read: model.prefill(own, read, asked.input_length, length),
+        sampler.models,
+        params,
+        asked.inputs,
+    )
     caches = each(lambda model, found: found[1], sampler.models, both)
     while not isinstance(both[0], Prefix):
         both = both[0]
@@ -132,22 +155,31 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
     block, caches, counted = step(sampler, params, state.caches, state.rows._replace(so_far=so_far), eos_id)
     recent = after(block, state.rows.recent)
     finished = (block.size > 0) & (recent[:, -1] == eos_id)
-    rows = state.rows._replace(recent=recent, start=state.rows.start + block.size,
-                               room=jnp.where(finished, 0, state.rows.room - block.size))
+    rows = state.rows._replace(
+        recent=recent,
+        start=state.rows.start + block.size,
+        room=jnp.where(finished, 0, state.rows.room - block.size),
+    )
     emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
     if history is not None:
         size = history.emitted.shape[1]
         at = jnp.where(state.rows.room > 0, history.rounds % size, size)  # a finished row keeps what it has
-        kept = jax.tree.map(lambda old, new: placed_at(old, new[:, None], at),
-                            (history.emitted, history.counts), (emitted, counts))
+        kept = jax.tree.map(
+            lambda old, new: placed_at(old, new[:, None], at),
+            (history.emitted, history.counts),
+            (emitted, counts),
+        )
         history = History(history.rounds + (state.rows.room > 0), *kept)
-    tokens, origin = (placed_at(old, new, state.emitted) for old, new in
-                      ((state.tokens, block.tokens), (state.origin, block.origin)))
+    tokens, origin = (
+        placed_at(old, new, state.emitted)
+        for old, new in ((state.tokens, block.tokens), (state.origin, block.origin))
+    )
     return State(tokens, origin, emitted, rows, caches, counts, history)
 
 
-def run(sampler: Sampler, params: Params, state: State, finished: Any, rounds: Any = None, *, eos_id: int
-        ) -> State:
+def run(
+    sampler: Sampler, params: Params, state: State, finished: Any, rounds: Any = None, *, eos_id: int
+) -> State:
     """Rounds until at least so many rows are `finished`, `rounds` of them at most."""
     busy = state.rows.room.shape[0] - finished
 
@@ -169,9 +201,20 @@ def finish(state: State, max_new_tokens: int) -> Generation:
 
 
 @partial(jax.jit, static_argnames=("sampler", "max_new_tokens", "eos_id"))
-def generate(sampler: Sampler, params: Params, keys: Key[Array, " B"], inputs: Any,
-             input_length: Int[AnyArray, " B"], options: SamplingOptions, alphas: Any, *,
-             max_new_tokens: int, eos_id: int, methods: Any = None, limits: Any = None) -> Generation:
+def generate(
+    sampler: Sampler,
+    params: Params,
+    keys: Key[Array, " B"],
+    inputs: Any,
+    input_length: Int[AnyArray, " B"],
+    options: SamplingOptions,
+    alphas: Any,
+    *,
+    max_new_tokens: int,
+    eos_id: int,
+    methods: Any = None,
+    limits: Any = None,
+) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
 
     inputs [B, S] int; or nested as the models, where not all read the same tokens. params nests as the

@@ -1,6 +1,6 @@
 """What a name of --method stands for: a target distribution that is verified, or a scheme of its own.
 
-    METHODS["token_v3"].target(scores, 0.2)    # rules.py: pi [B, T, V] and delta [B, T, V]
+METHODS["token_v3"].target(scores, 0.2)    # rules.py: pi [B, T, V] and delta [B, T, V]
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Knob:
     default: float
     low: float
     high: float
-    summary: str         # one sentence for people
+    summary: str  # one sentence for people
     above: bool = False  # `low` and `high` are excluded
 
     def check(self, name: str, value: float) -> None:
@@ -41,8 +41,8 @@ class Sweep(NamedTuple):
     """How a sweep goes over a method's leniences, which are tenths unless a person chooses others."""
 
     between: tuple[float, ...] = ()  # further ones, where tenths would miss a bend
-    scale: float = 1.0               # the alpha that a sweep's 1 stands for
-    timed: bool = True               # False: its time means nothing
+    scale: float = 1.0  # the alpha that a sweep's 1 stands for
+    timed: bool = True  # False: its time means nothing
 
 
 USUAL = Sweep()
@@ -53,17 +53,17 @@ class Method:
     """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`."""
 
     target: Target
-    low: float   # alpha's bounds, both included
+    low: float  # alpha's bounds, both included
     high: float
     summary: str  # for people
     defers: bool = True
     lossless: bool = False  # pi = p~, whatever q is
     by_prefix: bool = True  # pi depends on the prefix alone, not on where in a round a position is
-    needs_q: bool = True    # pi and delta depend on q; False: on p and the drafted token alone
-    trained: bool = False   # a network, read from a file
+    needs_q: bool = True  # pi and delta depend on q; False: on p and the drafted token alone
+    trained: bool = False  # a network, read from a file
     knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
-    name: str = ""          # for people
-    label: str = ""         # in pictures; "": the name in words
+    name: str = ""  # for people
+    label: str = ""  # in pictures; "": the name in words
     sweep: Sweep = USUAL
 
     def tuned(self, **values: float) -> "Method":
@@ -86,11 +86,11 @@ class Scheme:
     high: float = np.inf  # alpha's bounds, both included
     low: float = -np.inf
     models: int | None = None  # how many it is made of; None: any number
-    greedy: bool = False       # decodes only greedily
+    greedy: bool = False  # decodes only greedily
     confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
     # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
-    name: str = ""             # for people
-    label: str = ""            # in pictures; "": the name in words
+    name: str = ""  # for people
+    label: str = ""  # in pictures; "": the name in words
     sweep: Sweep = USUAL
 
 

@@ -44,6 +44,7 @@ def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
 
 def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
     """Caches that cover `length` positions, or what they cover now if that is less."""
+
     def one(model: LanguageModel, cache: Cache) -> Cache:
         return model.roll_back(cache, jnp.minimum(cache.length, length))
 
@@ -55,6 +56,7 @@ def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"],
     left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
     must then hold all of every row that is still read.
     """
+
     def one(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
         own = getattr(model, "insert", None)
         return own(cache, new, slots, like_fresh) if own else insert_rows(cache, new, slots, like_fresh)
@@ -64,6 +66,7 @@ def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"],
 
 def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
     """insert() of a tree of arrays that all begin with the axis of rows."""
+
     def one(old: Array, new: Array) -> Array:
         sizes = (new if like_fresh else old).shape[1:]
         return fitted(old, sizes).at[slots].set(fitted(new, sizes), mode="drop")

@@ -48,16 +48,18 @@ class LanguageModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
-                max_length: int) -> tuple[Prefix, Cache]:
+    def prefill(
+        self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"], max_length: int
+    ) -> tuple[Prefix, Cache]:
         """The prefix to continue and a cache that covers all of it but its last token.
 
         `max_length` positions are allocated, the prefix included.
         """
         ...
 
-    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: Cache
-               ) -> tuple[Float[Array, "B T V"], Cache]:
+    def extend(
+        self, params: Params, tokens: Int[Array, "B T"], cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
         """Float32 logits after each token, and the longer cache."""
         ...
 
@@ -72,10 +74,10 @@ class LanguageModel(Protocol):
 class Origin(IntEnum):
     """Who wrote a token."""
 
-    DRAFT = 0       # drafted and accepted
+    DRAFT = 0  # drafted and accepted
     CORRECTION = 1  # drawn from the residual at a rejection
-    BONUS = 2       # drawn from the target after a wholly accepted draft
-    MODEL = 3       # a single model, decoding autoregressively
+    BONUS = 2  # drawn from the target after a wholly accepted draft
+    MODEL = 3  # a single model, decoding autoregressively
 
     def at(self, level: int) -> int:
         """The number that stands for it in a Block: what `level` of a hierarchy wrote."""
@@ -88,10 +90,10 @@ class Rows(NamedTuple):
     noise: Float[Array, "B levels 2 L"]  # see sampling.noise
     options: SamplingOptions  # a value for each row
     alphas: Float[Array, "B K"]  # lenience of each verifier, from the smallest up
-    methods: Int[Array, "B K"]   # which of each verifier's methods
+    methods: Int[Array, "B K"]  # which of each verifier's methods
     recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
-    start: Int[Array, " B"]    # the position of the next one
-    room: Int[Array, " B"]     # how many tokens it may take; 0: the row is finished
+    start: Int[Array, " B"]  # the position of the next one
+    room: Int[Array, " B"]  # how many tokens it may take; 0: the row is finished
     want: Int[Array, " B"] | None = None  # how many are of use; None: as many as it may take
     so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
 
@@ -105,9 +107,9 @@ class Block(NamedTuple):
 
     tokens: Int[Array, "B N"]
     probs: Float[Array, "B N V"]  # the law each token was drawn from
-    own: Float[Array, "B N V"]    # the same law built from untransformed distributions
-    origin: Int[Array, "B N"]     # Origin.at(level)
-    size: Int[Array, " B"]        # 0 .. min(N, room)
+    own: Float[Array, "B N V"]  # the same law built from untransformed distributions
+    origin: Int[Array, "B N"]  # Origin.at(level)
+    size: Int[Array, " B"]  # 0 .. min(N, room)
 
 
 @runtime_checkable

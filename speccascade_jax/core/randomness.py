@@ -27,6 +27,7 @@ def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B l
     number is still fresh. Made once, before the loop: hashing single keys inside it costs more than
     everything else a round does besides the models.
     """
+
     def one(key, role, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, role), position))
 

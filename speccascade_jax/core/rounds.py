@@ -31,11 +31,12 @@ def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B 
     return jnp.take_along_axis(rows.noise[:, level, role], positions, axis=1, mode="clip")
 
 
-def read(model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind: int,
-         draft: Int[Array, "B G"]) -> tuple[Float[Array, "B G+1 V"], Cache]:
+def read(
+    model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind: int, draft: Int[Array, "B G"]
+) -> tuple[Float[Array, "B G+1 V"], Cache]:
     """The logits after the last committed token and after each of `draft`, and the longer cache, which may
     lack up to `behind` committed tokens besides the last."""
-    tokens = jnp.concatenate([rows.recent[:, -1 - behind:], draft], axis=1)
+    tokens = jnp.concatenate([rows.recent[:, -1 - behind :], draft], axis=1)
     if not behind:
         return model.extend(params, tokens, cache)
     lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in a finished row
@@ -45,8 +46,9 @@ def read(model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind:
     return jnp.take_along_axis(logits, (lacks + column[:-behind])[..., None], axis=1), cache
 
 
-def written(draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: int
-            ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+def written(
+    draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
     """The round's tokens, the accepted draft and then the next token, and their origins."""
     column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
     tokens = jnp.where(column == stop, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
@@ -66,7 +68,7 @@ def placed_at(old: Array, new: Array, start: Int[Array, " B"]) -> Array:
     column = jnp.arange(old.shape[1])
     for n in range(new.shape[1]):
         here = (column == (start + n)[:, None]).reshape(*old.shape[:2], *(1,) * (old.ndim - 2))
-        old = jnp.where(here, new[:, n:n + 1], old)
+        old = jnp.where(here, new[:, n : n + 1], old)
     return old
 
 

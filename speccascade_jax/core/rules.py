@@ -28,15 +28,16 @@ Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
 class Scores(NamedTuple):
     """The two distributions at every position, as the models give them and as they are sampled."""
 
-    q: Float[Array, "*B V"]          # drafter's own
-    p: Float[Array, "*B V"]          # verifier's own
+    q: Float[Array, "*B V"]  # drafter's own
+    p: Float[Array, "*B V"]  # verifier's own
     q_sampled: Float[Array, "*B V"]  # q~: after temperature, top-k and top-p
     p_sampled: Float[Array, "*B V"]  # p~
-    greedy: Bool[Array, "..."]       # temperature 0: q~ and p~ are one-hot; [] or [B, 1, 1]
+    greedy: Bool[Array, "..."]  # temperature 0: q~ and p~ are one-hot; [] or [B, 1, 1]
 
 
-def target_probs(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Bool[Array, "*B W"]
-                 ) -> Float[Array, "*B V"]:
+def target_probs(
+    q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Bool[Array, "*B W"]
+) -> Float[Array, "*B V"]:
     """pi of the formula above; delta is [..., 1] (a position's) or [..., V] (a token's).
 
     >>> target_probs([.6, .3, .1], [.2, .3, .5], [True, False, False])
@@ -160,8 +161,9 @@ def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -
     return lax.while_loop(lambda s: (s[0] < 20) & jnp.any(s[2] > s[1]), step, step((0, start, start)))[2]
 
 
-def lossy_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha,
-              beta: float | Float[Array, "*B 1"]) -> Float[Array, "*B V"]:
+def lossy_law(
+    q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha, beta: float | Float[Array, "*B 1"]
+) -> Float[Array, "*B V"]:
     """The law lossy speculative sampling emits (Tran-Thien 2023; Lemma 2 where beta is tuned):
 
         out = min(q, p/(1-alpha)) + R max(0, p/beta - q) / sum max(0, p/beta - q)
@@ -204,46 +206,77 @@ def _cascade(rule: Callable[..., Array], *more: Any, knobs: Mapping[str, Knob] |
     return target
 
 
-PRICE = {"acceptance": Knob(0.8, 0, 1, "of lookahead: how likely a drafted token is accepted"),
-         "round_cost": Knob(2.0, 0, math.inf, "of lookahead: a round's time, in steps of the verifier",
-                            above=True)}
+PRICE = {
+    "acceptance": Knob(0.8, 0, 1, "of lookahead: how likely a drafted token is accepted"),
+    "round_cost": Knob(
+        2.0, 0, math.inf, "of lookahead: a round's time, in steps of the verifier", above=True
+    ),
+}
 
 BENDS = Sweep(between=(0.92, 0.94, 0.96, 0.98, 0.99))  # of what changes much where alpha is close to 1
 
 METHODS: dict[str, Method] = {
-    "speculative": Method(_cascade(speculative), 0, math.inf, "always defer: lossless", lossless=True,
-                          needs_q=False),
+    "speculative": Method(
+        _cascade(speculative), 0, math.inf, "always defer: lossless", lossless=True, needs_q=False
+    ),
     "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
-    "chow_log": Method(_cascade(chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha",
-                       label="Chow (log)"),
+    "chow_log": Method(
+        _cascade(chow, certainty, 0.0), 0, math.inf, "defer when H(q) > alpha", label="Chow (log)"
+    ),
     "diff": Method(_cascade(diff), 0, 1, "defer when max q < max p - alpha"),
-    "diff_log": Method(_cascade(diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha",
-                       label="Diff (log)"),
+    "diff_log": Method(
+        _cascade(diff, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha", label="Diff (log)"
+    ),
     "opt": Method(_cascade(opt), 0, math.inf, "defer when max q < max p - alpha TV(p, q)", label="OPT"),
-    "opt_log": Method(_cascade(opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)",
-                      label="OPT (log)"),
-    "lookahead": Method(_cascade(lookahead, knobs=PRICE), 0, math.inf,
-                        "as opt, a rejection at the price of what is lost after it", by_prefix=False,
-                        knobs=PRICE),
+    "opt_log": Method(
+        _cascade(opt, certainty), 0, math.inf, "defer when H(q) > H(p) + alpha TV(p, q)", label="OPT (log)"
+    ),
+    "lookahead": Method(
+        _cascade(lookahead, knobs=PRICE),
+        0,
+        math.inf,
+        "as opt, a rejection at the price of what is lost after it",
+        by_prefix=False,
+        knobs=PRICE,
+    ),
     "token_v1": Method(_cascade(token_v1), 0, 1, "defer tokens with q(v) < max p - alpha", label="Token V1"),
-    "token_v2": Method(_cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha", needs_q=False,
-                       label="Token V2"),
-    "token_v3": Method(_cascade(token_v3), 0, 1, "defer tokens with p(v) < (1 - alpha) max p", needs_q=False,
-                       label="Token V3", sweep=BENDS),
-    "bild_star": Method(_cascade(bild_star), 0, math.inf, "defer when -sum q log p > alpha", label="BiLD*",
-                        sweep=Sweep(scale=10.0)),
-    "router": Method(_cascade(opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)",
-                     trained=True),
-    "typical": Method(_cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)",
-                      sweep=BENDS),
+    "token_v2": Method(
+        _cascade(token_v2), 0, 1, "defer tokens with p(v) < max p - alpha", needs_q=False, label="Token V2"
+    ),
+    "token_v3": Method(
+        _cascade(token_v3),
+        0,
+        1,
+        "defer tokens with p(v) < (1 - alpha) max p",
+        needs_q=False,
+        label="Token V3",
+        sweep=BENDS,
+    ),
+    "bild_star": Method(
+        _cascade(bild_star),
+        0,
+        math.inf,
+        "defer when -sum q log p > alpha",
+        label="BiLD*",
+        sweep=Sweep(scale=10.0),
+    ),
+    "router": Method(
+        _cascade(opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)", trained=True
+    ),
+    "typical": Method(
+        _cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)", sweep=BENDS
+    ),
     "mixture": Method(mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
-    "learned_mixture": Method(mixture, 0, 1, "mixture, learnt weights (--router)",
-                              defers=False, trained=True),
+    "learned_mixture": Method(
+        mixture, 0, 1, "mixture, learnt weights (--router)", defers=False, trained=True
+    ),
     "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False, sweep=BENDS),
-    "lossy_tuned": Method(partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False,
-                          sweep=BENDS),
-    "lossy_greedy": Method(lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p",
-                           needs_q=False, sweep=BENDS),
+    "lossy_tuned": Method(
+        partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False, sweep=BENDS
+    ),
+    "lossy_greedy": Method(
+        lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p", needs_q=False, sweep=BENDS
+    ),
 }
 METHODS = {name: dataclasses.replace(method, name=name) for name, method in METHODS.items()}
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)

@@ -24,8 +24,8 @@ Array = jax.Array
 class Dialect(NamedTuple):
     """What clients made for other servers send besides a truncation's own values: these become `meaning`."""
 
-    least: float    # the smallest such value
-    below: float    # and what all of them are smaller than
+    least: float  # the smallest such value
+    below: float  # and what all of them are smaller than
     meaning: Any
 
 
@@ -40,11 +40,11 @@ class Truncation:
 
     keep: Callable[[Array, Any, Any], Array]
     low: float
-    high: float          # included, as `low` is unless `above`
-    off: float           # the value that leaves every token in
-    summary: str         # what it does: one sentence for people
+    high: float  # included, as `low` is unless `above`
+    off: float  # the value that leaves every token in
+    summary: str  # what it does: one sentence for people
     sweep: tuple[float, ...]  # values a sweep tries
-    letter: str          # in pictures
+    letter: str  # in pictures
     kind: type = float
     above: bool = False  # `low` is excluded
     logits: bool = False
@@ -82,14 +82,15 @@ class SamplingOptions:
     """
 
     temperature: Any
-    truncations: dict[str, Any]   # by name, those with a value
+    truncations: dict[str, Any]  # by name, those with a value
     bounds: tuple[tuple[str, int], ...]  # of the bounded ones
 
     def __init__(self, temperature: Any = 1.0, **values: Any):
         bounds = {name: values.pop(f"max_{name}", None) for name, one in TRUNCATIONS.items() if one.bounded}
         if unknown := values.keys() - TRUNCATIONS.keys():
-            raise TypeError(f"SamplingOptions has no {min(unknown)!r}; it has temperature, "
-                            f"{', '.join(TRUNCATIONS)}.")
+            raise TypeError(
+                f"SamplingOptions has no {min(unknown)!r}; it has temperature, {', '.join(TRUNCATIONS)}."
+            )
         truncations = {name: values[name] for name in TRUNCATIONS if values.get(name) is not None}
         for name, bound in bounds.items():
             value = truncations.get(name)
@@ -124,14 +125,18 @@ class SamplingOptions:
 
     def of_rows(self, rows: int) -> "SamplingOptions":
         """The same with every value [B]. Raises ValueError where one has another shape than [] or [B]."""
+
         def of_row(name: str, value: Any, dtype: Any) -> Array:
             if jnp.shape(value) not in ((), (rows,)):
-                raise ValueError(f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
-                                 f"the {rows} rows.")
+                raise ValueError(
+                    f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
+                    f"the {rows} rows."
+                )
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
-        values = {name: of_row(name, value, TRUNCATIONS[name].dtype)
-                  for name, value in self.truncations.items()}
+        values = {
+            name: of_row(name, value, TRUNCATIONS[name].dtype) for name, value in self.truncations.items()
+        }
         bounds = {f"max_{name}": bound for name, bound in self.bounds}
         return SamplingOptions(of_row("temperature", self.temperature, jnp.float32), **values, **bounds)
 
@@ -141,23 +146,29 @@ def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
     return jnp.min(jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), mask.shape[-1]), axis=-1)
 
 
-def token_probs(logits: Float[Array, "*B V"], options: SamplingOptions, at_once: bool = False
-                ) -> Float[Array, "*B V"]:
+def token_probs(
+    logits: Float[Array, "*B V"], options: SamplingOptions, at_once: bool = False
+) -> Float[Array, "*B V"]:
     """softmax(logits / temperature) with the truncations of `options`, renormalised.
 
     Temperature 0, and any below float32's least normal number, is the one-hot argmax (the first index on
     ties). An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
     """
     if logits.ndim > 2 and options.truncations and not at_once:
-        return lax.platform_dependent(default=lambda: token_probs(logits, options, True), tpu=lambda: lax.map(
-            lambda row: token_probs(*row), (logits, options.of_rows(len(logits)))))
+        return lax.platform_dependent(
+            default=lambda: token_probs(logits, options, True),
+            tpu=lambda: lax.map(lambda row: token_probs(*row), (logits, options.of_rows(len(logits)))),
+        )
 
     def of_row(value: Any) -> Array:
         """What broadcasts against the logits, of [] or [B]."""
         return jnp.reshape(value, jnp.shape(value) + (1,) * (logits.ndim - 1) * jnp.ndim(value))
 
-    values = {name: (truncation, of_row(options.truncations[name]), options.bound(name))
-              for name, truncation in TRUNCATIONS.items() if name in options.truncations}
+    values = {
+        name: (truncation, of_row(options.truncations[name]), options.bound(name))
+        for name, truncation in TRUNCATIONS.items()
+        if name in options.truncations
+    }
     logits, temperature = logits.astype(jnp.float32), of_row(options.temperature)
     greedy = temperature < jnp.finfo(jnp.float32).tiny
     highest = jnp.max(logits, axis=-1, keepdims=True)
@@ -205,6 +216,7 @@ def likely(probs: Float[Array, "*B V"], share: Any, bound: None) -> Bool[Array, 
 def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
     """The fewest of the largest x (>= 0), on ties the first, whose weights sum to `enough`. Equal ones have
     equal weights. Nothing is sorted: the bits of the smallest of them are found one by one."""
+
     def bit(n: Array, edge: Array) -> Array:
         higher = edge | (jnp.uint32(2**31) >> n)
         found = jnp.sum(jnp.where(bits >= higher, weights, 0), axis=-1, keepdims=True)
@@ -233,22 +245,58 @@ def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Boo
 
 
 TRUNCATIONS: dict[str, Truncation] = {
-    "top_k": Truncation(likeliest, 1, 2**31 - 1, off=0, summary="sample among the k likeliest tokens",
-                        sweep=(16, 4, 2), letter="k", kind=int, logits=True, bounded=True,
-                        dialect=Dialect(-1, 1, None)),
-    "top_p": Truncation(nucleus, 0.0, 1.0, off=1.0, above=True, sweep=(0.9, 0.7, 0.5, 0.3), letter="p",
-                        summary="sample among the likeliest tokens that reach this mass",
-                        dialect=Dialect(0, 1e-9, 1e-9)),
-    "min_p": Truncation(likely, 0.0, 1.0, off=0.0, sweep=(0.05, 0.15, 0.4), letter="m",
-                        summary="sample among tokens at least this share as likely as the likeliest"),
-    "top_n_sigma": Truncation(within_sigmas, 0.0, math.inf, off=math.inf, above=True, sweep=(2.0, 1.0, 0.5),
-                              letter="n", logits=True,
-                              summary="sample among tokens whose logits are at most this many standard "
-                                      "deviations below the highest"),
+    "top_k": Truncation(
+        likeliest,
+        1,
+        2**31 - 1,
+        off=0,
+        summary="sample among the k likeliest tokens",
+        sweep=(16, 4, 2),
+        letter="k",
+        kind=int,
+        logits=True,
+        bounded=True,
+        dialect=Dialect(-1, 1, None),
+    ),
+    "top_p": Truncation(
+        nucleus,
+        0.0,
+        1.0,
+        off=1.0,
+        above=True,
+        sweep=(0.9, 0.7, 0.5, 0.3),
+        letter="p",
+        summary="sample among the likeliest tokens that reach this mass",
+        dialect=Dialect(0, 1e-9, 1e-9),
+    ),
+    "min_p": Truncation(
+        likely,
+        0.0,
+        1.0,
+        off=0.0,
+        sweep=(0.05, 0.15, 0.4),
+        letter="m",
+        summary="sample among tokens at least this share as likely as the likeliest",
+    ),
+    "top_n_sigma": Truncation(
+        within_sigmas,
+        0.0,
+        math.inf,
+        off=math.inf,
+        above=True,
+        sweep=(2.0, 1.0, 0.5),
+        letter="n",
+        logits=True,
+        summary="sample among tokens whose logits are at most this many standard "
+        "deviations below the highest",
+    ),
 }
 """By name: what Settings, flags and requests call it."""
 
 
-SamplingOptions.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-    inspect.Parameter("temperature", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0),
-    *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in TRUNCATIONS)])
+SamplingOptions.__signature__ = inspect.Signature(
+    [  # type: ignore[attr-defined]
+        inspect.Parameter("temperature", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in TRUNCATIONS),
+    ]
+)

@@ -14,7 +14,7 @@ Array = jax.Array
 class Draft(NamedTuple):
     tokens: Int[Array, "B G"]
     probs: Float[Array, "B G+1 V"]  # q~: what each token was drawn from; after the last, the bonus position's
-    size: Int[Array, " B"]          # 0 .. G: how many there are
+    size: Int[Array, " B"]  # 0 .. G: how many there are
 
     @property
     def inside(self) -> Bool[Array, "B G"]:
@@ -23,7 +23,7 @@ class Draft(NamedTuple):
 
 class Verdict(NamedTuple):
     num_accepted: Int[Array, " B"]  # 0 .. size
-    next_token: Int[Array, " B"]    # a correction if num_accepted < size, else the bonus
+    next_token: Int[Array, " B"]  # a correction if num_accepted < size, else the bonus
 
 
 def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]) -> Int[Array, " B"]:
@@ -31,6 +31,7 @@ def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+
 
     Strict, so that u = 0 never accepts what pi gives no mass; a product, so that nothing divides.
     """
+
     def drafted(probs):
         return jnp.take_along_axis(probs[:, :-1], draft.tokens[..., None], axis=-1)[..., 0]
 
@@ -44,8 +45,9 @@ def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B
     return jnp.where(jnp.sum(weights, axis=-1, keepdims=True) > 0, weights, pi)
 
 
-def verify(accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: Draft,
-           pi: Float[Array, "B G+1 V"]) -> Verdict:
+def verify(
+    accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: Draft, pi: Float[Array, "B G+1 V"]
+) -> Verdict:
     """Steps 4 and 5 of GenSpecSample (Narasimhan et al., Algorithm 4): the output follows pi.
 
     accept_u and draw_u are independent uniforms, one for each drafted position and one for each at which a

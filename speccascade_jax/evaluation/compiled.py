@@ -10,8 +10,20 @@ import re
 from collections.abc import Iterator, Set
 from functools import cached_property
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64,
-        "u64": 64, "f64": 64}  # all others 32, but for eight-bit floats
+BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "bf16": 16,
+    "f16": 16,
+    "s64": 64,
+    "u64": 64,
+    "f64": 64,
+}  # all others 32, but for eight-bit floats
 ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")
@@ -76,7 +88,6 @@ class Instruction:
         match = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
         return int(match[1]) if match else 0
 
-
     @property
     def made(self) -> tuple[int, int]:
         """The bytes of what it makes, in HBM and on the chip."""
@@ -108,7 +119,7 @@ class Computation(dict[str, Instruction]):
 class Loop:
     body: str
     times: int | None  # None: as often as the data say
-    inside: str        # the computation that it is in
+    inside: str  # the computation that it is in
 
 
 class Program:
@@ -123,17 +134,23 @@ class Program:
                 self.entry = match[1] if line[0] == "E" else self.entry
             elif match := INSTRUCTION.match(line):
                 root, name, shape, operation, rest = match.groups()
-                inner = rest[:rest.index(")")] if ")" in rest else rest
-                arrays = tuple(Array(kind, tuple(int(n) for n in sizes.split(",") if n), layout or "")
-                               for kind, sizes, layout in ARRAY.findall(shape))
-                current[name] = Instruction(name, arrays, operation, tuple(re.findall(r"%([^\s,)]+)", inner)),
-                                            rest, bool(root))
+                inner = rest[: rest.index(")")] if ")" in rest else rest
+                arrays = tuple(
+                    Array(kind, tuple(int(n) for n in sizes.split(",") if n), layout or "")
+                    for kind, sizes, layout in ARRAY.findall(shape)
+                )
+                current[name] = Instruction(
+                    name, arrays, operation, tuple(re.findall(r"%([^\s,)]+)", inner)), rest, bool(root)
+                )
 
     @cached_property
     def loops(self) -> list[Loop]:
-        return [Loop(instruction.called("body"), self._times(instruction.called("condition")), name)
-                for name, computation in self.computations.items() for instruction in computation.values()
-                if instruction.operation == "while"]
+        return [
+            Loop(instruction.called("body"), self._times(instruction.called("condition")), name)
+            for name, computation in self.computations.items()
+            for instruction in computation.values()
+            if instruction.operation == "while"
+        ]
 
     def _times(self, condition: str) -> int | None:
         """How often a loop runs whose condition compares a counter with a constant."""
@@ -175,8 +192,11 @@ class Program:
         if instruction.operation not in ("call", "conditional"):
             return []
         names = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
-        called = re.findall(r"%([^\s,]+)", names[1]) if names else [
-            instruction.called(how) for how in ("to_apply", "true_computation", "false_computation")]
+        called = (
+            re.findall(r"%([^\s,]+)", names[1])
+            if names
+            else [instruction.called(how) for how in ("to_apply", "true_computation", "false_computation")]
+        )
         return [name for name in called if name in self.computations]
 
     def bytes_read(self, name: str) -> int:
@@ -274,8 +294,9 @@ class Program:
                     live = [x - size for x, size in zip(live, where[made].made, strict=True)]
         return peak[0], peak[1]
 
-    def _buffers(self, instruction: Instruction, where: Computation, known: dict[str, list[frozenset[str]]]
-                 ) -> list[frozenset[str]]:
+    def _buffers(
+        self, instruction: Instruction, where: Computation, known: dict[str, list[frozenset[str]]]
+    ) -> list[frozenset[str]]:
         """The instructions that made the buffers of each part of a value."""
 
         def joined(name: str) -> frozenset[str]:
@@ -328,8 +349,9 @@ class Program:
         """
         problems: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
         for instruction, where, times in self.within(name):
-            if (instruction.operation.split("-")[0] in HOST
-                    or re.search(r"custom_call_target=\"[^\"]*callback", instruction.rest)):
+            if instruction.operation.split("-")[0] in HOST or re.search(
+                r"custom_call_target=\"[^\"]*callback", instruction.rest
+            ):
                 problems["host transfers"].append(f"{times} x {instruction.operation} {instruction.name}")
             source = self._moved(instruction, where)
             if source is None or not {(x.kind, x.count) for x in instruction.arrays} & kept:
@@ -337,7 +359,8 @@ class Program:
             [array, *_] = instruction.arrays
             same = array.order == source.order and array.shape == source.shape
             problems["copies" if same else "changes of layout"].append(
-                f"{times} x {instruction.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.2g} MB")
+                f"{times} x {instruction.name}: {array.kind}{list(array.shape)}, {array.bytes / 1e6:.2g} MB"
+            )
         return problems
 
     def _moved(self, instruction: Instruction, where: Computation) -> Array | None:
@@ -352,8 +375,11 @@ class Program:
 
     def collectives(self, name: str) -> int:
         """How often the chips exchange something."""
-        return sum(times for instruction, _, times in self.within(name)
-                   if instruction.operation.removesuffix("-start") in COLLECTIVES)
+        return sum(
+            times
+            for instruction, _, times in self.within(name)
+            if instruction.operation.removesuffix("-start") in COLLECTIVES
+        )
 
 
 def _only_moves(body: Computation) -> bool:

@@ -33,7 +33,7 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> di
         last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
         read = jnp.concatenate([last, tokens[:, :-1]], axis=1)
         logits, _ = cascade.verifier.extend(cascade.params[-1], read, cache)
-        law = jax.nn.softmax(logits, axis=-1)[..., :masks.shape[1]]
+        law = jax.nn.softmax(logits, axis=-1)[..., : masks.shape[1]]
         inside = jnp.arange(size) < count[:, None]
         return jnp.sum((law @ masks.T) * inside[..., None], axis=(0, 1))
 
@@ -43,12 +43,17 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> di
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
         total += np.asarray(program(*map(jnp.asarray, (inputs, length, tokens, count))))
     positions = sum(len(output.tokens) for output in kept)
-    return {name: (float(np.mean(mask)), float(mass / positions))
-            for (name, mask), mass in zip(shared.items(), total, strict=True)}
+    return {
+        name: (float(np.mean(mask)), float(mass / positions))
+        for (name, mask), mass in zip(shared.items(), total, strict=True)
+    }
 
 
 def shown(cascade: Cascade, outputs: Sequence[Output]) -> dict[str, str]:
     """coverage() in words, for summaries; nothing where there is one vocabulary."""
     name = cascade.strategy.name
-    return {f"vocabulary of model {model}": f"{name}; shared: {tokens:.1%} of the tokens, {mass:.1%} of the "
-            "verifier's probability" for model, (tokens, mass) in coverage(cascade, outputs).items()}
+    return {
+        f"vocabulary of model {model}": f"{name}; shared: {tokens:.1%} of the tokens, {mass:.1%} of the "
+        "verifier's probability"
+        for model, (tokens, mass) in coverage(cascade, outputs).items()
+    }

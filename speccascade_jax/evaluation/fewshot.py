@@ -27,7 +27,7 @@ class Marks(NamedTuple):
     """What the answers to a task's examples are worth."""
 
     figures: dict[str, float]  # 0 to 100
-    answers: list[Any]         # of each answer, in order; empty where only all together have a score
+    answers: list[Any]  # of each answer, in order; empty where only all together have a score
 
 
 Score = Callable[[Sequence[str], Sequence[Example]], Marks]  # of answers to examples
@@ -40,19 +40,19 @@ class FewShotTask:
     """How an example is put and answered in a prompt, and how a model's answer is read and scored."""
 
     name: str
-    summary: str                           # one sentence for people
-    examples: str                          # file with the questions (data.read_examples)
-    shot_pool: str                         # file with those that are shown
+    summary: str  # one sentence for people
+    examples: str  # file with the questions (data.read_examples)
+    shot_pool: str  # file with those that are shown
     shots: int
-    question: Callable[[Example], str]     # ends where the answer begins
-    answer: Callable[[Example], str]       # of an example that is shown, from its first character on
-    read: Callable[[str], str]             # the answer in a model's output
+    question: Callable[[Example], str]  # ends where the answer begins
+    answer: Callable[[Example], str]  # of an example that is shown, from its first character on
+    read: Callable[[str], str]  # the answer in a model's output
     score: Score
     stop: tuple[str, ...]
     max_new_tokens: int
-    fields: dict[str, str]                 # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
+    fields: dict[str, str]  # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
     fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
-    executes: bool = False                 # the score runs what the models wrote, in a sandbox
+    executes: bool = False  # the score runs what the models wrote, in a sandbox
     check: Callable[[Example], None] = lambda example: None  # raises ValueError where it cannot be scored
 
 
@@ -87,26 +87,35 @@ def build_prompts(task: FewShotTask, seed: int, limit: int | None = None) -> Pro
     """
     pool = checked_examples(task, task.shot_pool)
     if len(pool) < task.shots:
-        raise FieldError("shots", task.shots, "lower --shots, or give another --shot-pool.",
-                         f"{task.shot_pool} has {len(pool)} examples, {task.shots} are to be shown")
+        raise FieldError(
+            "shots",
+            task.shots,
+            "lower --shots, or give another --shot-pool.",
+            f"{task.shot_pool} has {len(pool)} examples, {task.shots} are to be shown",
+        )
     if task.fixed_shots is not None and task.shots > len(task.fixed_shots):
-        raise FieldError("shots", task.shots, "lower --shots, or give a --shot-pool.",
-                         f"the task's authors show {len(task.fixed_shots)} examples, {task.shots} are to be "
-                         "shown")
-    chosen = list(task.fixed_shots or random.Random(seed).sample(range(len(pool)), task.shots))[:task.shots]
+        raise FieldError(
+            "shots",
+            task.shots,
+            "lower --shots, or give a --shot-pool.",
+            f"the task's authors show {len(task.fixed_shots)} examples, {task.shots} are to be shown",
+        )
+    chosen = list(task.fixed_shots or random.Random(seed).sample(range(len(pool)), task.shots))[: task.shots]
     shots = "".join(task.question(pool[n]) + task.answer(pool[n]) for n in chosen)
     same = task.examples == task.shot_pool
     examples = pool if same else checked_examples(task, task.examples)
     examples = [example for n, example in enumerate(examples) if not (same and n in chosen)][:limit]
     if not examples:
-        raise FieldError("inputs", task.examples, "give other --inputs.",
-                         f"{task.examples} has no examples to ask")
+        raise FieldError(
+            "inputs", task.examples, "give other --inputs.", f"{task.examples} has no examples to ask"
+        )
     for example in examples:
         task.check(example)
     return Prompts([shots + task.question(example) for example in examples], examples, chosen)
 
 
 # Answers and their scores
+
 
 def normalized(text: str) -> str:
     """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
@@ -138,20 +147,28 @@ def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
         exact.append(float(max(normalized(answer) == normalized(gold) for gold in golds)))
         f1.append(max(token_f1(answer, gold) for gold in golds))
     figures: dict[str, float] = {}
-    for name, chosen in (("", lambda e: True), ("HasAns_", lambda e: bool(e["answers"])),
-                         ("NoAns_", lambda e: not e["answers"])):
+    for name, chosen in (
+        ("", lambda e: True),
+        ("HasAns_", lambda e: bool(e["answers"])),
+        ("NoAns_", lambda e: not e["answers"]),
+    ):
         which = [n for n, example in enumerate(examples) if chosen(example)]
         if which:
-            figures |= {f"{name}exact": 100 * sum(exact[n] for n in which) / len(which),
-                        f"{name}f1": 100 * sum(f1[n] for n in which) / len(which)}
+            figures |= {
+                f"{name}exact": 100 * sum(exact[n] for n in which) / len(which),
+                f"{name}f1": 100 * sum(f1[n] for n in which) / len(which),
+            }
     return Marks(figures, list(zip(exact, f1, strict=True)))
 
 
 def exact_match(normal: Callable[[str], str]) -> Score:
     """Share of answers that equal one of the right ones under the normalisation."""
+
     def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
-        right = [normal(answer) in {normal(gold) for gold in example["answers"]}
-                 for answer, example in zip(answers, examples, strict=True)]
+        right = [
+            normal(answer) in {normal(gold) for gold in example["answers"]}
+            for answer, example in zip(answers, examples, strict=True)
+        ]
         return Marks({"exact": 100 * sum(right) / len(right)}, right)
 
     return score
@@ -169,8 +186,9 @@ def final_number(text: str) -> str:
 
 
 def score_gsm8k(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
-    right = [answer == final_number(example["final"])
-             for answer, example in zip(answers, examples, strict=True)]
+    right = [
+        answer == final_number(example["final"]) for answer, example in zip(answers, examples, strict=True)
+    ]
     return Marks({"accuracy": 100 * sum(right) / len(right)}, right)
 
 
@@ -182,8 +200,10 @@ def program_of(text: str) -> str:
 
 def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
     """Runs each program and its task's tests in the sandbox: the share that pass, and of each other end."""
-    verdicts = [run_program(f"{answer}\n{example.get('test_setup_code') or ''}", example["test_list"])
-                for answer, example in zip(answers, examples, strict=True)]
+    verdicts = [
+        run_program(f"{answer}\n{example.get('test_setup_code') or ''}", example["test_list"])
+        for answer, example in zip(answers, examples, strict=True)
+    ]
     ends = {"passed": 0, **Counter(verdict.outcome for verdict in verdicts)}
     return Marks({end: 100 * count / len(verdicts) for end, count in sorted(ends.items())}, verdicts)
 
@@ -195,6 +215,7 @@ def check_tests(example: Example) -> None:
 
 def against_references(metric: str, field: str) -> Score:
     """A metric of quality.METRICS against the examples' `field`."""
+
     def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
         return Marks({metric: METRICS[metric](answers, [[example[field]] for example in examples])}, [])
 
@@ -202,6 +223,7 @@ def against_references(metric: str, field: str) -> Score:
 
 
 # Prompts
+
 
 def first_line(text: str) -> str:
     return text.strip().split("\n")[0].strip()
@@ -213,8 +235,10 @@ def gsm8k_answer(example: Example) -> str:
 
 
 def squad_question(example: Example) -> str:
-    return (f"Passage: {example['context']}\nQuestion: {example['question'].strip()} "
-            f"(If the passage does not say, answer {NO_ANSWER}.)\nAnswer:")
+    return (
+        f"Passage: {example['context']}\nQuestion: {example['question'].strip()} "
+        f"(If the passage does not say, answer {NO_ANSWER}.)\nAnswer:"
+    )
 
 
 def squad_read(text: str) -> str:
@@ -224,8 +248,10 @@ def squad_read(text: str) -> str:
 
 def mbpp_question(example: Example) -> str:
     tests = "\n".join(example["test_list"])  # the prompt of Austin et al. 2021
-    return (f"You are an expert Python programmer, and here is your task: {example['text']} Your code should "
-            f"pass these tests:\n\n{tests}\n[BEGIN]\n")
+    return (
+        f"You are an expert Python programmer, and here is your task: {example['text']} Your code should "
+        f"pass these tests:\n\n{tests}\n[BEGIN]\n"
+    )
 
 
 def open_question(example: Example) -> str:
@@ -233,61 +259,122 @@ def open_question(example: Example) -> str:
     return f"Q: {question[:1].upper()}{question[1:].rstrip('?')}?\nA:"
 
 
-def _open_qa(name: str, summary: str, examples: str, shot_pool: str,
-             normal: Callable[[str], str] = normalized) -> FewShotTask:
+def _open_qa(
+    name: str, summary: str, examples: str, shot_pool: str, normal: Callable[[str], str] = normalized
+) -> FewShotTask:
     return FewShotTask(
-        name=name, summary=summary, examples=examples, shot_pool=shot_pool, shots=5, question=open_question,
-        answer=lambda example: f" {example['answers'][0]}\n\n", read=first_line, score=exact_match(normal),
-        stop=("\n",), max_new_tokens=32, fields={"question": TEXT, "answers": SOME_TEXTS})
+        name=name,
+        summary=summary,
+        examples=examples,
+        shot_pool=shot_pool,
+        shots=5,
+        question=open_question,
+        answer=lambda example: f" {example['answers'][0]}\n\n",
+        read=first_line,
+        score=exact_match(normal),
+        stop=("\n",),
+        max_new_tokens=32,
+        fields={"question": TEXT, "answers": SOME_TEXTS},
+    )
 
 
-TASKS = {task.name: task for task in (
-    FewShotTask(
-        name="gsm8k", summary="word problems of school mathematics, answered in steps",
-        examples=f"{DATA}/gsm8k/test.jsonl.gz", shot_pool=f"{DATA}/gsm8k/train.jsonl.gz", shots=8,
-        question=lambda example: f"Question: {example['question'].strip()}\nAnswer:", answer=gsm8k_answer,
-        read=final_number, score=score_gsm8k, stop=("\n\n", "\nQuestion:"), max_new_tokens=320,
-        fields={"question": TEXT, "answer": TEXT, "final": TEXT}),
-    FewShotTask(
-        name="mbpp", summary="short Python programs that pass given tests",
-        examples=f"{DATA}/mbpp/test.jsonl.gz", shot_pool=f"{DATA}/mbpp/prompt.jsonl.gz", shots=3,
-        question=mbpp_question,
-        answer=lambda example: example["code"].replace("\r", "") + "\n[DONE]\n\n", read=program_of,
-        score=score_mbpp, stop=("[DONE]",), max_new_tokens=320,
-        fields={"text": TEXT, "code": TEXT, "test_list": SOME_TEXTS},
-        fixed_shots=(1, 2, 3),  # tasks 2, 3 and 4, as Austin et al. 2021
-        executes=True, check=check_tests),
-    FewShotTask(
-        name="squad2", summary="questions on a passage, some without an answer",
-        examples=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
-        shot_pool=f"{DATA}/squad2_dev_half/validation.jsonl.gz", shots=4, question=squad_question,
-        answer=lambda example: f" {(example['answers'] or [NO_ANSWER])[0]}\n\n", read=squad_read,
-        score=score_squad, stop=("\n",), max_new_tokens=48,
-        fields={"context": TEXT, "question": TEXT, "answers": TEXTS}),
-    _open_qa("webquestions", "questions that search engines suggest",
-             f"{DATA}/webquestions/test.jsonl.gz", f"{DATA}/webquestions/train.jsonl.gz"),
-    _open_qa("naturalquestions", "questions that people have put to a search engine",
-             f"{DATA}/nq_open/validation.jsonl.gz", f"{DATA}/nq_open/efficientqa_dev.jsonl.gz"),
-    _open_qa("triviaqa", "questions of quizzes",
-             f"{DATA}/triviaqa_sample/validation.jsonl.gz", f"{DATA}/triviaqa_sample/validation.jsonl.gz",
-             normalized_trivia),
-    FewShotTask(
-        name="wmt", summary="translation from English to German",
-        examples=f"{DATA}/wmt_en_de_small/validation.jsonl.gz",
-        shot_pool=f"{DATA}/wmt_en_de_small/train.jsonl.gz", shots=5,
-        question=lambda example: f"English: {example['source']}\nGerman:",
-        answer=lambda example: f" {example['target']}\n\n", read=first_line,
-        score=against_references("bleu", "target"), stop=("\n",), max_new_tokens=128,
-        fields={"source": TEXT, "target": TEXT}),
-    FewShotTask(
-        name="cnndm", summary="summaries of news",
-        examples="hf://abisee/cnn_dailymail/3.0.0:validation",
-        shot_pool="hf://abisee/cnn_dailymail/3.0.0:train", shots=1,
-        question=lambda example: f"Article: {example['article']}\nSummary:",
-        answer=lambda example: f" {example['highlights'].replace(chr(10), ' ')}\n\n", read=first_line,
-        score=against_references("rouge2", "highlights"), stop=("\n",), max_new_tokens=128,
-        fields={"article": TEXT, "highlights": TEXT}),
-)}
+TASKS = {
+    task.name: task
+    for task in (
+        FewShotTask(
+            name="gsm8k",
+            summary="word problems of school mathematics, answered in steps",
+            examples=f"{DATA}/gsm8k/test.jsonl.gz",
+            shot_pool=f"{DATA}/gsm8k/train.jsonl.gz",
+            shots=8,
+            question=lambda example: f"Question: {example['question'].strip()}\nAnswer:",
+            answer=gsm8k_answer,
+            read=final_number,
+            score=score_gsm8k,
+            stop=("\n\n", "\nQuestion:"),
+            max_new_tokens=320,
+            fields={"question": TEXT, "answer": TEXT, "final": TEXT},
+        ),
+        FewShotTask(
+            name="mbpp",
+            summary="short Python programs that pass given tests",
+            examples=f"{DATA}/mbpp/test.jsonl.gz",
+            shot_pool=f"{DATA}/mbpp/prompt.jsonl.gz",
+            shots=3,
+            question=mbpp_question,
+            answer=lambda example: example["code"].replace("\r", "") + "\n[DONE]\n\n",
+            read=program_of,
+            score=score_mbpp,
+            stop=("[DONE]",),
+            max_new_tokens=320,
+            fields={"text": TEXT, "code": TEXT, "test_list": SOME_TEXTS},
+            fixed_shots=(1, 2, 3),  # tasks 2, 3 and 4, as Austin et al. 2021
+            executes=True,
+            check=check_tests,
+        ),
+        FewShotTask(
+            name="squad2",
+            summary="questions on a passage, some without an answer",
+            examples=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
+            shot_pool=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
+            shots=4,
+            question=squad_question,
+            answer=lambda example: f" {(example['answers'] or [NO_ANSWER])[0]}\n\n",
+            read=squad_read,
+            score=score_squad,
+            stop=("\n",),
+            max_new_tokens=48,
+            fields={"context": TEXT, "question": TEXT, "answers": TEXTS},
+        ),
+        _open_qa(
+            "webquestions",
+            "questions that search engines suggest",
+            f"{DATA}/webquestions/test.jsonl.gz",
+            f"{DATA}/webquestions/train.jsonl.gz",
+        ),
+        _open_qa(
+            "naturalquestions",
+            "questions that people have put to a search engine",
+            f"{DATA}/nq_open/validation.jsonl.gz",
+            f"{DATA}/nq_open/efficientqa_dev.jsonl.gz",
+        ),
+        _open_qa(
+            "triviaqa",
+            "questions of quizzes",
+            f"{DATA}/triviaqa_sample/validation.jsonl.gz",
+            f"{DATA}/triviaqa_sample/validation.jsonl.gz",
+            normalized_trivia,
+        ),
+        FewShotTask(
+            name="wmt",
+            summary="translation from English to German",
+            examples=f"{DATA}/wmt_en_de_small/validation.jsonl.gz",
+            shot_pool=f"{DATA}/wmt_en_de_small/train.jsonl.gz",
+            shots=5,
+            question=lambda example: f"English: {example['source']}\nGerman:",
+            answer=lambda example: f" {example['target']}\n\n",
+            read=first_line,
+            score=against_references("bleu", "target"),
+            stop=("\n",),
+            max_new_tokens=128,
+            fields={"source": TEXT, "target": TEXT},
+        ),
+        FewShotTask(
+            name="cnndm",
+            summary="summaries of news",
+            examples="hf://abisee/cnn_dailymail/3.0.0:validation",
+            shot_pool="hf://abisee/cnn_dailymail/3.0.0:train",
+            shots=1,
+            question=lambda example: f"Article: {example['article']}\nSummary:",
+            answer=lambda example: f" {example['highlights'].replace(chr(10), ' ')}\n\n",
+            read=first_line,
+            score=against_references("rouge2", "highlights"),
+            stop=("\n",),
+            max_new_tokens=128,
+            fields={"article": TEXT, "highlights": TEXT},
+        ),
+    )
+}
 """By name."""
 
 

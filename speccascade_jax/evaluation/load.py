@@ -19,7 +19,7 @@ class Reply:
     """What one client saw; status 0: the connection broke, or the stream ended early."""
 
     status: int
-    first: float    # seconds to the first tokens; 0: there were none
+    first: float  # seconds to the first tokens; 0: there were none
     seconds: float
     tokens: int
 
@@ -47,11 +47,14 @@ class Load:
         """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""
         kept = self.accepted
         figures: dict[str, Any] = {
-            "requests": len(self.replies), "accepted": len(kept),
+            "requests": len(self.replies),
+            "accepted": len(kept),
             "refused_429": sum(reply.status == 429 for reply in self.replies),
             "lost": sum(reply.status not in (200, 429) for reply in self.replies),
-            "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
-            "requests_per_second": self.requests_per_second}
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "requests_per_second": self.requests_per_second,
+        }
         for name in ("first", "seconds"):
             times = [1000 * getattr(reply, name) for reply in kept]
             key = {"first": "first_token_ms", "seconds": "whole_ms"}[name]
@@ -68,9 +71,12 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
     """One streamed request over a connection of its own."""
     place, began = urlsplit(url), time.perf_counter()
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-            + (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n")
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        + (f"Authorization: Bearer {key}\r\n" if key else "")
+        + "\r\n"
+    )
     status, first, tokens, ended, writer = 0, 0.0, 0, False, None
     try:
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -106,8 +112,16 @@ async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str =
     return Load(replies, time.perf_counter() - began)
 
 
-async def open_loop(url: str, body_of: Callable[[int], Body], rate: float, seconds: float, *, key: str = "",
-                    seed: int = 0, watch: Callable[[], None] = lambda: None) -> Load:
+async def open_loop(
+    url: str,
+    body_of: Callable[[int], Body],
+    rate: float,
+    seconds: float,
+    *,
+    key: str = "",
+    seed: int = 0,
+    watch: Callable[[], None] = lambda: None,
+) -> Load:
     """Requests at random times, `rate` a second on average, whatever becomes of the earlier ones. `watch` is
     called ten times on the way."""
     draw, tasks, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0

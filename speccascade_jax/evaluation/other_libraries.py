@@ -25,21 +25,29 @@ def check_installed(libraries: Sequence[str]) -> None:
     for library in libraries:
         needed = NEEDED[library]
         if any(find_spec(module) is None for module in needed):
-            raise ValueError(f"--vs {library} needs {', '.join(needed)}: pip install "
-                             f"{' '.join(needed)}==4.57.6.")
+            raise ValueError(
+                f"--vs {library} needs {', '.join(needed)}: pip install {' '.join(needed)}==4.57.6."
+            )
 
 
 def exported(checkpoint: Checkpoint, folder: Path) -> str:
     """The checkpoint as a float32 Hugging Face folder, which both libraries read."""
     save(folder, checkpoint, "huggingface", np.float32)
     # Without it a T5 tokenizer grows by a hundred sentinels, more pieces than the model has.
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "legacy": True}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "legacy": True})
+    )
     return str(folder)
 
 
-def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | None = None,
-                          block_size: int = 5, min_new_tokens: int = 0) -> dict[str, Decode]:
+def transformers_decoders(
+    verifier: str,
+    max_new_tokens: int,
+    *,
+    drafter: str | None = None,
+    block_size: int = 5,
+    min_new_tokens: int = 0,
+) -> dict[str, Decode]:
     """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32."""
     import torch
     import transformers
@@ -60,9 +68,11 @@ def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | 
             inputs = torch.tensor([source])
             began = time.perf_counter()
             with torch.inference_mode():
-                output = large.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-                                       **least, **options)
+                output = large.generate(
+                    inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, **least, **options
+                )
             return time.perf_counter() - began, output[0, 1:].tolist()
+
         return decode
 
     decoders = {f"{version}, verifier": decoder()}
@@ -75,8 +85,9 @@ def transformers_decoders(verifier: str, max_new_tokens: int, *, drafter: str | 
     return decoders
 
 
-def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int, *, min_new_tokens: int = 0
-                         ) -> dict[str, Decode]:
+def ctranslate2_decoders(
+    verifier: str, pieces: list[str], max_new_tokens: int, *, min_new_tokens: int = 0
+) -> dict[str, Decode]:
     """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8."""
     os.environ.setdefault("CT2_USE_MKL", "0")  # its own kernels are the faster ones
     import ctranslate2
@@ -92,9 +103,13 @@ def ctranslate2_decoders(verifier: str, pieces: list[str], max_new_tokens: int, 
         def decode(source, translator=translator):
             words = [pieces[n] for n in source]
             began = time.perf_counter()
-            output = translator.translate_batch([words], beam_size=1, return_end_token=True,
-                                               min_decoding_length=max(min_new_tokens, 1),
-                                               max_decoding_length=max_new_tokens)
+            output = translator.translate_batch(
+                [words],
+                beam_size=1,
+                return_end_token=True,
+                min_decoding_length=max(min_new_tokens, 1),
+                max_decoding_length=max_new_tokens,
+            )
             spent = time.perf_counter() - began
             return spent, [ids[piece] for piece in output[0].hypotheses[0]]
 

@@ -18,11 +18,24 @@ AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
     "latency": ("Time relative to the verifier alone (share)", lambda r: r.time.share if r.time else None),
     "rejected": ("Drafted tokens rejected (share)", lambda r: r.rejection_rate),
     "deferred": ("Drafted tokens deferred (share)", lambda r: r.deferral_rate),
-    "calls": ("Verifier calls per token", lambda r: r.calls_per_token)}
+    "calls": ("Verifier calls per token", lambda r: r.calls_per_token),
+}
 INK, GREY, PAPER = "#1a1a1a", "#7F7F7F", "#ffffff"  # opaque: a dark page shows it as a white card
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#B8860B", "#56B4E9", "#8C564B",
-           "#4D4D4D", "#2F4B7C", "#C2185B", "#6B8E23")  # apart for most kinds of colour blindness; markers
-MARKERS = "osD^vXPphd<>"                               # tell the rest
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#7A5195",
+    "#B8860B",
+    "#56B4E9",
+    "#8C564B",
+    "#4D4D4D",
+    "#2F4B7C",
+    "#C2185B",
+    "#6B8E23",
+)  # apart for most kinds of colour blindness; markers
+MARKERS = "osD^vXPphd<>"  # tell the rest
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
@@ -50,8 +63,10 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     if not any(x(r) is not None for r in results if r.name not in SINGLE_MODEL):
         return None
     rows = list(dict.fromkeys((r.panel.temperature, r.panel.top_p) for r in results))
-    columns = sorted({block_size_of(r.point) for r in results if block_size_of(r.point)},
-                     key=lambda size: (type(size).__name__, size)) or [0]
+    columns = sorted(
+        {block_size_of(r.point) for r in results if block_size_of(r.point)},
+        key=lambda size: (type(size).__name__, size),
+    ) or [0]
     style = _styles(results)
     placed = {r.name for r in results if x(r) is not None}
     looks = {model: _alone(model) | ({} if model in placed else {"marker": ""}) for model in SINGLE_MODEL}
@@ -66,10 +81,25 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
             axes.set_title(title + (f", block size {size}" if size else ""), fontsize=10)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-            _curves(axes, [r for r in results if (r.panel.temperature, r.panel.top_p) == (temperature, top_p)
-                           and block_size_of(r.point) in (0, size)], x, style)
-    figure.legend(handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
-                  loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.9, handlelength=3)
+            _curves(
+                axes,
+                [
+                    r
+                    for r in results
+                    if (r.panel.temperature, r.panel.top_p) == (temperature, top_p)
+                    and block_size_of(r.point) in (0, size)
+                ],
+                x,
+                style,
+            )
+    figure.legend(
+        handles=[Line2D([], [], label=_title(name), **look) for name, look in looks.items()],
+        loc="outside right upper",
+        fontsize=8,
+        frameon=False,
+        labelspacing=0.9,
+        handlelength=3,
+    )
     return figure
 
 
@@ -100,22 +130,38 @@ def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     places |= {name: next(free) for name in names if name not in places}
     curve = {"ms": 4.5, "lw": 1.4}
     point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
-    style = {name: {"ls": "--" if name in BASELINES else "-", "color": COLOURS[n], "marker": MARKERS[n],
-                    **(point if _lossless(name) else curve)} for name, n in places.items()}
+    style = {
+        name: {
+            "ls": "--" if name in BASELINES else "-",
+            "color": COLOURS[n],
+            "marker": MARKERS[n],
+            **(point if _lossless(name) else curve),
+        }
+        for name, n in places.items()
+    }
     for name in every:  # what is only truncated, in grey
         method, _, kind = name.partition(", ")
         if kind:
             single = method in SINGLE_MODEL
-            style[name] = {"ls": ":" if single else "-", "color": GREY, "lw": 1.2, "ms": 6,
-                           "mec": INK if single else GREY, "marker": f"${TRUNCATIONS[kind].letter}$"}
+            style[name] = {
+                "ls": ":" if single else "-",
+                "color": GREY,
+                "lw": 1.2,
+                "ms": 6,
+                "mec": INK if single else GREY,
+                "marker": f"${TRUNCATIONS[kind].letter}$",
+            }
     return style
 
 
 def _curves(axes: Any, results: list[Comparison], x: Axis, style: dict[str, dict[str, Any]]) -> None:
     models = {r.name: r for r in results if r.name in SINGLE_MODEL}
     for name, look in style.items():
-        points = [(at, r) for r in sorted(results, key=lambda r: r.lenience)
-                  if r.name == name and (at := x(r)) is not None]
+        points = [
+            (at, r)
+            for r in sorted(results, key=lambda r: r.lenience)
+            if r.name == name and (at := x(r)) is not None
+        ]
         if points:
             axes.plot([at for at, _ in points], [r.quality for _, r in points], **look)
             for at, r in points:

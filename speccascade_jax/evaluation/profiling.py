@@ -38,9 +38,20 @@ from speccascade_jax.planning.timing import (
 OVERHEAD = "rules, verification, sampling"
 
 
-def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, Any], method: Method, *,
-            block_size: int, batch_size: int, source_length: int, max_new_tokens: int, alpha: float,
-            temperature: float, repetitions: int = 15) -> dict[str, Timing]:
+def measure(
+    drafter: LanguageModel,
+    verifier: LanguageModel,
+    params: tuple[Any, Any],
+    method: Method,
+    *,
+    block_size: int,
+    batch_size: int,
+    source_length: int,
+    max_new_tokens: int,
+    alpha: float,
+    temperature: float,
+    repetitions: int = 15,
+) -> dict[str, Timing]:
     """Part -> Timing, for `batch_size` rows whose sources fill `source_length` tokens.
 
     OVERHEAD is a round of models that compute nothing.
@@ -50,14 +61,18 @@ def measure(drafter: LanguageModel, verifier: LanguageModel, params: tuple[Any, 
     keys = jax.vmap(jax.random.key)(jnp.arange(batch_size))
     idle_model: LanguageModel = FixedLogits(verifier.vocab_size)
     logits = jax.random.normal(jax.random.key(0), (max_new_tokens, verifier.vocab_size))
-    sampler, idle = (Speculative(Autoregressive(small), large, method, block_size)
-                     for small, large in ((drafter, verifier), (idle_model, idle_model)))
+    sampler, idle = (
+        Speculative(Autoregressive(small), large, method, block_size)
+        for small, large in ((drafter, verifier), (idle_model, idle_model))
+    )
     requests = loop.requests(
         sampler, keys, inputs, lengths, SamplingOptions(temperature), [alpha], None, None, max_new_tokens
     )
     # Arguments, not a closure: captured parameters would become constants of the program.
-    state, nothing = (jax.jit(partial(loop.begin, rounds, max_new_tokens=max_new_tokens))(weights, requests)
-                      for rounds, weights in ((sampler, params), (idle, (logits, logits + 1e-3))))
+    state, nothing = (
+        jax.jit(partial(loop.begin, rounds, max_new_tokens=max_new_tokens))(weights, requests)
+        for rounds, weights in ((sampler, params), (idle, (logits, logits + 1e-3)))
+    )
     caches = state.caches
     programs: dict[str, Part] = {}
     for name, model, weights in (("drafter", drafter, params[0]), ("verifier", verifier, params[1])):
@@ -82,11 +97,16 @@ def bytes_read(model: LanguageModel, params: Any) -> int:
     inputs, lengths = jnp.ones((1, 2), jnp.int32), jnp.ones((1,), jnp.int32)
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
     jaxpr = jax.make_jaxpr(lambda p, c: model.extend(p, inputs[:, :1], c)[0])(params, cache).jaxpr
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars
-            if eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken")}
+    used = {
+        id(v)
+        for eqn in jaxpr.eqns
+        for v in eqn.invars
+        if eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken")
+    }
     leaves = jax.tree.leaves(params)
-    return sum(local_bytes(x) for x, v in zip(leaves, jaxpr.invars[:len(leaves)], strict=True)
-               if id(v) in used)
+    return sum(
+        local_bytes(x) for x, v in zip(leaves, jaxpr.invars[: len(leaves)], strict=True) if id(v) in used
+    )
 
 
 def local_bytes(x: Any) -> int:
@@ -124,8 +144,11 @@ def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tupl
             jax.config.update("jax_compilation_cache_dir", before)
             compilation_cache.reset_cache()
         memory = lowered[0].compile().memory_analysis()
-    return anew, fetched, sum(getattr(memory, f"{kind}_size_in_bytes") for kind in
-                              ("argument", "output", "temp"))
+    return (
+        anew,
+        fetched,
+        sum(getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp")),
+    )
 
 
 def random_model(name: str, config: Config) -> Checkpoint:
@@ -148,13 +171,14 @@ Contestant = Callable[[int, str], tuple[float, Any]]
 """(an input's number, the input) -> seconds, and what came out, in general an Output."""
 
 
-def in_turn(contestants: Mapping[str, Contestant], texts: Iterable[str]
-            ) -> dict[str, list[tuple[float, Any]]]:
+def in_turn(
+    contestants: Mapping[str, Contestant], texts: Iterable[str]
+) -> dict[str, list[tuple[float, Any]]]:
     """What every contestant gives for every text; another one begins each time."""
     names = list(contestants)
     runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
     for index, text in enumerate(texts):
-        for name in names[index % len(names):] + names[:index % len(names)]:
+        for name in names[index % len(names) :] + names[: index % len(names)]:
             runs[name].append(contestants[name](index, text))
     return runs
 

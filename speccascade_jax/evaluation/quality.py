@@ -27,12 +27,12 @@ class Metric:
     Of a text with several references the best one counts. Calling a metric gives its value.
     """
 
-    name: str     # what a config's task.metric says
-    label: str    # of an axis
+    name: str  # what a config's task.metric says
+    label: str  # of an axis
     summary: str  # one sentence for people
     statistics: Callable[[Texts, References], Float[np.ndarray, "N K"]]  # what each text adds to the sums
-    score: Callable[[Float[np.ndarray, " K"]], float]                    # of the sums
-    sums: int     # K
+    score: Callable[[Float[np.ndarray, " K"]], float]  # of the sums
+    sums: int  # K
     low: float = 0.0
     high: float = 100.0
     words: bool = False  # it needs a reference that is not empty
@@ -46,19 +46,35 @@ class Metric:
         """Raises FieldError where `references` are not what it needs: for each of `texts` texts (any number
         where it is None) one reference or more."""
         if not references:
-            raise FieldError("references", references, "give at least one.",
-                             f"{self.name} of no texts is undefined")
+            raise FieldError(
+                "references", references, "give at least one.", f"{self.name} of no texts is undefined"
+            )
         if texts is not None and texts != len(references):
-            raise FieldError("references", len(references), "give one list for each.",
-                             f"{texts} texts have {len(references)} lists of references")
+            raise FieldError(
+                "references",
+                len(references),
+                "give one list for each.",
+                f"{texts} texts have {len(references)} lists of references",
+            )
         for number, group in enumerate(references):
-            if isinstance(group, str) or not isinstance(group, Sequence) or not all(
-                    isinstance(reference, str) for reference in group):
-                raise FieldError("references", group, "give a list of texts.",
-                                 f"the references of text {number} are {group!r}")
+            if (
+                isinstance(group, str)
+                or not isinstance(group, Sequence)
+                or not all(isinstance(reference, str) for reference in group)
+            ):
+                raise FieldError(
+                    "references",
+                    group,
+                    "give a list of texts.",
+                    f"the references of text {number} are {group!r}",
+                )
             if not group or (self.words and not any(group)):
-                raise FieldError("references", group, f"{self.name} needs one.",
-                                 f"text {number} has no reference, or only empty ones")
+                raise FieldError(
+                    "references",
+                    group,
+                    f"{self.name} needs one.",
+                    f"text {number} has no reference, or only empty ones",
+                )
 
 
 def metric_of(metric: str | Metric) -> Metric:
@@ -89,19 +105,22 @@ def score(metric: str | Metric, total: Float[np.ndarray, " K"]) -> float:
     return metric_of(metric).score(total)
 
 
-def replaced(metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int],
-             others: Texts) -> Float[np.ndarray, " N"]:
+def replaced(
+    metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int], others: Texts
+) -> Float[np.ndarray, " N"]:
     """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises FieldError as
     `statistics` does."""
     before = statistics(metric, texts, references)
     if not len(numbers):
         return np.zeros(0)
     after, total = statistics(metric, others, [references[number] for number in numbers]), before.sum(axis=0)
-    return np.array([score(metric, total - before[number] + row)
-                     for number, row in zip(numbers, after, strict=True)])
+    return np.array(
+        [score(metric, total - before[number] + row) for number, row in zip(numbers, after, strict=True)]
+    )
 
 
 # BLEU
+
 
 def bleu(texts: Texts, references: References, tokenize: str = "13a") -> float:
     """Corpus BLEU (0 to 100) by sacrebleu; each text has one or more references.
@@ -129,8 +148,9 @@ def _bleu_statistics(texts: Texts, references: References, tokenize: str) -> Flo
 
 def _bleu_of_sums(total: Float[np.ndarray, " 10"]) -> float:
     counts = total.astype(int).tolist()
-    return sacrebleu.BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9],
-                                       smooth_method="exp").score
+    return sacrebleu.BLEU.compute_bleu(
+        counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp"
+    ).score
 
 
 def _signed(texts: Texts, references: References) -> dict[str, str]:
@@ -140,15 +160,26 @@ def _signed(texts: Texts, references: References) -> dict[str, str]:
 
 
 def _bleu(name: str, label: str, tokenize: str, summary: str) -> Metric:
-    return Metric(name, label, summary, partial(_bleu_statistics, tokenize=tokenize), _bleu_of_sums, 10,
-                  words=True, details=_signed)
+    return Metric(
+        name,
+        label,
+        summary,
+        partial(_bleu_statistics, tokenize=tokenize),
+        _bleu_of_sums,
+        10,
+        words=True,
+        details=_signed,
+    )
 
 
 # Means over texts
 
-def mean_metric(name: str, label: str, summary: str,
-                of_text: Callable[[str, Sequence[str]], float]) -> Metric:
+
+def mean_metric(
+    name: str, label: str, summary: str, of_text: Callable[[str, Sequence[str]], float]
+) -> Metric:
     """The mean over texts of of_text(text, its references), which lies in [0, 1], in per cent."""
+
     def statistics(texts: Texts, references: References) -> Float[np.ndarray, "N 2"]:
         values = [of_text(text, group) for text, group in zip(texts, references, strict=True)]
         return np.stack([np.array(values, np.float64), np.ones(len(values))], axis=1)
@@ -158,6 +189,7 @@ def mean_metric(name: str, label: str, summary: str,
 
 def _rouge(kind: str) -> Callable[[str, Sequence[str]], float]:
     """The F-measure by rouge-score, without stemming."""
+
     def of_text(text: str, references: Sequence[str]) -> float:
         return _rouge_scorer(kind).score_multi(list(references), text)[kind].fmeasure
 
@@ -167,6 +199,7 @@ def _rouge(kind: str) -> Callable[[str, Sequence[str]], float]:
 @cache
 def _rouge_scorer(kind: str) -> Any:
     from rouge_score.rouge_scorer import RougeScorer  # here, for it takes a second to import
+
     return RougeScorer([kind])
 
 
@@ -175,19 +208,27 @@ def _equals(text: str, references: Sequence[str]) -> float:
 
 
 BLEU = _bleu("bleu", "BLEU", "13a", "BLEU of all texts together, words cut as at WMT.")
-METRICS = {metric.name: metric for metric in (
-    BLEU,
-    _bleu("bleu_intl", "BLEU (intl)", "intl", "BLEU with words cut as in the T5 papers."),
-    mean_metric("rouge1", "ROUGE-1", "F-measure of single words.", _rouge("rouge1")),
-    mean_metric("rouge2", "ROUGE-2", "F-measure of pairs of words.", _rouge("rouge2")),
-    mean_metric("rougeLsum", "ROUGE-Lsum", "F-measure of common subsequences, sentences on lines.",
-          _rouge("rougeLsum")),
-    mean_metric("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
-)}
+METRICS = {
+    metric.name: metric
+    for metric in (
+        BLEU,
+        _bleu("bleu_intl", "BLEU (intl)", "intl", "BLEU with words cut as in the T5 papers."),
+        mean_metric("rouge1", "ROUGE-1", "F-measure of single words.", _rouge("rouge1")),
+        mean_metric("rouge2", "ROUGE-2", "F-measure of pairs of words.", _rouge("rouge2")),
+        mean_metric(
+            "rougeLsum",
+            "ROUGE-Lsum",
+            "F-measure of common subsequences, sentences on lines.",
+            _rouge("rougeLsum"),
+        ),
+        mean_metric("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
+    )
+}
 """By name."""
 
 
 # How sure it is
+
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The middle 95% of bootstrap values."""
@@ -201,8 +242,9 @@ def resamples(count: int, samples: int = 1000, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, count, (samples, count))
 
 
-def bootstrap(metric: str | Metric, system: Float[np.ndarray, "N K"],
-              baseline: Float[np.ndarray, "N K"] | None = None) -> tuple[float, float]:
+def bootstrap(
+    metric: str | Metric, system: Float[np.ndarray, "N K"], baseline: Float[np.ndarray, "N K"] | None = None
+) -> tuple[float, float]:
     """The 95% interval of the metric, or of its difference to `baseline` on the same examples."""
     drawn = resamples(len(system))
     values = np.array([score(metric, system[rows].sum(axis=0)) for rows in drawn])

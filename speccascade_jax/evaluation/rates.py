@@ -37,8 +37,9 @@ def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool =
     for row, size in zip(rows, lengths, strict=True):
         said = row.get("emitted", row.get("model_passes"))
         if said is not None:
-            _must_hold(np.array(size <= said if stopped else size == said),
-                       "the tokens are not those counted")
+            _must_hold(
+                np.array(size <= said if stopped else size == said), "the tokens are not those counted"
+            )
     rounds = [row for row in rows if row.keys() >= {*Counters._fields}]
     tallies = [row for row in rows if row.keys() >= {*Tally._fields} and row not in rounds]
     if rounds:
@@ -49,8 +50,10 @@ def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool =
 
 def _must_hold(identity: np.ndarray, otherwise: str) -> None:
     if not identity.all():
-        raise ValueError(f"the counts do not fit each other: {otherwise}. This is a fault of the decoder; "
-                         "please report it with the command.")
+        raise ValueError(
+            f"the counts do not fit each other: {otherwise}. This is a fault of the decoder; "
+            "please report it with the command."
+        )
 
 
 def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
@@ -60,19 +63,25 @@ def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted. Of a hierarchy,
     also `levels`: the passes of each model, the smallest first, what it was given to verify and accepted."""
+
     def ratio(a: str, b: str) -> float | None:
         below = sum(row.get(b, 0) for row in rows)
         return sum(row.get(a, 0) for row in rows) / below if below else None
 
-    rates: dict[str, Any] = {"acceptance_rate": ratio("accepted", "drafted"),
-                             "tokens_per_verifier_call": ratio("emitted", "rounds"),
-                             "deferral_rate": ratio("deferred", "drafted")}
+    rates: dict[str, Any] = {
+        "acceptance_rate": ratio("accepted", "drafted"),
+        "tokens_per_verifier_call": ratio("emitted", "rounds"),
+        "deferral_rate": ratio("deferred", "drafted"),
+    }
     hierarchies = [[*row["below"], row] for row in rows if "below" in row]
     if hierarchies:
         rates["levels"] = [
-            {"passes": sum(level.get("rounds", level.get("passes")) for level in same),
-             **{name: sum(level[name] for level in same) for name in ("drafted", "accepted") if n}}
-            for n, same in enumerate(zip(*hierarchies, strict=True))]
+            {
+                "passes": sum(level.get("rounds", level.get("passes")) for level in same),
+                **{name: sum(level[name] for level in same) for name in ("drafted", "accepted") if n},
+            }
+            for n, same in enumerate(zip(*hierarchies, strict=True))
+        ]
     return rates
 
 

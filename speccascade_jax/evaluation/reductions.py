@@ -27,14 +27,14 @@ class Comparison:
 
     point: Settings
     quality: float
-    gain: tuple[float, float]                    # of quality over the verifier
-    gain_over_drafter: tuple[float, float]       # the drafter alone is the fastest alternative of all
+    gain: tuple[float, float]  # of quality over the verifier
+    gain_over_drafter: tuple[float, float]  # the drafter alone is the fastest alternative of all
     deferral_rate: float | None
     rejection_rate: float | None
     calls_per_token: float
-    time: Time | None = None                     # None: not timed
-    contest: Contest | None = None               # None: among its method's points
-    verifier_quality: float | None = None        # of a lossless point: of the verifier whose law it has
+    time: Time | None = None  # None: not timed
+    contest: Contest | None = None  # None: among its method's points
+    verifier_quality: float | None = None  # of a lossless point: of the verifier whose law it has
 
     @property
     def name(self) -> str:
@@ -57,8 +57,9 @@ class Comparison:
         return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
-def compare(metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
-            ) -> list[Comparison]:
+def compare(
+    metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
+) -> list[Comparison]:
     """Every point of a sweep with its quality, its measured latency and the predicted one."""
     comparisons = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
@@ -68,21 +69,32 @@ def compare(metric: str, qualities: dict[Settings, Quality], latencies: dict[Set
         calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
         time = None
         if point in latencies:
-            latency, large, small = (latencies[p] for p in (
-                point, *(alone(contest.panel, m) for m in SINGLE_MODEL)))
+            latency, large, small = (
+                latencies[p] for p in (point, *(alone(contest.panel, m) for m in SINGLE_MODEL))
+            )
             drawn = resamples(len(latency.seconds))
             ratios = latency.seconds[drawn].sum(axis=1) / large.seconds[drawn].sum(axis=1)
             step_ratio = _seconds_a_token(small) / _seconds_a_token(large)
-            time = Time(float(latency.seconds.sum() / large.seconds.sum()), interval(ratios),
-                        cost_a_token(point, q, step_ratio) * float(latency.tokens.sum() / large.tokens.sum()))
+            time = Time(
+                float(latency.seconds.sum() / large.seconds.sum()),
+                interval(ratios),
+                cost_a_token(point, q, step_ratio) * float(latency.tokens.sum() / large.tokens.sum()),
+            )
         accepted = q.rate("accepted", "drafted")
-        comparisons.append(Comparison(
-            point, _quality(metric, q),
-            bootstrap(metric, q.statistics, verifier.statistics),
-            bootstrap(metric, q.statistics, drafter.statistics),
-            q.rate("deferred", "drafted") if point.defers else None,
-            None if accepted is None else 1 - accepted, calls / max(q.tokens, 1), time, contest,
-            _quality(metric, qualities[alike]) if point.lossless and alike in qualities else None))
+        comparisons.append(
+            Comparison(
+                point,
+                _quality(metric, q),
+                bootstrap(metric, q.statistics, verifier.statistics),
+                bootstrap(metric, q.statistics, drafter.statistics),
+                q.rate("deferred", "drafted") if point.defers else None,
+                None if accepted is None else 1 - accepted,
+                calls / max(q.tokens, 1),
+                time,
+                contest,
+                _quality(metric, qualities[alike]) if point.lossless and alike in qualities else None,
+            )
+        )
     return comparisons
 
 
@@ -114,14 +126,18 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
 
 def fastest(comparisons: Sequence[Comparison], at_least: float) -> Comparison | None:
     """The fastest timed point whose expected quality is at least `at_least`."""
-    return min((r for r in comparisons if r.time is not None and r.expected >= at_least),
-               key=lambda r: (_share(r), -r.expected), default=None)
+    return min(
+        (r for r in comparisons if r.time is not None and r.expected >= at_least),
+        key=lambda r: (_share(r), -r.expected),
+        default=None,
+    )
 
 
 def best(comparisons: Sequence[Comparison], at_most: float) -> Comparison | None:
     """The best point whose relative latency is at most `at_most`."""
-    return max((r for r in comparisons if _share(r) <= at_most),
-               key=lambda r: (r.quality, -_share(r)), default=None)
+    return max(
+        (r for r in comparisons if _share(r) <= at_most), key=lambda r: (r.quality, -_share(r)), default=None
+    )
 
 
 def _share(r: Comparison) -> float:

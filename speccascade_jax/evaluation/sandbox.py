@@ -36,14 +36,41 @@ OUT_OF_TIME = 128 + signal.SIGXCPU  # exit status
 REMEDY = "install it (apt install bubblewrap libseccomp2), or decode a task that runs no programs."
 # What needs no privilege and is not held by the namespaces and limits: processes and threads, further
 # namespaces, sockets, memory that no limit counts, and parts of the kernel that had many holes.
-REFUSED = ("fork", "vfork", "clone", "clone3", "unshare", "setns", "socket", "socketpair", "shmget", "msgget",
-           "semget", "mq_open", "ptrace", "process_vm_readv", "process_vm_writev", "bpf", "perf_event_open",
-           "userfaultfd", "io_uring_setup", "add_key", "request_key", "keyctl")
+REFUSED = (
+    "fork",
+    "vfork",
+    "clone",
+    "clone3",
+    "unshare",
+    "setns",
+    "socket",
+    "socketpair",
+    "shmget",
+    "msgget",
+    "semget",
+    "mq_open",
+    "ptrace",
+    "process_vm_readv",
+    "process_vm_writev",
+    "bpf",
+    "perf_event_open",
+    "userfaultfd",
+    "io_uring_setup",
+    "add_key",
+    "request_key",
+    "keyctl",
+)
 MODULES = {"math": math, "sys": sys}  # the names besides builtins that a test's right side may use
 # Data gets across as JSON; what JSON does not have is {kind: parts}.
 KINDS: dict[str, Callable[[list], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict, "bytes": bytes,
-    "complex": lambda parts: complex(*parts)}
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "bytes": bytes,
+    "complex": lambda parts: complex(*parts),
+}
 
 
 class Verdict(NamedTuple):
@@ -54,6 +81,7 @@ class Verdict(NamedTuple):
 
 
 # Outside
+
 
 def run_program(program: str, tests: Sequence[str], seconds: float = 10.0, memory: int = 2**29) -> Verdict:
     """Runs Python source, then the tests: `passed` if every call returns what its test expects.
@@ -82,13 +110,17 @@ def parse_tests(tests: Sequence[str]) -> tuple[list[str], list[str]]:
             statements = []
         match statements:
             case [ast.Assert(test=ast.Compare(ast.Call() as call, [ast.Eq()], [value]))] if all(
-                    hasattr(builtins, node.id) or node.id in MODULES
-                    for node in ast.walk(value) if isinstance(node, ast.Name)):
+                hasattr(builtins, node.id) or node.id in MODULES
+                for node in ast.walk(value)
+                if isinstance(node, ast.Name)
+            ):
                 calls.append(ast.unparse(call))
                 expected.append(ast.unparse(value))
             case _:
-                raise ValueError(f"the test {test[:200]!r} cannot be judged from outside the program: write "
-                                 "`assert CALL == VALUE`, the value without names of the program.")
+                raise ValueError(
+                    f"the test {test[:200]!r} cannot be judged from outside the program: write "
+                    "`assert CALL == VALUE`, the value without names of the program."
+                )
     if not calls:
         raise ValueError("a program has no tests: give it at least one.")
     return calls, expected
@@ -102,29 +134,68 @@ def check_sandbox() -> None:
     status, said = in_sandbox("answer", ["", ["max(1, 2)"]], 30.0, 2**29)
     if (status, said) != (0, '{"values": [2]}'):
         why = said.strip().splitlines()[-1:] or [f"status {status}"]
-        raise ValueError(f"bubblewrap cannot make a sandbox here ({why[0]}): allow it user namespaces "
-                         "(containers often do not), or decode a task that runs no programs.")
+        raise ValueError(
+            f"bubblewrap cannot make a sandbox here ({why[0]}): allow it user namespaces "
+            "(containers often do not), or decode a task that runs no programs."
+        )
 
 
 def in_sandbox(role: str, work: Any, seconds: float, memory: int) -> tuple[int, str]:
     """Exit status of main(role) in a new sandbox, and what it wrote."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    readable = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix,
-                sys.base_exec_prefix]
+    readable = [
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        sys.base_prefix,
+        sys.base_exec_prefix,
+    ]
     with tempfile.TemporaryFile() as calls, tempfile.TemporaryFile() as said:
         calls.write(refused_calls())
         calls.seek(0)
         command = [
-            "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
-            "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv",
-            "--seccomp", str(calls.fileno()),
+            "bwrap",
+            "--unshare-all",
+            "--unshare-user",
+            "--uid",
+            "65534",
+            "--gid",
+            "65534",
+            "--cap-drop",
+            "ALL",
+            "--die-with-parent",
+            "--new-session",
+            "--clearenv",
+            "--seccomp",
+            str(calls.fileno()),
             *(word for path in readable for word in ("--ro-bind-try", path, path)),
-            "--ro-bind", os.path.abspath(__file__), "/sandbox.py", "--dev-bind", "/dev/null", "/dev/null",
-            "--remount-ro", "/", "--chdir", "/", python, "-I", "-S", "/sandbox.py", role]
+            "--ro-bind",
+            os.path.abspath(__file__),
+            "/sandbox.py",
+            "--dev-bind",
+            "/dev/null",
+            "/dev/null",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/",
+            python,
+            "-I",
+            "-S",
+            "/sandbox.py",
+            role,
+        ]
         try:
             status = subprocess.run(
-                command, input=json.dumps([work, seconds, memory]).encode(), stdout=said,
-                stderr=subprocess.STDOUT, pass_fds=(calls.fileno(),), timeout=seconds + 2.0).returncode
+                command,
+                input=json.dumps([work, seconds, memory]).encode(),
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                pass_fds=(calls.fileno(),),
+                timeout=seconds + 2.0,
+            ).returncode
         except subprocess.TimeoutExpired:
             return OUT_OF_TIME, ""
         said.seek(0)
@@ -157,14 +228,20 @@ def refused_calls() -> bytes:
 
 # Inside
 
+
 def main(role: str) -> None:
     work, seconds, memory = json.loads(sys.stdin.buffer.read())
     report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    for limit, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
-                         (resource.RLIMIT_FSIZE, SAID), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_CORE, 0),
-                         (resource.RLIMIT_NOFILE, 64)):
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
+        (resource.RLIMIT_FSIZE, SAID),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+    ):
         resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))  # a signal, then death
     result = answer(*work) if role == "answer" else judge(*work)
     os.write(report, json.dumps(result).encode())
@@ -218,7 +295,7 @@ def packed(value: Any) -> Any:
 def unpacked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    (kind, parts), = value.items()
+    ((kind, parts),) = value.items()
     return KINDS[kind]([unpacked(part) for part in parts])
 
 

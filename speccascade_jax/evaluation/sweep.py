@@ -24,12 +24,23 @@ from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.settings import NAMED, Settings
 
-COMPARED = ("token_v3", "opt", "diff", "chow", "lossy", "bild_star", "speculative", "token_cascade",
-            "sequence", "mixture", "typical")  # what a sweep compares unless told otherwise
+COMPARED = (
+    "token_v3",
+    "opt",
+    "diff",
+    "chow",
+    "lossy",
+    "bild_star",
+    "speculative",
+    "token_cascade",
+    "sequence",
+    "mixture",
+    "typical",
+)  # what a sweep compares unless told otherwise
 LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
 WARM = 5  # examples decoded untimed: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
-          # those of each width
+# those of each width
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
 References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
@@ -67,9 +78,16 @@ def contests(point: Settings, points: Any) -> Iterator[Contest]:
             yield Contest(f"{point.name}, {kind}", value, plain)
 
 
-def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None, block_sizes: Sequence[Any],
-         temperatures: Sequence[float], top_ps: Sequence[float | None] = (None,),
-         truncations: Sequence[str] = (), known: Mapping[str, Method | Scheme] = NAMED) -> list[Settings]:
+def grid(
+    base: Settings,
+    methods: Sequence[str],
+    alphas: Sequence[float] | None,
+    block_sizes: Sequence[Any],
+    temperatures: Sequence[float],
+    top_ps: Sequence[float | None] = (None,),
+    truncations: Sequence[str] = (),
+    known: Mapping[str, Method | Scheme] = NAMED,
+) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are
     those of `base`. Where nothing is truncated, the verifier and the LOSSLESS methods at all values of the
     `truncations`.
@@ -83,8 +101,13 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
     """
     if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
         raise FieldError("block_sizes", least, "each is at least 1.", f"--block-sizes holds {least}")
-    for name, values in (("methods", methods), ("alphas", TENTHS if alphas is None else alphas),
-                         ("block-sizes", block_sizes), ("temperatures", temperatures), ("top-ps", top_ps)):
+    for name, values in (
+        ("methods", methods),
+        ("alphas", TENTHS if alphas is None else alphas),
+        ("block-sizes", block_sizes),
+        ("temperatures", temperatures),
+        ("top-ps", top_ps),
+    ):
         if not values:
             raise FieldError(name.replace("-", "_"), values, "give at least one.", f"--{name} is empty")
     points: dict[Settings, None] = {}
@@ -102,13 +125,19 @@ def grid(base: Settings, methods: Sequence[str], alphas: Sequence[float] | None,
             for block_size in block_sizes if method in METHODS else (1,):
                 leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
                 for alpha in (0.0,) if method in LOSSLESS else leniences:
-                    points[dataclasses.replace(chosen, method=method, block_size=block_size,
-                                               alpha=_lenience(method, rule, alpha))] = None
+                    points[
+                        dataclasses.replace(
+                            chosen, method=method, block_size=block_size, alpha=_lenience(method, rule, alpha)
+                        )
+                    ] = None
         for kind in truncations if temperature > 0 else ():
             for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
                 changed: dict[str, Any] = {kind: value, "alpha": 0.0}
-                cuts = [dataclasses.replace(chosen, **changed, method=method, block_size=size)
-                        for method in LOSSLESS for size in block_sizes]
+                cuts = [
+                    dataclasses.replace(chosen, **changed, method=method, block_size=size)
+                    for method in LOSSLESS
+                    for size in block_sizes
+                ]
                 points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
         point.check(10**9, known=known)  # how many tokens there are is known once the models are loaded
@@ -144,18 +173,27 @@ class OneShape(Cascade):
 class Quality:
     """A point decoded over a split."""
 
-    statistics: np.ndarray        # [N, K], see quality.statistics
-    counts: dict[str, int]        # summed over the examples
-    acceptance: float             # accepted / tested drafted positions
+    statistics: np.ndarray  # [N, K], see quality.statistics
+    counts: dict[str, int]  # summed over the examples
+    acceptance: float  # accepted / tested drafted positions
     tokens: int
 
     def rate(self, above: str, below: str) -> float | None:
         return self.counts[above] / self.counts[below] if self.counts.get(below) else None
 
 
-def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Sequence[str],
-                    references: References, metric: str, path: Path, settings: dict[str, Any], *,
-                    batch_size: int, track: Track) -> dict[Settings, Quality]:
+def measure_quality(
+    cascade: Cascade,
+    points: Sequence[Settings],
+    sources: Sequence[str],
+    references: References,
+    metric: str,
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    batch_size: int,
+    track: Track,
+) -> dict[Settings, Quality]:
     """Every point's quality over `sources`, from `path` where it stands there already.
 
     settings: what besides the point decides the results; kept next to `path`.
@@ -172,7 +210,9 @@ def measure_quality(cascade: Cascade, points: Sequence[Settings], sources: Seque
             known[point] = Quality(
                 _finite(line["statistics"], len(sources), METRICS[metric].sums),
                 {name: int(count) for name, count in line["counts"].items()},
-                float(line["acceptance"]), int(line["tokens"]))
+                float(line["acceptance"]),
+                int(line["tokens"]),
+            )
         except DAMAGE:
             raise ValueError("no measurement of this sweep") from None
 
@@ -196,12 +236,21 @@ def _finite(values: Any, *shape: int) -> np.ndarray:
 def _quality(point: Settings, outputs: Sequence[Output], references: References, metric: str) -> Quality:
     rows = [output.counts for output in outputs]
     check_counts(rows, [len(output.tokens) for output in outputs], stopped=bool(point.stop))
-    rows = [row | {f"passes of model {n}": level.get("rounds", level.get("passes"))
-                   for n, level in enumerate(row.get("below", ()))} for row in rows]
+    rows = [
+        row
+        | {
+            f"passes of model {n}": level.get("rounds", level.get("passes"))
+            for n, level in enumerate(row.get("below", ()))
+        }
+        for row in rows
+    ]
     names = {name for row in rows for name, value in row.items() if isinstance(value, int)}
-    return Quality(np.round(statistics(metric, [o.text for o in outputs], references), 6),
-                   {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},
-                   position_acceptance([o.origin for o in outputs]), sum(len(o.tokens) for o in outputs))
+    return Quality(
+        np.round(statistics(metric, [o.text for o in outputs], references), 6),
+        {name: sum(row.get(name, 0) for row in rows) for name in sorted(names)},
+        position_acceptance([o.origin for o in outputs]),
+        sum(len(o.tokens) for o in outputs),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +258,19 @@ class Latency:
     """A point timed at batch 1: seconds and tokens of each example, over all trials."""
 
     seconds: np.ndarray  # [N]
-    tokens: np.ndarray   # [N]
+    tokens: np.ndarray  # [N]
 
 
-def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Sequence[str], path: Path,
-                    settings: dict[str, Any], *, trials: int, track: Track) -> dict[Settings, Latency]:
+def measure_latency(
+    cascade: Cascade,
+    points: Sequence[Settings],
+    sources: Sequence[str],
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    trials: int,
+    track: Track,
+) -> dict[Settings, Latency]:
     """The time that every point takes for each example by itself (batch 1), `trials` times.
 
     The points follow each other on every example, in a random order, so that a machine that slows down slows
@@ -243,8 +300,10 @@ def measure_latency(cascade: Cascade, points: Sequence[Settings], sources: Seque
     with file:
         if work:
             rows, _ = cascade.encode(sources, truncate=True)
-            programs = {(p.method, p.block_size, *(getattr(p, kind) is None for kind in TRUNCATIONS)): p
-                        for p in points}
+            programs = {
+                (p.method, p.block_size, *(getattr(p, kind) is None for kind in TRUNCATIONS)): p
+                for p in points
+            }
             shapes = {cascade.bucket(len(row)): n for n, row in enumerate(rows)}
             examples = sorted({*shapes.values(), *range(len(rows))[:WARM]})
             for point, n in track(list(itertools.product(programs.values(), examples)), "compiling"):

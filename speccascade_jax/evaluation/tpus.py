@@ -45,13 +45,17 @@ KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # dtypes, and what
 class Chip(NamedTuple):
     """Public figures of one chip."""
 
-    memory: float     # bytes of HBM
+    memory: float  # bytes of HBM
     bandwidth: float  # bytes a second
-    rate: float       # bfloat16 FLOP a second
+    rate: float  # bfloat16 FLOP a second
 
 
-CHIPS = {"v4": Chip(32e9, 1228e9, 275e12), "v5e": Chip(16e9, 819e9, 197e12),
-         "v5p": Chip(95e9, 2765e9, 459e12), "v6e": Chip(32e9, 1640e9, 918e12)}
+CHIPS = {
+    "v4": Chip(32e9, 1228e9, 275e12),
+    "v5e": Chip(16e9, 819e9, 197e12),
+    "v5p": Chip(95e9, 2765e9, 459e12),
+    "v6e": Chip(32e9, 1640e9, 918e12),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +78,13 @@ def checked(name: str) -> Chip:
     """The chip of a topology's name such as v5e:2x2. Raises ValueError for another, and without libtpu."""
     kind, _, size = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", size):
-        raise FieldError("tpu", name, f"write the kind of chip, one of {', '.join(CHIPS)}, and how the "
-                         "chips stand: v5e:2x2, v5p:2x2x1.", f"--tpu is {name!r}")
+        raise FieldError(
+            "tpu",
+            name,
+            f"write the kind of chip, one of {', '.join(CHIPS)}, and how the "
+            "chips stand: v5e:2x2, v5p:2x2x1.",
+            f"--tpu is {name!r}",
+        )
     if find_spec("libtpu") is None:
         raise ValueError("--tpu needs TPU's compiler: pip install 'speccascade_jax[tpu]'.")
     return CHIPS[kind]
@@ -84,8 +93,14 @@ def checked(name: str) -> Chip:
 def devices_of(name: str) -> list[Any]:
     """The described devices of a topology. Raises ValueError where the compiler knows none of that name."""
     # Nobody is asked which TPU this machine has, and several processes may compile.
-    os.environ.update({"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                       "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"})
+    os.environ.update(
+        {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+        }
+    )
     jax.config.update("jax_platforms", "cpu")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
@@ -102,12 +117,17 @@ def devices_of(name: str) -> list[Any]:
 def check_pair(shapes: Shapes, devices: list[Any]) -> None:
     """Raises ValueError for models of two vocabularies, and for fewer devices than they need."""
     if shapes.devices > len(devices):
-        raise FieldError("tensor_parallel", shapes.devices, "name a larger topology.",
-                         f"{shapes.devices} chips share the parameters, and the topology has {len(devices)}")
+        raise FieldError(
+            "tensor_parallel",
+            shapes.devices,
+            "name a larger topology.",
+            f"{shapes.devices} chips share the parameters, and the topology has {len(devices)}",
+        )
     small, large = shapes.drafter.vocab_size, shapes.verifier.vocab_size
     if small != large:
-        raise ValueError(f"the drafter has {small} tokens, the verifier {large}; --tpu compiles models of "
-                         "one vocabulary.")
+        raise ValueError(
+            f"the drafter has {small} tokens, the verifier {large}; --tpu compiles models of one vocabulary."
+        )
 
 
 class Described(Programs):
@@ -125,24 +145,37 @@ class Pair:
         self.shapes = a = shapes
         mesh = None if a.devices == 1 else tensor_mesh(a.devices, devices)
         self.whole = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
-        self.plain = tuple(model_of(config, dtype=a.dtype,
-                                    cache_dtype="bfloat16" if a.dtype == "int8" else a.dtype)
-                           for config in (a.drafter, a.verifier))
+        self.plain = tuple(
+            model_of(config, dtype=a.dtype, cache_dtype="bfloat16" if a.dtype == "int8" else a.dtype)
+            for config in (a.drafter, a.verifier)
+        )
         self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
 
         def weights(model: Any) -> nnx.State:
-            place = Placement(a.dtype, lambda path, shape: self.whole if mesh is None else (
-                tensor_sharding(mesh, model.config, path, shape)))
+            place = Placement(
+                a.dtype,
+                lambda path, shape: (
+                    self.whole if mesh is None else (tensor_sharding(mesh, model.config, path, shape))
+                ),
+            )
             flat = dict(nnx.to_flat_state(model.abstract_params()))
-            return nnx.from_flat_state({
-                path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
-                for path, x in flat.items()})
+            return nnx.from_flat_state(
+                {
+                    path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
+                    for path, x in flat.items()
+                }
+            )
 
         self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
-        self.sampler = Speculative(Autoregressive(self.models[0]), self.models[1], METHODS[a.method],
-                                   a.block_size)
-        self.programs = Described(Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id,
-                                       a.verifier.vocab_size), self.params, None, Clock())
+        self.sampler = Speculative(
+            Autoregressive(self.models[0]), self.models[1], METHODS[a.method], a.block_size
+        )
+        self.programs = Described(
+            Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id, a.verifier.vocab_size),
+            self.params,
+            None,
+            Clock(),
+        )
 
     @cached_property
     def state(self) -> Any:
@@ -159,13 +192,21 @@ class Pair:
             read = jax.ShapeDtypeStruct((a.rows, tokens), jnp.int32, sharding=self.whole)
             cache = self.state.caches[number]
             with shared_by(self.params):
-                return jax.jit(self.models[number].extend, donate_argnums=2, out_shardings=(
-                    None, shardings(cache))).lower(self.params[number], read, cache).compile()
+                return (
+                    jax.jit(
+                        self.models[number].extend, donate_argnums=2, out_shardings=(None, shardings(cache))
+                    )
+                    .lower(self.params[number], read, cache)
+                    .compile()
+                )
 
-        for name, make in (("begin", partial(self.programs.begin, a.rows, a.source_length)),
-                           ("run", partial(self.programs.run, a.rows, a.source_length)),
-                           ("drafter step", partial(step, 0, 1)), ("verifier step", partial(step, 1, 1)),
-                           (count, partial(step, 1, a.block_size + 1))):
+        for name, make in (
+            ("begin", partial(self.programs.begin, a.rows, a.source_length)),
+            ("run", partial(self.programs.run, a.rows, a.source_length)),
+            ("drafter step", partial(step, 0, 1)),
+            ("verifier step", partial(step, 1, 1)),
+            (count, partial(step, 1, a.block_size + 1)),
+        ):
             began = time.process_time()
             try:
                 program = make()
@@ -185,7 +226,8 @@ class Pair:
         whole of the cache's buffers."""
         drafter, verifier = (
             float(bytes_read(model, params) + sum(map(local_bytes, buffers_of(cache))))
-            for model, params, cache in zip(self.plain, self.plain_params, self.state.caches, strict=True))
+            for model, params, cache in zip(self.plain, self.plain_params, self.state.caches, strict=True)
+        )
         return drafter, verifier
 
     def round_flops(self) -> float:
@@ -199,8 +241,11 @@ class Pair:
         matrices = [x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1]
         computed = self.shapes.rows * (self.shapes.block_size + 1) * max(min(x.shape) for x in matrices)
         arrays = [*buffers_of(self.state.caches), *buffers_of(self.params), *matrices]
-        sizes = {(KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share) for x in arrays
-                 for share in (1, x.shape[0] if x.ndim > 2 else 1)}
+        sizes = {
+            (KINDS[x.dtype.name], local_bytes(x) // x.dtype.itemsize // share)
+            for x in arrays
+            for share in (1, x.shape[0] if x.ndim > 2 else 1)
+        }
         return {(kind, size) for kind, size in sizes if size > computed}
 
 
@@ -217,11 +262,14 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
     for role, path in run.roles:
         folder, member = checkpoints.split_member(path)
         if member is not None:
-            raise ValueError(f"{role} is a member of the network {folder}; --tpu compiles two models that "
-                             "share nothing.")
+            raise ValueError(
+                f"{role} is a member of the network {folder}; --tpu compiles two models that share nothing."
+            )
         if not Path(folder).is_dir() and folder not in trained:
-            raise ValueError(f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
-                             "with --preset.")
+            raise ValueError(
+                f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
+                "with --preset."
+            )
         configs.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
     return configs
 
@@ -240,9 +288,12 @@ def flops(jaxpr: Any) -> float:
             shape = equation.invars[0].aval.shape
             total += 2.0 * equation.outvars[0].aval.size * math.prod(shape[n] for n in contracted)
             continue
-        inner = [flops(getattr(value, "jaxpr", value)) for parameter in equation.params.values()
-                 for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
-                 if hasattr(getattr(value, "jaxpr", value), "eqns")]
+        inner = [
+            flops(getattr(value, "jaxpr", value))
+            for parameter in equation.params.values()
+            for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
+            if hasattr(getattr(value, "jaxpr", value), "eqns")
+        ]
         many = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += many * (max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner))
     return total
@@ -252,9 +303,13 @@ def memory_of(program: Any, text: Program) -> dict[str, float]:
     """What a program needs on each device, MB: in HBM, but for the temporaries on the chip."""
     analysis, (temporary, fast) = program.memory_analysis(), text.temporaries()
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    sizes = {"arguments": analysis.argument_size_in_bytes, "temporaries in HBM": temporary,
-             "temporaries in VMEM": fast, "code": analysis.generated_code_size_in_bytes,
-             "HBM in all": held + temporary + analysis.generated_code_size_in_bytes}
+    sizes = {
+        "arguments": analysis.argument_size_in_bytes,
+        "temporaries in HBM": temporary,
+        "temporaries in VMEM": fast,
+        "code": analysis.generated_code_size_in_bytes,
+        "HBM in all": held + temporary + analysis.generated_code_size_in_bytes,
+    }
     return {f"{name}, MB": size / 1e6 for name, size in sizes.items()}
 
 
@@ -264,8 +319,10 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
     acceptance: the chance that a drafted token is accepted, for the time that a token takes.
     """
     chip, shapes = checked(name), pair.shapes
-    where = (f"{shapes.devices} of {name}, source {shapes.source_length}, batch {shapes.rows}, "
-             f"block size {shapes.block_size}")
+    where = (
+        f"{shapes.devices} of {name}, source {shapes.source_length}, batch {shapes.rows}, "
+        f"block size {shapes.block_size}"
+    )
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
     for what, seconds, program in pair.compiled():
@@ -278,22 +335,36 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
             body = text.rounds.body
             read, collectives = text.bytes_read(body), text.collectives(body)
             faults = text.faults(body, pair.kept())
-        yield f"{what}, {where}", {"trace and compile, CPU s": seconds, **memory,
-                                   "fits": memory["HBM in all, MB"] * 1e6 <= chip.memory}
+        yield (
+            f"{what}, {where}",
+            {
+                "trace and compile, CPU s": seconds,
+                **memory,
+                "fits": memory["HBM in all, MB"] * 1e6 <= chip.memory,
+            },
+        )
     drafter, verifier = pair.least_read()
     least, work = pair.drafter_passes * drafter + verifier, pair.round_flops()
     floor = max(least / chip.bandwidth, work / chip.rate)
     tokens = expected_tokens(acceptance, shapes.block_size)
     alone = verifier / chip.bandwidth
-    yield f"a round, {where}", {
-        "to be read: drafter pass, MB": drafter / 1e6, "to be read: verifier pass, MB": verifier / 1e6,
-        "to be read, MB": least / 1e6, "read from HBM by the program, MB": read / 1e6,
-        "read / to be read": read / least, "GFLOP": work / 1e9, "exchanges between chips": collectives,
-        "floor, ms": 1e3 * floor, "with what the program reads, ms": 1e3 * max(
-            read / chip.bandwidth, work / chip.rate),
-        f"floor at acceptance {acceptance}, ms a token of each row": 1e3 * floor / tokens,
-        "the verifier alone: floor, ms a token of each row": 1e3 * alone,
-        **{f"faults: {kind}": len(lines) for kind, lines in faults.items()}}
+    yield (
+        f"a round, {where}",
+        {
+            "to be read: drafter pass, MB": drafter / 1e6,
+            "to be read: verifier pass, MB": verifier / 1e6,
+            "to be read, MB": least / 1e6,
+            "read from HBM by the program, MB": read / 1e6,
+            "read / to be read": read / least,
+            "GFLOP": work / 1e9,
+            "exchanges between chips": collectives,
+            "floor, ms": 1e3 * floor,
+            "with what the program reads, ms": 1e3 * max(read / chip.bandwidth, work / chip.rate),
+            f"floor at acceptance {acceptance}, ms a token of each row": 1e3 * floor / tokens,
+            "the verifier alone: floor, ms a token of each row": 1e3 * alone,
+            **{f"faults: {kind}": len(lines) for kind, lines in faults.items()},
+        },
+    )
     for kind, lines in faults.items():
         if lines:
             yield f"{kind} in a round, {where}", {str(n): line for n, line in enumerate(lines)}

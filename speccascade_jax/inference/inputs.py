@@ -47,8 +47,9 @@ def _decoded(file: Any, name: str) -> Iterator[str]:
         try:
             yield text.removesuffix(b"\n").decode("utf-8").rstrip("\r")
         except UnicodeDecodeError:
-            raise ValueError(f"{name}, line {number}: not valid UTF-8; convert the file first "
-                             "(iconv -f latin1 -t utf-8).") from None
+            raise ValueError(
+                f"{name}, line {number}: not valid UTF-8; convert the file first (iconv -f latin1 -t utf-8)."
+            ) from None
 
 
 @contextlib.contextmanager
@@ -82,8 +83,10 @@ def check_text(text: Any, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds {text[error.start]!a}, half a character, which UTF-8 has no place "
-                         "for: mend or drop it.") from None
+        raise ValueError(
+            f"{where} holds {text[error.start]!a}, half a character, which UTF-8 has no place "
+            "for: mend or drop it."
+        ) from None
     return text
 
 

@@ -1,9 +1,9 @@
 """Output files: an interrupted run goes on with them, and one process at a time writes them.
 
-    lines, file = resume(path, settings)
-    with file:
-        for line in work[len(lines):]:
-            file.add(line)
+lines, file = resume(path, settings)
+with file:
+    for line in work[len(lines):]:
+        file.add(line)
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class OutputFile:
         data = lines.encode()
         try:
             while data:
-                data = data[os.write(self.handle, data):]
+                data = data[os.write(self.handle, data) :]
         except OSError as error:  # which does not know the file
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
@@ -90,16 +90,24 @@ class OutputFile:
 
     def _is_empty(self) -> bool:
         """Whether the file has no line, and still bears its name."""
-        return (self.handle >= 0 and os.fstat(self.handle).st_size == 0 and self.path.exists()
-                and os.path.samestat(os.fstat(self.handle), os.stat(self.path)))
+        return (
+            self.handle >= 0
+            and os.fstat(self.handle).st_size == 0
+            and self.path.exists()
+            and os.path.samestat(os.fstat(self.handle), os.stat(self.path))
+        )
 
 
 def _lock(handle: int, path: Path, wait: bool) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise FieldError("output", str(path), "wait for its end, or choose another --output.",
-                         f"{path} is being written by another process") from None
+        raise FieldError(
+            "output",
+            str(path),
+            "wait for its end, or choose another --output.",
+            f"{path} is being written by another process",
+        ) from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
@@ -118,8 +126,9 @@ def settings_file(path: str | Path) -> Path:
     return Path(f"{path}.settings.json")
 
 
-def resume(path: str | Path, settings: dict[str, Any],
-           read: Callable[[int, Any], T] | None = None) -> tuple[list[T], OutputFile]:
+def resume(
+    path: str | Path, settings: dict[str, Any], read: Callable[[int, Any], T] | None = None
+) -> tuple[list[T], OutputFile]:
     """The whole lines that a killed run has left in a file of JSON lines, and the file, open for more.
 
     settings: what the lines are made of; kept next to the file, so that those of other settings are never
@@ -147,22 +156,34 @@ def resume(path: str | Path, settings: dict[str, Any],
                 if file.made:
                     file.made.append(kept)
         except OSError as error:
-            raise FieldError("output", str(path), "name another place.",
-                             f"cannot write {error.filename or path}: {error.strerror}") from None
+            raise FieldError(
+                "output",
+                str(path),
+                "name another place.",
+                f"cannot write {error.filename or path}: {error.strerror}",
+            ) from None
         stack.pop_all()  # the caller closes the file
         return lines, file
 
 
 def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
     if not kept.is_file():
-        raise FieldError("output", str(path), f"{REMEDY}.",
-                         f"{path} exists, without the {kept.name} that tells what it was made of")
+        raise FieldError(
+            "output",
+            str(path),
+            f"{REMEDY}.",
+            f"{path} exists, without the {kept.name} that tells what it was made of",
+        )
     before = _settings_in(kept)
     if before != settings:
         known = before or {}
         names = sorted(k for k in {*known, *settings} if known.get(k, ...) != settings.get(k, ...))
-        raise FieldError("output", str(path), f"{REMEDY}.",
-                         f"{path} holds results of other settings (see {', '.join(names)} in {kept})")
+        raise FieldError(
+            "output",
+            str(path),
+            f"{REMEDY}.",
+            f"{path} holds results of other settings (see {', '.join(names)} in {kept})",
+        )
 
 
 def _settings_in(kept: Path) -> dict[str, Any] | None:
@@ -182,8 +203,12 @@ def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None
     if kept.exists():
         names = (_settings_in(kept) or {}).keys()
         if 2 * len(names & settings.keys()) < max(len(settings), 1):
-            raise FieldError("output", str(path), "move that file, or choose another --output.",
-                             f"{kept}, where the settings of --output go, holds something else")
+            raise FieldError(
+                "output",
+                str(path),
+                "move that file, or choose another --output.",
+                f"{kept}, where the settings of --output go, holds something else",
+            )
 
 
 def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | None) -> Any:
@@ -196,13 +221,16 @@ def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | 
             raise ValueError(f"no JSON object but {reprlib.repr(value)}")
         return value
     except ValueError as error:  # that of bad UTF-8, too
-        raise FieldError("output", str(path), f"{REMEDY}.",
-                         f"{where}{str(error).removeprefix(where).rstrip('.')}") from None
+        raise FieldError(
+            "output", str(path), f"{REMEDY}.", f"{where}{str(error).removeprefix(where).rstrip('.')}"
+        ) from None
 
 
-def open_output(path: str | Path, settings: dict[str, Any], texts: Sequence[str], first_index: int = 0
-                ) -> tuple[OutputFile, list[Output]]:
+def open_output(
+    path: str | Path, settings: dict[str, Any], texts: Sequence[str], first_index: int = 0
+) -> tuple[OutputFile, list[Output]]:
     """The file for the outputs of `texts`, and those that an interrupted run has left in it."""
+
     def read(number: int, line: Any) -> Output:
         output = output_of(line)
         if number > len(texts) or output.source != texts[number - 1]:
@@ -244,8 +272,11 @@ def output_of(line: Any) -> Output:
 def _are_counts(counts: Any) -> bool:
     """Numbers, lists of numbers, and under "below" the counts of each smaller model of a hierarchy."""
     return isinstance(counts, dict) and all(
-        all(map(_are_counts if name == "below" else _is_count, value)) if isinstance(value, list)
-        else _is_count(value) for name, value in counts.items())
+        all(map(_are_counts if name == "below" else _is_count, value))
+        if isinstance(value, list)
+        else _is_count(value)
+        for name, value in counts.items()
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -289,8 +320,12 @@ def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, s
         _check_writable(_field(flag), Path(path))
         for name in _names(path):
             if name in flags:
-                raise FieldError(_field(flag), str(path), "name another one.",
-                                 f"{flag} is {path}, the same file as {flags[name]}")
+                raise FieldError(
+                    _field(flag),
+                    str(path),
+                    "name another one.",
+                    f"{flag} is {path}, the same file as {flags[name]}",
+                )
         flags |= dict.fromkeys(_names(path), flag)
 
 
@@ -319,5 +354,6 @@ def _check_writable(field: str, path: Path) -> None:
         if not os.access(real.parent, os.W_OK | os.X_OK) or (real.exists() and not os.access(real, os.W_OK)):
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
-        raise FieldError(field, str(path), "name another place.",
-                         f"cannot write {path}: {error.strerror}") from None
+        raise FieldError(
+            field, str(path), "name another place.", f"cannot write {path}: {error.strerror}"
+        ) from None

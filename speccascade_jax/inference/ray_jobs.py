@@ -21,7 +21,7 @@ from speccascade_jax.inference.outputs import open_output, settings_file, write_
 from speccascade_jax.inference.text import Cascade, Output
 
 PATIENCE = 5.0  # seconds that a cluster has to answer
-SETTINGS = 4    # the type of HTTP/2's first frame
+SETTINGS = 4  # the type of HTTP/2's first frame
 
 
 class Shard(NamedTuple):
@@ -61,8 +61,12 @@ def check_address(address: str) -> None:
             if os.environ.get("RAY_USE_TLS", "0") == "0":
                 _check_http2(connection)
     except (OSError, UnicodeError) as error:
-        raise FieldError("ray", address, "start one there (ray start --head), or give --ray local.",
-                         f"no Ray cluster answers at {address} within {PATIENCE:g} s ({error})") from None
+        raise FieldError(
+            "ray",
+            address,
+            "start one there (ray start --head), or give --ray local.",
+            f"no Ray cluster answers at {address} within {PATIENCE:g} s ({error})",
+        ) from None
 
 
 def _check_http2(connection: socket.socket) -> None:
@@ -75,8 +79,10 @@ def _check_http2(connection: socket.socket) -> None:
 
 def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
     """The texts in shards of `size`, whose files lie in `folder`."""
-    return [Shard(str(Path(folder) / f"part-{number:05}.jsonl"), first, list(texts[first:first + size]))
-            for number, first in enumerate(range(0, len(texts), size))]
+    return [
+        Shard(str(Path(folder) / f"part-{number:05}.jsonl"), first, list(texts[first : first + size]))
+        for number, first in enumerate(range(0, len(texts), size))
+    ]
 
 
 def finished(shard: Shard, settings: dict[str, Any]) -> list[Output] | None:
@@ -96,16 +102,22 @@ class Worker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Decodes the shards of a batch, and writes their files whole."""
         for shard in (Shard(**json.loads(one)) for one in batch["shard"]):
-            outputs = self.cascade.generate(shard.texts, self.run.settings, truncate=self.run.truncate,
-                                            first_index=shard.first, batch_size=self.run.batch_size)
+            outputs = self.cascade.generate(
+                shard.texts,
+                self.run.settings,
+                truncate=self.run.truncate,
+                first_index=shard.first,
+                batch_size=self.run.batch_size,
+            )
             lines = [json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n" for output in outputs]
             write_whole(settings_file(shard.file), json.dumps(self.settings, indent=1) + "\n")
             write_whole(shard.file, "".join(lines))
         return {"first": [json.loads(one)["first"] for one in batch["shard"]]}
 
 
-def decode(address: str, workers: int | None, run: DecodeConfig, settings: dict[str, Any],
-           shards: Sequence[Shard]) -> Iterator[int]:
+def decode(
+    address: str, workers: int | None, run: DecodeConfig, settings: dict[str, Any], shards: Sequence[Shard]
+) -> Iterator[int]:
     """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with so many workers
     (None: as many as it has machines), and yields the first index of each as it is done.
 
@@ -118,18 +130,29 @@ def decode(address: str, workers: int | None, run: DecodeConfig, settings: dict[
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise FieldError("ray", address, "start one there (ray start --head), or give --ray local.",
-                         f"no Ray cluster answers at {address}: {error}") from None
+        raise FieldError(
+            "ray",
+            address,
+            "start one there (ray start --head), or give --ray local.",
+            f"no Ray cluster answers at {address}: {error}",
+        ) from None
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         each = {kind: min(node["Resources"].get(kind, 0) for node in nodes) for kind in ("GPU", "TPU")}
-        data = ray.data.from_items([{"shard": json.dumps(shard._asdict())} for shard in shards],
-                                   override_num_blocks=len(shards))
+        data = ray.data.from_items(
+            [{"shard": json.dumps(shard._asdict())} for shard in shards], override_num_blocks=len(shards)
+        )
         size = min(workers or len(nodes), len(shards))
         done = data.map_batches(
-            Worker, fn_constructor_args=(run, settings), batch_size=1, num_cpus=1,
-            compute=ray.data.ActorPoolStrategy(size=size), scheduling_strategy="SPREAD",
-            num_gpus=each["GPU"] or None, resources={"TPU": each["TPU"]} if each["TPU"] else None)
+            Worker,
+            fn_constructor_args=(run, settings),
+            batch_size=1,
+            num_cpus=1,
+            compute=ray.data.ActorPoolStrategy(size=size),
+            scheduling_strategy="SPREAD",
+            num_gpus=each["GPU"] or None,
+            resources={"TPU": each["TPU"]} if each["TPU"] else None,
+        )
         for row in done.iter_rows():
             yield int(row["first"])
     finally:

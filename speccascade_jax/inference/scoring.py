@@ -47,8 +47,9 @@ def states_law(sampler: Sampler, rules: Sequence[Method]) -> bool:
     return rule.lossless or (rule.by_prefix and not reads_states and states_law(sampler.drafter, below))
 
 
-def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]
-         ) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
+def laws(
+    sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
     """The law of the token after each prefix of `tokens`, whose first is the one the caches lack: built from
     the models' own distributions, and from the transformed ones. The second is what a text is drawn from.
 
@@ -63,15 +64,17 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
     q, q_sampled = laws(sampler.drafter, *below, rows, tokens)
     cache = top(sampler.drafter.models, caches) if sampler.shares else caches[1]
     logits, _ = sampler.verifier.extend(top(sampler.models, params), tokens, cache)
-    scores = Scores(q, jax.nn.softmax(logits, axis=-1), q_sampled, token_probs(logits, rows.options),
-                    is_greedy(rows))
+    scores = Scores(
+        q, jax.nn.softmax(logits, axis=-1), q_sampled, token_probs(logits, rows.options), is_greedy(rows)
+    )
     draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
     untransformed, _ = sampler.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
     return untransformed, sampler.target(scores, rows, draft)[0]
 
 
-def score(sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
-          ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
+def score(
+    sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
     """log pi of each of `tokens` [B, N] after its request and the tokens before it; the likeliest tokens
     there, and theirs."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
@@ -100,6 +103,6 @@ class Scorer:
         if self.compiled is None:
             self.precompile()
         padded = np.zeros((1, self.plan.max_new_tokens), np.int32)
-        padded[0, :len(tokens)] = tokens
+        padded[0, : len(tokens)] = tokens
         scores = self.compiled(self.params, arguments(self.plan, [request], self.width, 0), padded)
-        return TokenScores._make(np.asarray(x)[0, :len(tokens)] for x in scores)
+        return TokenScores._make(np.asarray(x)[0, : len(tokens)] for x in scores)

@@ -58,10 +58,10 @@ class Output:
     index: int
     source: str
     text: str
-    tokens: list[int]             # what ends them (the end-of-sequence token, a stop sequence) included
-    origin: list[str]             # who wrote each: draft, correction, bonus; model (autoregressive)
-    counts: dict[str, Any]        # core.counters.Counters and the drafter's passes; empty for an empty input
-    truncated: bool = False       # the input was cut to max_source_length
+    tokens: list[int]  # what ends them (the end-of-sequence token, a stop sequence) included
+    origin: list[str]  # who wrote each: draft, correction, bonus; model (autoregressive)
+    counts: dict[str, Any]  # core.counters.Counters and the drafter's passes; empty for an empty input
+    truncated: bool = False  # the input was cut to max_source_length
     level: list[int] = dataclasses.field(default_factory=list)  # which model wrote each token, 0 the smallest
 
 
@@ -73,17 +73,17 @@ class Cascade:
     """
 
     models: tuple[LanguageModel, ...]
-    params: tuple[Any, ...]       # of each model
+    params: tuple[Any, ...]  # of each model
     tokenizer: Tokenizer
     prefix: str = ""
-    max_source_length: int = 80   # tokens, the one that begins or ends a source included
+    max_source_length: int = 80  # tokens, the one that begins or ends a source included
     max_new_tokens: int = 80
-    mesh: Mesh | None = None      # devices (parallel.make_mesh) that share the rows, each with all parameters
+    mesh: Mesh | None = None  # devices (parallel.make_mesh) that share the rows, each with all parameters
     suffix: str = ""
-    stop: tuple[str, ...] = ()    # each ends an output as the end of the sequence does, and is cut off
-    chat: bool = False            # each text is what a user says, in the models' own chat templates
+    stop: tuple[str, ...] = ()  # each ends an output as the end of the sequence does, and is cut off
+    chat: bool = False  # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
-    vocabulary: str = "auto"      # the drafters of another vocabulary; how these draft, of VOCABULARIES
+    vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
     router: Method | None = None  # a trained method, which stands for its name: see learned.router
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -92,10 +92,11 @@ class Cascade:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
         check_order(self.models, self.params)
         # A sampler's parameters are found by its models: two of one shape have to be two objects.
-        self.models = tuple(copy.copy(model) if any(model is other for other in self.models[:n]) else model
-                            for n, model in enumerate(self.models))
-        self.named = {**({self.router.name: self.router} if self.router else {}),
-                      **named(self.samplers)}
+        self.models = tuple(
+            copy.copy(model) if any(model is other for other in self.models[:n]) else model
+            for n, model in enumerate(self.models)
+        )
+        self.named = {**({self.router.name: self.router} if self.router else {}), **named(self.samplers)}
         if self.chat:
             self.tokenizer.template()
         if self.mesh is not None:
@@ -106,12 +107,23 @@ class Cascade:
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
             self.host_drafter = self.strategy.drafts(
-                *next(iter(self.foreign.items())), self.params[0], self.tokenizer, self.max_source_length,
-                self.max_new_tokens)
+                *next(iter(self.foreign.items())),
+                self.params[0],
+                self.tokenizer,
+                self.max_source_length,
+                self.max_new_tokens,
+            )
 
     @classmethod
-    def load(cls, *paths: str | Path, dtype: Any = jnp.float32, tokenizer: str | Path | None = None,
-             tensor_parallel: int = 1, vocabulary: str = "auto", **fields: Any) -> "Cascade":
+    def load(
+        cls,
+        *paths: str | Path,
+        dtype: Any = jnp.float32,
+        tokenizer: str | Path | None = None,
+        tensor_parallel: int = 1,
+        vocabulary: str = "auto",
+        **fields: Any,
+    ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
         read once. Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies
@@ -121,22 +133,36 @@ class Cascade:
         """
         if not paths:
             raise ValueError("no models: give a checkpoint, or several, the smallest model's first.")
+
         def cut(path: str) -> Any:
-            return None if tensor_parallel == 1 else partial(
-                tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
+            return (
+                None
+                if tensor_parallel == 1
+                else partial(tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
+            )
 
         *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, decoding=True)
         target = Tokenizer(tokenizer or largest.tokenizer_file())
         read = [target if tokenizer else Tokenizer(one.tokenizer_file()) for one in others] + [target]
         for one, own in zip(loaded, read, strict=True):
             if own.size > one.model.vocab_size:
-                raise ValueError(f"the tokenizer {tokenizer or one.tokenizer} has {own.size} pieces, the "
-                                 f"models only {one.model.vocab_size}: it belongs to other models.")
-        found = joined([(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
-                       VOCABULARIES[vocabulary])
+                raise ValueError(
+                    f"the tokenizer {tokenizer or one.tokenizer} has {own.size} pieces, the "
+                    f"models only {one.model.vocab_size}: it belongs to other models."
+                )
+        found = joined(
+            [(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
+            VOCABULARIES[vocabulary],
+        )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
-        return cls(tuple(found.models), tuple(found.params), target, foreign=found.foreign,
-                   vocabulary=vocabulary, **fields)
+        return cls(
+            tuple(found.models),
+            tuple(found.params),
+            target,
+            foreign=found.foreign,
+            vocabulary=vocabulary,
+            **fields,
+        )
 
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
@@ -144,11 +170,23 @@ class Cascade:
         for role, path in config.roles:
             if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
                 flag = "models" if config.models else role.removeprefix("the ")
-                raise ValueError(f"{role}'s checkpoint {path} is missing. "
-                                 f"{config.missing or f'Give its folder with --{flag}.'}")
+                raise ValueError(
+                    f"{role}'s checkpoint {path} is missing. "
+                    f"{config.missing or f'Give its folder with --{flag}.'}"
+                )
         config.check()
-        names = ("tokenizer", "prefix", "suffix", "max_source_length", "max_new_tokens", "tensor_parallel",
-                 "stop", "chat", "vocabulary", "samplers")
+        names = (
+            "tokenizer",
+            "prefix",
+            "suffix",
+            "max_source_length",
+            "max_new_tokens",
+            "tensor_parallel",
+            "stop",
+            "chat",
+            "vocabulary",
+            "samplers",
+        )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
         same["router"] = router.load(config.router) if config.router else None
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
@@ -171,8 +209,9 @@ class Cascade:
         """How many share a batch's rows."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def sampler(self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None = None
-                ) -> tuple[Sampler, Any]:
+    def sampler(
+        self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None = None
+    ) -> tuple[Sampler, Any]:
         """What decodes these settings, and its parameters; methods: those that rows choose from at each
         level, where they are several."""
         scheme = settings.scheme(self.levels)
@@ -201,11 +240,16 @@ class Cascade:
             for known, params in zip(networks, self.params, strict=True):
                 if same(known):
                     return params
-        raise FieldError("sampler", model, "make it of cascade.models.",
-                         "the sampler has a model that is not one of the cascade's")
+        raise FieldError(
+            "sampler",
+            model,
+            "make it of cascade.models.",
+            "the sampler has a model that is not one of the cascade's",
+        )
 
-    def encode(self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
-               ) -> tuple[list[list[int]], list[bool]]:
+    def encode(
+        self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
+    ) -> tuple[list[list[int]], list[bool]]:
         """Token ids, [] for blank texts, and which texts were cut; errors count from `first_index`.
 
         Raises ValueError for a text longer than max_source_length unless `truncate`.
@@ -219,8 +263,10 @@ class Cascade:
             whole = len(self.tokenizer.framed(row))
             cut.append(bool(text.strip()) and whole > limit)
             if cut[-1] and not truncate:
-                raise ValueError(f"input {first_index + n} has {whole} tokens, the limit is {limit}: "
-                                 "shorten it, raise --max-source-length, or cut it with --truncate.")
+                raise ValueError(
+                    f"input {first_index + n} has {whole} tokens, the limit is {limit}: "
+                    "shorten it, raise --max-source-length, or cut it with --truncate."
+                )
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
@@ -233,9 +279,16 @@ class Cascade:
         texts = [self.prefix + text + self.suffix for text in texts]
         return as_user(texts, own, self.tokenizer) if self.chat else texts
 
-    def generate(self, texts: Iterable[str], settings: Settings | Sequence[Settings] | None = None, *,
-                 batch_size: int = 1, truncate: bool = False, first_index: int = 0, **changes: Any
-                 ) -> Iterator[Output]:
+    def generate(
+        self,
+        texts: Iterable[str],
+        settings: Settings | Sequence[Settings] | None = None,
+        *,
+        batch_size: int = 1,
+        truncate: bool = False,
+        first_index: int = 0,
+        **changes: Any,
+    ) -> Iterator[Output]:
         """Decodes `texts` and yields their outputs in order, as soon as they are known.
 
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
@@ -255,15 +308,17 @@ class Cascade:
         if not one:
             texts = list(texts)
             if len(texts) != len(each):
-                raise ValueError(f"{len(texts)} texts and {len(each)} settings: give one for all, or one for "
-                                 "each text.")
+                raise ValueError(
+                    f"{len(texts)} texts and {len(each)} settings: give one for all, or one for each text."
+                )
         return self._generate(iter(texts), each, one, batch_size, truncate, first_index)
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they have none of their own."""
         if "sampler" in changes:  # says that it is no name
             changes = {name: value for name, value in changes.items() if name != "sampler"} | {
-                "method": changes["sampler"]}
+                "method": changes["sampler"]
+            }
         unknown = changes.keys() - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise TypeError(f"generate() has no argument {min(unknown)!r}.")
@@ -272,13 +327,24 @@ class Cascade:
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
-            raise FieldError("max_new_tokens", settings.max_new_tokens, "load it with more.",
-                             f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
-                             f"most {self.max_new_tokens}")
+            raise FieldError(
+                "max_new_tokens",
+                settings.max_new_tokens,
+                "load it with more.",
+                f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
+                f"most {self.max_new_tokens}",
+            )
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
 
-    def _generate(self, texts: Iterator[str], each: list[Settings], one: bool, batch_size: int,
-                  truncate: bool, first_index: int) -> Iterator[Output]:
+    def _generate(
+        self,
+        texts: Iterator[str],
+        each: list[Settings],
+        one: bool,
+        batch_size: int,
+        truncate: bool,
+        first_index: int,
+    ) -> Iterator[Output]:
         lanes = self.lanes(each)
         # Rows are sorted by length within a window, so that a batch pads little.
         rows = batch_size * self.devices
@@ -288,17 +354,25 @@ class Cascade:
             needed = -(-len(window) // self.devices)
             batch_size = min(batch_size, max(SMALL_BATCH, 1 << max(needed - 1, 0).bit_length()))
         while window:
-            own = each * len(window) if one else each[begun - first_index:][:len(window)]
+            own = each * len(window) if one else each[begun - first_index :][: len(window)]
             yield from self._window(lanes, window, own, begun, batch_size, truncate)
             begun += len(window)
             window = list(islice(texts, capacity))
 
-    def _window(self, lanes: dict[Any, Lane], texts: list[str], each: list[Settings], begun: int,
-                batch_size: int, truncate: bool) -> Iterator[Output]:
+    def _window(
+        self,
+        lanes: dict[Any, Lane],
+        texts: list[str],
+        each: list[Settings],
+        begun: int,
+        batch_size: int,
+        truncate: bool,
+    ) -> Iterator[Output]:
         """The texts' outputs; raises ValueError in place of the first that cannot be had."""
         rows, cut = self.encode(texts, truncate, begun)
         outputs: list[Output | LogitsError] = [
-            Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)]
+            Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)
+        ]
         by_lane: dict[Any, list[int]] = {}
         for n, (row, settings) in enumerate(zip(rows, each, strict=True)):
             if row:
@@ -306,10 +380,15 @@ class Cascade:
         for key, chosen in by_lane.items():
             decode = partial(self._decode, batch_size=batch_size)
             read = self.own_readings([texts[n] for n in chosen])
-            asked = [Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, one)
-                     for n, one in zip(chosen, read, strict=True)]
-            found = (self._rewritten(lanes, asked, decode) if self._confidence(each[chosen[0]]) else
-                     decode(lanes[key], asked))
+            asked = [
+                Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, one)
+                for n, one in zip(chosen, read, strict=True)
+            ]
+            found = (
+                self._rewritten(lanes, asked, decode)
+                if self._confidence(each[chosen[0]])
+                else decode(lanes[key], asked)
+            )
             for n, result in zip(chosen, found, strict=True):
                 if isinstance(result, LogitsError):
                     outputs[n] = result
@@ -335,9 +414,12 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         return scheme.confidence if scheme else None
 
-    def _rewritten(self, lanes: dict[Any, Lane], asked: list[Request],
-                   decode: Callable[[Lane, list[Request]], list[Result | LogitsError]]
-                   ) -> list[Result | LogitsError]:
+    def _rewritten(
+        self,
+        lanes: dict[Any, Lane],
+        asked: list[Request],
+        decode: Callable[[Lane, list[Request]], list[Result | LogitsError]],
+    ) -> list[Result | LogitsError]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
         drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
         deferred = []
@@ -357,8 +439,14 @@ class Cascade:
                 found.append(LogitsError())
                 continue
             size = len(draft.tokens)
-            counts = {"drafter_passes": size, "rounds": 0, "drafted": size, "accepted": size, "deferred": 0,
-                      "emitted": size}
+            counts = {
+                "drafter_passes": size,
+                "rounds": 0,
+                "drafted": size,
+                "accepted": size,
+                "deferred": 0,
+                "emitted": size,
+            }
             if n in rewritten:
                 own = len(kept.tokens)
                 counts |= {"rounds": own, "accepted": 0, "deferred": size, "emitted": own}
@@ -367,8 +455,9 @@ class Cascade:
             found.append(kept._replace(origin=origin, level=level, counts=counts))
         return found
 
-    def stream(self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
-               ) -> Iterator[str]:
+    def stream(
+        self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
+    ) -> Iterator[str]:
         """The text so far after every round; the last is generate's output for the same index."""
         settings = self.checked(settings or Settings(), changes)
         if self._confidence(settings):  # nothing of its text is certain before the end
@@ -379,8 +468,13 @@ class Cascade:
             return
         lane = self.lanes([settings])[self.lane_of(settings)]
         scheduler = self.scheduler(lane.plan, lane.params, 1)
-        [number] = scheduler.admit([Request(row, settings, index, lane.numbers(settings), settings.stop,
-                                            self.own_readings([text])[0])])
+        [number] = scheduler.admit(
+            [
+                Request(
+                    row, settings, index, lane.numbers(settings), settings.stop, self.own_readings([text])[0]
+                )
+            ]
+        )
         while scheduler.busy:
             scheduler.run(rounds=1)
             result = scheduler.partial(number) or dict(scheduler.finished())[number]
@@ -427,9 +521,14 @@ class Cascade:
                 rules = [settings.rules(self.levels) for settings in group]
                 methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
             sampler, params = self.sampler(group[0], methods)
-            plan = Plan(sampler, self.max_new_tokens, self.tokenizer.eos_id, self.verifier.vocab_size,
-                        *truncations_of(group),
-                        history=LOOK_EVERY if any(s.stop for s in group) else 0)
+            plan = Plan(
+                sampler,
+                self.max_new_tokens,
+                self.tokenizer.eos_id,
+                self.verifier.vocab_size,
+                *truncations_of(group),
+                history=LOOK_EVERY if any(s.stop for s in group) else 0,
+            )
             lanes[key] = Lane(plan, params, methods)
         return lanes
 

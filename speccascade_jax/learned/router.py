@@ -51,8 +51,8 @@ class Weights(NamedTuple):
     """Of one hidden layer of W units."""
 
     hidden: Any  # [F, W]
-    bias: Any    # [W]
-    out: Any     # [W]
+    bias: Any  # [W]
+    out: Any  # [W]
 
 
 def features(s: Scores) -> Float[Array, "*B F"]:
@@ -61,11 +61,16 @@ def features(s: Scores) -> Float[Array, "*B F"]:
     right the verifier thinks them. (0 where the laws agree.)"""
     differs = total_variation(s.p_sampled, s.q_sampled)
     left = [jnp.maximum(x, 0.0) for x in (s.q_sampled - s.p_sampled, s.p_sampled - s.q_sampled)]
-    means = [jnp.sum(own * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
-             for own in left for law in (s.q, s.p)]
+    means = [
+        jnp.sum(own * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
+        for own in left
+        for law in (s.q, s.p)
+    ]
     most = [jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p)]
-    return jnp.concatenate([*most, entropy(s.q), entropy(s.p), differs, *means,
-                            *(jnp.log(mean + LEAST) / 4 for mean in means)], axis=-1)
+    return jnp.concatenate(
+        [*most, entropy(s.q), entropy(s.p), differs, *means, *(jnp.log(mean + LEAST) / 4 for mean in means)],
+        axis=-1,
+    )
 
 
 def plain_advantage(features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
@@ -86,6 +91,7 @@ def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array,
 
 def method_of(weights: Weights, name: str = "router") -> Method:
     """The method of a trained network, one of TRAINED."""
+
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
         own = features(s)
         delta = (plain_advantage(own) + network(weights, own))[..., None] > alpha
@@ -112,13 +118,14 @@ def load(path: str | Path) -> Method:
         content = read(checked_path(path), LARGEST_FILE)
     except ValueError as error:
         cause = str(error).rstrip(".")
-        raise FieldError("router", str(path), REMEDY,
-                         f"router is {str(path)!r}, which cannot be read ({cause})") from None
+        raise FieldError(
+            "router", str(path), REMEDY, f"router is {str(path)!r}, which cannot be read ({cause})"
+        ) from None
     try:
         described = json.loads(content)
         weights = Weights(*(np.array(described[name], np.float64) for name in Weights._fields))
         name = described.get("method", "router")  # which older files do not say
-        fits = (name in TRAINED and tuple(described["features"]) == FEATURES and is_network(weights))
+        fits = name in TRAINED and tuple(described["features"]) == FEATURES and is_network(weights)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         fits = False
     if not fits:
@@ -129,6 +136,9 @@ def load(path: str | Path) -> Method:
 def is_network(weights: Weights) -> bool:
     """Whether the arrays are one hidden layer's, of numbers that float32 can add."""
     units = weights.bias.size
-    return (units > 0 and weights.hidden.shape == (len(FEATURES), units)
-            and weights.bias.shape == weights.out.shape == (units,)
-            and all(bool(np.all(np.abs(array) <= LARGEST_WEIGHT)) for array in weights))
+    return (
+        units > 0
+        and weights.hidden.shape == (len(FEATURES), units)
+        and weights.bias.shape == weights.out.shape == (units,)
+        and all(bool(np.all(np.abs(array) <= LARGEST_WEIGHT)) for array in weights)
+    )

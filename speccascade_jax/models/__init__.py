@@ -16,8 +16,12 @@ Config = SingleConfig | NetworkConfig
 Network = ExitsModel | SharedEncoderModel
 Model = T5Model | DecoderModel | T5GemmaModel | Network
 MODELS: dict[type, Callable[..., Model]] = {
-    T5Config: T5Model, DecoderConfig: DecoderModel, T5GemmaConfig: T5GemmaModel, ExitsConfig: ExitsModel,
-    SharedEncoderConfig: SharedEncoderModel}
+    T5Config: T5Model,
+    DecoderConfig: DecoderModel,
+    T5GemmaConfig: T5GemmaModel,
+    ExitsConfig: ExitsModel,
+    SharedEncoderConfig: SharedEncoderModel,
+}
 
 
 def model_of(config: Config, **fields: Any) -> Model:

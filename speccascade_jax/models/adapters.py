@@ -14,7 +14,7 @@ Array = jax.Array
 class AdaptedKernel:
     """The matrix base + scale * a @ b, [in, out], which a projection multiplies without making it."""
 
-    base: Any     # [in, out], as it was before the adapter
-    a: Any        # float32 [in, rank]
-    b: Any        # float32 [rank, out]
+    base: Any  # [in, out], as it was before the adapter
+    a: Any  # float32 [in, rank]
+    b: Any  # float32 [rank, out]
     scale: float  # alpha / rank

@@ -21,10 +21,10 @@ class FlaxModel:
     """Static and hashable, parameters passed in."""
 
     config: Any
-    dtype: str = "float32"        # of the matrix products; int8 where their kernels are packed so
+    dtype: str = "float32"  # of the matrix products; int8 where their kernels are packed so
     cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
-    remat: bool = False           # recompute each layer in the backward pass
-    stacked: bool = False         # see models/stacking.py
+    remat: bool = False  # recompute each layer in the backward pass
+    stacked: bool = False  # see models/stacking.py
 
     @property
     def vocab_size(self) -> int:
@@ -62,8 +62,9 @@ class SingleModel(FlaxModel):
     def insert(self, cache: Any, fresh: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
         return caches.insert(cache, fresh, slots, like_fresh)
 
-    def extend_branches(self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches
-                        ) -> Float[Array, "B M V"]:
+    def extend_branches(
+        self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches
+    ) -> Float[Array, "B M V"]:
         """Float32 logits after each node of a tree of texts; the cache stays as it is."""
         return read_branches(self.decoder_of(params), tokens, cache, branches)
 

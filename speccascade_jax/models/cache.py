@@ -30,21 +30,21 @@ Buffers = tuple[Array, ...] | Array
 class T5Cache(NamedTuple):
     """What a T5 decoder remembers. Entries at or past `length` are scratch."""
 
-    keys: Buffers          # a layer: [B, H, L, K]
-    values: Buffers        # a layer: [B, H, L, K]
-    cross_keys: Buffers    # a layer: [B, H, S, K], written once by prefill
+    keys: Buffers  # a layer: [B, H, L, K]
+    values: Buffers  # a layer: [B, H, L, K]
+    cross_keys: Buffers  # a layer: [B, H, S, K], written once by prefill
     cross_values: Buffers  # a layer: [B, H, S, K]
-    source_length: Array             # [B]: what lies past it in the cross-attention's buffers is masked
+    source_length: Array  # [B]: what lies past it in the cross-attention's buffers is masked
     position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
-    length: Array                    # [B]
+    length: Array  # [B]
 
 
 class DecoderCache(NamedTuple):
     """What a decoder by itself remembers. Entries at or past `length` are scratch."""
 
-    keys: Buffers    # a layer: [B, H_kv, L, K], rotated to their positions
+    keys: Buffers  # a layer: [B, H_kv, L, K], rotated to their positions
     values: Buffers  # a layer: [B, H_kv, L, K]
-    length: Array    # [B]
+    length: Array  # [B]
 
 
 def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
@@ -87,10 +87,14 @@ def insert_layers(old: Buffers, new: Buffers, slots: AnyArray, like_fresh: bool)
 def insert(cache: Any, fresh: Any, slots: AnyArray, like_fresh: bool) -> Any:
     """core.typing.insert of a T5Cache or a DecoderCache."""
     old, new = cache._asdict(), fresh._asdict()
-    buffers = {name: insert_layers(old[name], new[name], slots, like_fresh)
-               for name in old if name.endswith(("keys", "values"))}
-    lengths = {name: insert_rows(old[name], new[name], slots, like_fresh)
-               for name in old if name.endswith("length")}
+    buffers = {
+        name: insert_layers(old[name], new[name], slots, like_fresh)
+        for name in old
+        if name.endswith(("keys", "values"))
+    }
+    lengths = {
+        name: insert_rows(old[name], new[name], slots, like_fresh) for name in old if name.endswith("length")
+    }
     return (fresh if like_fresh else cache)._replace(**buffers, **lengths)
 
 
@@ -111,25 +115,34 @@ def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
 def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buffers:
     """All layers' buffers with write() to the `number`-th one's [B, H, L, K] of `new` [B, H, T, K]."""
     if isinstance(buffers, tuple):
-        return (*buffers[:number], write(buffers[number], new, start, axis=2), *buffers[number + 1:])
+        return (*buffers[:number], write(buffers[number], new, start, axis=2), *buffers[number + 1 :])
     new = new.astype(buffers.dtype)
     if buffers.ndim == new.ndim:  # of a single row
         return lax.dynamic_update_slice(buffers, new, (number, 0, start[0], 0))
     if new.shape[2] == IN_TURN:
         for n in range(IN_TURN):
-            buffers = write_layer(buffers, number, new[:, :, n:n + 1], start + n)
+            buffers = write_layer(buffers, number, new[:, :, n : n + 1], start + n)
         return buffers
     row = jnp.arange(len(new))
     at = jnp.stack([jnp.full_like(row, number), row, start], axis=1)
-    windows = lax.ScatterDimensionNumbers(update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1),
-                                          scatter_dims_to_operand_dims=(0, 1, 3))
-    return lax.scatter(buffers, at, new, windows, indices_are_sorted=True, unique_indices=True,
-                       mode=lax.GatherScatterMode.CLIP)
+    windows = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 3)
+    )
+    return lax.scatter(
+        buffers,
+        at,
+        new,
+        windows,
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.CLIP,
+    )
 
 
 def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[..., tuple[Array, ...]]:
     """What the `number`-th layer calls with its new keys and values [B, H, T, K]: they are written to its own
     of `buffers` from `start` [B] on, in the list itself; what these then hold is returned."""
+
     def remember(*new: Array) -> tuple[Array, ...]:
         buffers[:] = (write_layer(old, number, own, start) for old, own in zip(buffers, new, strict=True))
         return tuple(nth(one, number) for one in buffers)

@@ -42,15 +42,17 @@ MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
 Remember = Callable[[Array, Array], tuple[Array, ...]]
 """A layer's new keys and values [B, H_kv, T, K] -> all that it attends to [B, H_kv, L, K]."""
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu": partial(jax.nn.gelu, approximate=False)}
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A decoder's shape. The defaults are those of Llama 2 7B."""
 
-    family: str = "llama"          # as config.json calls it, model_type
+    family: str = "llama"  # as config.json calls it, model_type
     vocab_size: int = 32_000
     d_model: int = 4096
     d_kv: int = 128
@@ -58,30 +60,30 @@ class DecoderConfig:
     num_heads: int = 32
     num_kv_heads: int = 32
     num_layers: int = 32
-    activation: str = "silu"       # of ACTIVATIONS
+    activation: str = "silu"  # of ACTIVATIONS
     tied_embeddings: bool = False
-    query_bias: bool = False       # also of keys and values
+    query_bias: bool = False  # also of keys and values
     output_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False       # a norm for each head's query and key
-    post_norms: bool = False       # attention and MLP have a norm after them, too
-    unit_offset: bool = False      # norms scale by 1 + what is stored
+    head_norms: bool = False  # a norm for each head's query and key
+    post_norms: bool = False  # attention and MLP have a norm after them, too
+    unit_offset: bool = False  # norms scale by 1 + what is stored
     scaled_embedding: bool = False  # times sqrt(d_model)
     query_scalar: int | None = None  # attention scores are divided by its root; None: d_kv
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    window: int | None = None      # of local layers: a token sees itself and window - 1 before it
-    local: tuple[int, ...] = ()    # which layers are local (1) or see everything (0), again and again
+    window: int | None = None  # of local layers: a token sees itself and window - 1 before it
+    local: tuple[int, ...] = ()  # which layers are local (1) or see everything (0), again and again
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None  # of local layers, never scaled; None: as the others
-    rope_type: str = "default"     # of rope.TYPES
+    rope_type: str = "default"  # of rope.TYPES
     rope_factor: float = 1.0
     rope_length: int | None = None  # for llama3 and yarn, the length trained on; None: max_positions
-    rope_low: float = 1.0          # frequencies of fewer rotations within it are divided by the factor,
-    rope_high: float = 4.0         # those of more are kept
-    rope_attention: float = 1.0    # yarn: sines and cosines are scaled by it
-    rope_truncate: bool = True     # yarn: the ramp's ends are whole numbers
-    max_positions: int = 4096      # `dynamic` goes by it, and others who read the exported folder
+    rope_low: float = 1.0  # frequencies of fewer rotations within it are divided by the factor,
+    rope_high: float = 4.0  # those of more are kept
+    rope_attention: float = 1.0  # yarn: sines and cosines are scaled by it
+    rope_truncate: bool = True  # yarn: the ramp's ends are whole numbers
+    max_positions: int = 4096  # `dynamic` goes by it, and others who read the exported folder
     norm_epsilon: float = 1e-5
     pad_id: int = 0
     eos_id: int = 2
@@ -152,6 +154,7 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
             query, keys, values = (whole(x) for x in (query, keys, values))
     at_once = even(count, max(SCORES // (rows * heads * mask.shape[-1]), 1))
     if count > at_once:
+
         def one(given: tuple[Array, Array]) -> Array:
             query, mask = given
             return mixed(c, query[:, :, None], keys, values, mask[:, None])[:, 0]
@@ -171,8 +174,9 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; scores may be capped."""
 
-    def __init__(self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool,
-                 rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool, rngs: nnx.Rngs
+    ):
         """`reads`: the width of what keys and values are made of, d_model unless given."""
         c = config
         inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
@@ -238,17 +242,29 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """The network. `dtype` is the matrix products'; sums and logits are float32."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, remat: bool = False,
-                 stacked: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+        stacked: bool = False,
+        rngs: nnx.Rngs,
+    ):
         c = config
         self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(
-            c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
-        self.layers = layers_of([self.new_layer(dtype=dtype, stacked=stacked, rngs=rngs)
-                                 for _ in range(c.num_layers)], stacked)
+            c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model))
+        )
+        self.layers = layers_of(
+            [self.new_layer(dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(c.num_layers)], stacked
+        )
         self.norm = Norm(c)
-        self.head = None if c.tied_embeddings else Linear(
-            c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        self.head = (
+            None
+            if c.tied_embeddings
+            else Linear(c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        )
 
     def new_layer(self, **fields: Any) -> Layer:
         return Layer(self.config, **fields)
@@ -275,9 +291,14 @@ class Decoder(nnx.Module):
         """What the `number`-th layer reads besides what all do."""
         return ()
 
-    def advance(self, tokens: AnyArray, cache: Any, depth: int | None = None,
-                after: AfterLayer = last_written, branches: Branches | None = None
-                ) -> tuple[Array, Any]:
+    def advance(
+        self,
+        tokens: AnyArray,
+        cache: Any,
+        depth: int | None = None,
+        after: AfterLayer = last_written,
+        branches: Branches | None = None,
+    ) -> tuple[Array, Any]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in a row or as branches; the layers above write nothing."""
         c, count = self.config, tokens.shape[1]
@@ -290,8 +311,9 @@ class Decoder(nnx.Module):
         def one(n: Any, layer: Layer, carry: Any) -> Any:
             def call(x, *buffers):
                 buffers = list(buffers)
-                x = layer(x, remembering(buffers, n, cache.length), *kind_of(c, kinds, n),
-                          *self.beside(cache, n))
+                x = layer(
+                    x, remembering(buffers, n, cache.length), *kind_of(c, kinds, n), *self.beside(cache, n)
+                )
                 return x, *buffers
 
             new, *buffers = (jax.checkpoint(call) if self.remat else call)(*carry)
@@ -301,8 +323,13 @@ class Decoder(nnx.Module):
         x, keys, values = each_layer(self.layers, one, begun, depth)
         return x, cache._replace(keys=keys, values=values, length=cache.length + count)
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
-               table: Any = None) -> Array:
+    def logits(
+        self,
+        x: Array,
+        norm: Callable[[Array], Array] | None = None,
+        head: Linear | None = None,
+        table: Any = None,
+    ) -> Array:
         """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may stand for
         the own ones, or a kernel [D, I] for the embedding."""
         x = self.norm(x) if norm is None else norm(x)
@@ -319,15 +346,22 @@ class DecoderModel(SingleModel):
     and output, and the logits, unit variance."""
 
     config: DecoderConfig
-    chunk: int = 512              # prompts are read so many tokens at a time: bounds the scores' memory
+    chunk: int = 512  # prompts are read so many tokens at a time: bounds the scores' memory
 
     def network(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
-                       rngs=rngs)
+        return Decoder(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )
 
-    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
-               ) -> Float[Array, "B T V"]:
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
         `source`. There is no dropout: `key` is not read. `after` stands between the layers; of the
         network's passes, that over the target comes last."""
@@ -335,8 +369,14 @@ class DecoderModel(SingleModel):
         last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
         return self.extend(params, shift_right(target, last), cache, after)[0]
 
-    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int, after: AfterLayer = last_written) -> tuple[Prefix, DecoderCache]:
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+        after: AfterLayer = last_written,
+    ) -> tuple[Prefix, DecoderCache]:
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, self.merged(params)
         rows, size = inputs.shape
@@ -356,9 +396,14 @@ class DecoderModel(SingleModel):
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
         return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: DecoderCache,
-               after: AfterLayer = last_written, table: Any = None
-               ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+    def extend(
+        self,
+        params: nnx.State,
+        tokens: Int[AnyArray, "B T"],
+        cache: DecoderCache,
+        after: AfterLayer = last_written,
+        table: Any = None,
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
         """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
         network = self.merged(params)
         x, cache = network.advance(tokens, cache, after=after)

@@ -64,7 +64,7 @@ def depth_of(config: Any) -> int:
 class ExitsCache(NamedTuple):
     """What a network with exits remembers."""
 
-    full: T5Cache | DecoderCache     # what all members write; its own length is the longest member's
+    full: T5Cache | DecoderCache  # what all members write; its own length is the longest member's
     lengths: Int[Array, "B M"]  # of each member's part, the smallest member first
 
     @property
@@ -139,8 +139,10 @@ class ExitsModel(FlaxModel):
 
     def missing(self, name: str) -> str:
         depths = " and ".join(self.names[:-1])
-        return (f"has exits after {depths} of its {self.names[-1]} layers, not after {name}: name one of "
-                "these, or the folder without @ for the full model")
+        return (
+            f"has exits after {depths} of its {self.names[-1]} layers, not after {name}: name one of "
+            "these, or the folder without @ for the full model"
+        )
 
     def network(self, rngs: nnx.Rngs) -> Exits:
         return Exits(self.config, self.full.network(rngs), dtype=jnp.dtype(self.dtype), rngs=rngs)
@@ -148,6 +150,7 @@ class ExitsModel(FlaxModel):
     def around(self, full: nnx.State, seed: int) -> nnx.State:
         """Parameters with the full model's `full`, the same arrays, and exits that begin with its norm and
         its head."""
+
         def begun(full: nnx.State) -> nnx.State:
             network = self.network(nnx.Rngs(seed))
             nnx.update(network.full, full)
@@ -157,15 +160,26 @@ class ExitsModel(FlaxModel):
 
         return nnx.from_flat_state(beneath("full", full) | beneath("exits", jax.jit(begun)(full)))
 
-    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> Float[Array, "B T V"]:
         """The full model's teacher forcing."""
         return self.full.forced(params["full"], source, source_length, target, key)
 
-    def forced_members(self, params: nnx.State, source: Int[AnyArray, "B S"],
-                       source_length: Int[AnyArray, " B"], target: Int[AnyArray, "B T"],
-                       key: Array | None = None, after: AfterLayer = last_written
-                       ) -> tuple[Float[Array, "B T V"], ...]:
+    def forced_members(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> tuple[Float[Array, "B T V"], ...]:
         """forced() of every member, from one pass of the full model; `after` stands between its layers."""
         streams: dict[int, Array] = {}
 
@@ -175,11 +189,21 @@ class ExitsModel(FlaxModel):
 
         logits = self.full.forced(params["full"], source, source_length, target, key, kept)
         network = self.merged(params)
-        return (*(one(streams[depth], network.full)
-                  for one, depth in zip(network.exits, self.config.layers, strict=True)), logits)
+        return (
+            *(
+                one(streams[depth], network.full)
+                for one, depth in zip(network.exits, self.config.layers, strict=True)
+            ),
+            logits,
+        )
 
-    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, ExitsCache]:
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, ExitsCache]:
         """The full model's, once for all members."""
         prefix, cache = self.full.prefill(params["full"], inputs, input_length, max_length)
         return prefix, ExitsCache(cache, jnp.repeat(cache.length[:, None], len(self.names), axis=1))
@@ -190,18 +214,23 @@ class ExitsModel(FlaxModel):
     def roll_back(self, cache: ExitsCache, length: Int[AnyArray, " B"]) -> ExitsCache:
         return with_lengths(cache.full, jnp.minimum(cache.lengths, jnp.asarray(length)[:, None]))
 
-    def insert(self, cache: ExitsCache, fresh: ExitsCache, slots: Int[AnyArray, " R"], like_fresh: bool
-               ) -> ExitsCache:
-        return ExitsCache(self.full.insert(cache.full, fresh.full, slots, like_fresh),
-                          insert_rows(cache.lengths, fresh.lengths, slots, like_fresh))
+    def insert(
+        self, cache: ExitsCache, fresh: ExitsCache, slots: Int[AnyArray, " R"], like_fresh: bool
+    ) -> ExitsCache:
+        return ExitsCache(
+            self.full.insert(cache.full, fresh.full, slots, like_fresh),
+            insert_rows(cache.lengths, fresh.lengths, slots, like_fresh),
+        )
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
-               ) -> tuple[Float[Array, "B T V"], ExitsCache]:
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
+    ) -> tuple[Float[Array, "B T V"], ExitsCache]:
         """The full model's."""
         return self.extend_member(len(self.config.layers), params, tokens, cache)
 
-    def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
-                      ) -> tuple[Float[Array, "B T V"], ExitsCache]:
+    def extend_member(
+        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
+    ) -> tuple[Float[Array, "B T V"], ExitsCache]:
         """extend() by one member, which has then written for all smaller ones, too."""
         network, is_exit = self.merged(params), number < len(self.config.layers)
         own = cache.full._replace(length=cache.lengths[:, number])

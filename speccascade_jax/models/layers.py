@@ -37,8 +37,7 @@ def _mixed_matmul(x: Array, w: Array) -> Array:
     Written out because autodiff would turn the backward products into mixed bfloat16 x float32
     ones, which no backend runs on its matrix units.
     """
-    return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
-                      preferred_element_type=jnp.float32)
+    return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
 def _mixed_matmul_fwd(x, w):
@@ -46,8 +45,12 @@ def _mixed_matmul_fwd(x, w):
 
 
 def _weight_gradient(x, grad):
-    return lax.dot_general(x.astype(jnp.bfloat16), grad.astype(jnp.bfloat16), (((0,), (0,)), ((), ())),
-                           preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        x.astype(jnp.bfloat16),
+        grad.astype(jnp.bfloat16),
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _weight_gradient_cpu(x, grad):
@@ -61,10 +64,18 @@ def _weight_gradient_cpu(x, grad):
 
 def _mixed_matmul_bwd(residuals, grad):
     x, w = residuals
-    dx = lax.dot_general(grad.astype(jnp.bfloat16), w.astype(jnp.bfloat16),
-                         (((grad.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    dw = lax.platform_dependent(x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]),
-                                cpu=_weight_gradient_cpu, default=_weight_gradient)
+    dx = lax.dot_general(
+        grad.astype(jnp.bfloat16),
+        w.astype(jnp.bfloat16),
+        (((grad.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    dw = lax.platform_dependent(
+        x.reshape(-1, x.shape[-1]),
+        grad.reshape(-1, grad.shape[-1]),
+        cpu=_weight_gradient_cpu,
+        default=_weight_gradient,
+    )
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
@@ -94,8 +105,7 @@ def project(x: Array, kernel: Array | PackedKernel | AdaptedKernel, dtype: Any) 
 class Linear(nnx.Module):
     """x [..., in] -> float32 [..., out]."""
 
-    def __init__(self, in_features: int, out_features: int, *, std: float, dtype: Any,
-                 rngs: nnx.Rngs):
+    def __init__(self, in_features: int, out_features: int, *, std: float, dtype: Any, rngs: nnx.Rngs):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (in_features, out_features)))
         self.dtype = jnp.dtype(dtype)
 
@@ -155,19 +165,26 @@ def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
 def attend_in_turn(query: Array, keys: Array, values: Array, bias: Array) -> Array:
     """attend() for each of the T tokens by itself."""
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[2], bias.shape[3]))
-    return jnp.concatenate([attend(query[:, :, n:n + 1], keys, values, bias[:, :, n:n + 1])
-                            for n in range(query.shape[2])], axis=2)
+    return jnp.concatenate(
+        [attend(query[:, :, n : n + 1], keys, values, bias[:, :, n : n + 1]) for n in range(query.shape[2])],
+        axis=2,
+    )
 
 
 def with_kept(subscripts: str, x: Array, kept: Array) -> Array:
     """The float32 einsum of x [B, H, T, ...] and a cache's [B, H, L, K], or [H, L, K] of a single row."""
-    found = jnp.einsum(subscripts, x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype), kept,
-                       preferred_element_type=jnp.float32)
+    found = jnp.einsum(
+        subscripts,
+        x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype),
+        kept,
+        preferred_element_type=jnp.float32,
+    )
     return found.reshape(*x.shape[:2], *found.shape[-2:])
 
 
-def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: int,
-                     max_distance: int) -> np.ndarray:
+def relative_buckets(
+    distance: np.ndarray, *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
     """T5's bucket of each `distance` = key position - query position (any integer shape).
 
     Half of the buckets are exact offsets, the rest grow logarithmically up to `max_distance`;
@@ -189,8 +206,8 @@ def relative_buckets(distance: np.ndarray, *, bidirectional: bool, num_buckets: 
 class Branches(NamedTuple):
     """Texts that all go on from what a cache covers, a tree: node n is the n-th token that is read."""
 
-    depth: Int[AnyArray, " M"]     # 1 for the first token after what is covered
-    within: Int[AnyArray, "M M"]   # how many steps back the second node is, an ancestor or itself; else -1
+    depth: Int[AnyArray, " M"]  # 1 for the first token after what is covered
+    within: Int[AnyArray, "M M"]  # how many steps back the second node is, an ancestor or itself; else -1
 
 
 def steps_back(length: Array, count: int, size: int, branches: Branches | None = None) -> Array:
@@ -210,8 +227,9 @@ def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branche
     """A network's logits [B, M, V] after each node of a tree of texts; the cache stays as it is."""
     rows, count = cache.length.shape[0], len(tokens)
     keys, values = (lengthened(x, count) for x in (cache.keys, cache.values))
-    x, _ = network.advance(jnp.broadcast_to(tokens, (rows, count)),
-                           cache._replace(keys=keys, values=values), branches=branches)
+    x, _ = network.advance(
+        jnp.broadcast_to(tokens, (rows, count)), cache._replace(keys=keys, values=values), branches=branches
+    )
     return network.logits(x)
 
 

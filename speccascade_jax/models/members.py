@@ -33,13 +33,15 @@ class Network(Protocol):
         """What is said of a name that no member has: "has ..., not ..."."""
         ...
 
-    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, Cache]:
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Cache]:
         """Once for all members."""
         ...
 
-    def extend_member(self, number: int, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
-                      ) -> tuple[Float[Array, "B T V"], Cache]:
+    def extend_member(
+        self, number: int, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
         """extend() by one member, from where its own part of the cache ends."""
         ...
 
@@ -70,8 +72,9 @@ class Member:
         """The network's."""
         return self.member_of.config
 
-    def extend(self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
-               ) -> tuple[Float[Array, "B T V"], Cache]:
+    def extend(
+        self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
         return self.member_of.extend_member(self.number, params, tokens, cache)
 
     def length(self, cache: Cache) -> Int[Array, " B"]:
@@ -80,8 +83,9 @@ class Member:
 
     # What all members have in common is the network's.
 
-    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, Cache]:
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Cache]:
         return self.member_of.prefill(params, inputs, input_length, max_length)
 
     def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
@@ -104,8 +108,10 @@ def member(model: Any, name: str | None, where: Any) -> Any:
     if not hasattr(model, "names"):
         if name is None:
             return model
-        raise ValueError(f"{where} holds one model, not several with a {name!r} among them: name the folder "
-                         f"without @{name}, or fit exits to it with scripts/finetune.py.")
+        raise ValueError(
+            f"{where} holds one model, not several with a {name!r} among them: name the folder "
+            f"without @{name}, or fit exits to it with scripts/finetune.py."
+        )
     name = model.names[-1] if name is None else name
     if name not in model.names:
         raise ValueError(f"{where} {model.missing(name)}.")
@@ -124,9 +130,12 @@ def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
         if network is None or network not in networks[:n]:
             continue
         if network != networks[n - 1] or params[n] is not params[n - 1]:
-            raise ValueError("members of one network stand next to each other, and two networks of one "
-                             f"shape do not go together: see models {networks.index(network)} and {n}.")
+            raise ValueError(
+                "members of one network stand next to each other, and two networks of one "
+                f"shape do not go together: see models {networks.index(network)} and {n}."
+            )
         if models[n - 1].number >= models[n].number:
             names = [network.names[models[k].number] for k in (n - 1, n)]
-            raise ValueError(f"member {names[0]} comes before member {names[1]}: name each once, the "
-                             "smallest first.")
+            raise ValueError(
+                f"member {names[0]} comes before member {names[1]}: name each once, the smallest first."
+            )

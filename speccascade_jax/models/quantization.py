@@ -20,7 +20,8 @@ SMALLEST = 1e-30  # what the largest of several zeros counts as
 def wants_packing(dtype: Any) -> bool:
     """Whether kernels in `dtype` are packed to decode: int8 everywhere, bfloat16 on CPUs."""
     return jnp.dtype(dtype) == jnp.int8 or (
-        jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu")
+        jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
+    )
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["transposed"])
@@ -28,8 +29,8 @@ def wants_packing(dtype: Any) -> bool:
 class PackedKernel:
     """A matrix [in, out] that is not trained any more."""
 
-    values: Any       # [in, out], or [out, in] where `transposed`; bfloat16 or int8
-    scale: Any        # float32 [out], what an int8 value counts; None for bfloat16
+    values: Any  # [in, out], or [out, in] where `transposed`; bfloat16 or int8
+    scale: Any  # float32 [out], what an int8 value counts; None for bfloat16
     transposed: bool
 
 

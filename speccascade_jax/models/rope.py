@@ -1,10 +1,10 @@
 """Rotary positions (Su et al. 2021) and the ways in which they are stretched beyond the trained length.
 
-    default   position times theta^(-2i/K)
-    linear    all frequencies divided by `rope_factor` (Chen et al. 2023, arXiv 2306.15595)
-    llama3    slow ones divided by it, fast ones kept, those between blended (Llama 3.1)
-    yarn      the same with a ramp over i; attention sharpened (Peng et al. 2023, arXiv 2309.00071)
-    dynamic   past the trained length theta grows with the position
+default   position times theta^(-2i/K)
+linear    all frequencies divided by `rope_factor` (Chen et al. 2023, arXiv 2306.15595)
+llama3    slow ones divided by it, fast ones kept, those between blended (Llama 3.1)
+yarn      the same with a ramp over i; attention sharpened (Peng et al. 2023, arXiv 2309.00071)
+dynamic   past the trained length theta grows with the position
 """
 
 import math
@@ -72,8 +72,10 @@ def frequencies(config: Any) -> np.ndarray:
     if config.rope_type == "llama3":
         kept = (length * plain / (2 * math.pi) - low) / (high - low)  # by rotations within the trained length
     else:
-        begin, end = (half * math.log(length / (2 * math.pi * count)) / math.log(config.rope_theta)
-                      for count in (high, low))
+        begin, end = (
+            half * math.log(length / (2 * math.pi * count)) / math.log(config.rope_theta)
+            for count in (high, low)
+        )
         if config.rope_truncate:
             begin, end = math.floor(begin), math.ceil(end)
         begin, end = max(begin, 0), min(end, config.d_kv - 1)
@@ -84,6 +86,7 @@ def frequencies(config: Any) -> np.ndarray:
 
 def attention_scale(factor: float, mscale: float | None = None, all_dim: float | None = None) -> float:
     """YaRN's scale of sines and cosines where a config.json leaves it open."""
+
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -30,8 +30,11 @@ class SharedEncoderConfig:
     family: ClassVar[str] = "shared_encoder"
     full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
     verifier: T5Config = dataclasses.field(default_factory=T5Config)
-    drafter: Suppress[T5Config] = dataclasses.field(default_factory=lambda: T5Config(
-        d_model=256, d_ff=512, num_heads=4, num_encoder_layers=0, num_decoder_layers=1))
+    drafter: Suppress[T5Config] = dataclasses.field(
+        default_factory=lambda: T5Config(
+            d_model=256, d_ff=512, num_heads=4, num_encoder_layers=0, num_decoder_layers=1
+        )
+    )
     states: bool = False  # whether the drafter reads the verifier's states
 
     @property
@@ -67,14 +70,18 @@ class SharedEncoderCache(NamedTuple):
 class SharedEncoder(nnx.Module):
     """The verifier's network, the drafter's, and what the drafter sees of the verifier's encoder."""
 
-    def __init__(self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool,
-                 rngs: nnx.Rngs):
-        self.verifier, self.drafter = (T5(one, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
-                                       for one in (config.verifier, config.drafter))
+    def __init__(
+        self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs
+    ):
+        self.verifier, self.drafter = (
+            T5(one, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
+            for one in (config.verifier, config.drafter)
+        )
         width = config.verifier.d_model
         self.projection = Linear(width, config.drafter.d_model, std=width**-0.5, dtype=dtype, rngs=rngs)
-        self.states = (Linear(width, config.drafter.d_model, std=0.0, dtype=dtype, rngs=rngs)
-                       if config.states else None)
+        self.states = (
+            Linear(width, config.drafter.d_model, std=0.0, dtype=dtype, rngs=rngs) if config.states else None
+        )
 
     def seen(self, states: Array, place: Array) -> Array | float:
         """What the drafter adds to its embeddings [B, T, D]: of the verifier's states [B, L, D'] those at
@@ -111,11 +118,13 @@ class SharedEncoderModel(FlaxModel):
         return f"holds a drafter and a verifier, no {name!r}: write @drafter or @verifier"
 
     def network(self, rngs: nnx.Rngs) -> SharedEncoder:
-        return SharedEncoder(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
-                             rngs=rngs)
+        return SharedEncoder(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
         """Parameters with the verifier's `full`, the same arrays, and a fresh drafter."""
+
         def begun() -> nnx.State:
             network = self.network(nnx.Rngs(seed))
             del network.verifier
@@ -123,15 +132,26 @@ class SharedEncoderModel(FlaxModel):
 
         return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
 
-    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None) -> Float[Array, "B T V"]:
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> Float[Array, "B T V"]:
         """The verifier's teacher forcing."""
         return self.full.forced(params["verifier"], source, source_length, target, key)
 
-    def forced_members(self, params: nnx.State, source: Int[AnyArray, "B S"],
-                       source_length: Int[AnyArray, " B"], target: Int[AnyArray, "B T"],
-                       key: Array | None = None, after: AfterLayer = last_written
-                       ) -> tuple[Float[Array, "B T V"], ...]:
+    def forced_members(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> tuple[Float[Array, "B T V"], ...]:
         """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on:
         the verifier's distributions are what it learns from; states are those of last_read(). `after` stands
         between the verifier's layers."""
@@ -142,20 +162,31 @@ class SharedEncoderModel(FlaxModel):
         dropout = make_dropout(key, self.config.drafter.dropout_rate)
         more = network.seen(network.verifier.decoder_norm(verified), last_read(tokens, key))
         drafted = network.drafter.decode(network.projection(encoded), source_bias, tokens, dropout, more=more)
-        return (network.drafter.logits(drafted, lambda x: dropout(network.drafter.decoder_norm(x))),
-                network.verifier.logits(verified))
+        return (
+            network.drafter.logits(drafted, lambda x: dropout(network.drafter.decoder_norm(x))),
+            network.verifier.logits(verified),
+        )
 
-    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, SharedEncoderCache]:
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, SharedEncoderCache]:
         """Encodes the inputs once, for both members."""
         network, rows = self.merged(params), inputs.shape[0]
         encoded = network.verifier.encode(inputs, padding_bias(input_length, inputs.shape[1]))
-        drafter, verifier = (one.start_from(seen, input_length, max_length, self.cache_dtype)
-                             for one, seen in ((network.drafter, network.projection(encoded)),
-                                               (network.verifier, encoded)))
+        drafter, verifier = (
+            one.start_from(seen, input_length, max_length, self.cache_dtype)
+            for one, seen in ((network.drafter, network.projection(encoded)), (network.verifier, encoded))
+        )
         start = jnp.full((rows, 1), self.config.pad_id, jnp.int32)
-        states = (empty(rows, 1, max_length, self.config.verifier.d_model, self.cache_dtype)
-                  if self.config.states else None)
+        states = (
+            empty(rows, 1, max_length, self.config.verifier.d_model, self.cache_dtype)
+            if self.config.states
+            else None
+        )
         return Prefix(start, jnp.ones((rows,), jnp.int32)), SharedEncoderCache(drafter, verifier, states)
 
     def lengths(self, cache: SharedEncoderCache) -> Int[Array, "B 2"]:
@@ -167,29 +198,40 @@ class SharedEncoderModel(FlaxModel):
 
         return cache._replace(drafter=one(cache.drafter), verifier=one(cache.verifier))
 
-    def insert(self, cache: SharedEncoderCache, fresh: SharedEncoderCache, slots: Int[AnyArray, " R"],
-               like_fresh: bool) -> SharedEncoderCache:
+    def insert(
+        self,
+        cache: SharedEncoderCache,
+        fresh: SharedEncoderCache,
+        slots: Int[AnyArray, " R"],
+        like_fresh: bool,
+    ) -> SharedEncoderCache:
         def states(old: Array | None, new: Array | None) -> Array | None:
             return None if old is None or new is None else insert_buffer(old, new, slots, like_fresh)
 
-        return SharedEncoderCache(self.full.insert(cache.drafter, fresh.drafter, slots, like_fresh),
-                                  self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
-                                  states(cache.states, fresh.states))
+        return SharedEncoderCache(
+            self.full.insert(cache.drafter, fresh.drafter, slots, like_fresh),
+            self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
+            states(cache.states, fresh.states),
+        )
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache
-               ) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache
+    ) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
         """The verifier's."""
         return self.extend_member(1, params, tokens, cache)
 
-    def extend_member(self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"],
-                      cache: SharedEncoderCache) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
+    def extend_member(
+        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache
+    ) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
         network, states = self.merged(params), cache.states
         if number == 0:
             more: Array | float = 0.0
             if states is not None:  # the last that the verifier has read, and none past the one before
                 position = cache.drafter.length[:, None] + jnp.arange(tokens.shape[1])
-                more = network.seen(states.reshape(-1, *states.shape[-2:]),
-                                    jnp.minimum(position, cache.verifier.length[:, None]) - 1)
+                more = network.seen(
+                    states.reshape(-1, *states.shape[-2:]),
+                    jnp.minimum(position, cache.verifier.length[:, None]) - 1,
+                )
             x, own = network.drafter.advance(tokens, cache.drafter, more=more)
             return network.drafter.logits(x), cache._replace(drafter=own)
         x, own = network.verifier.advance(tokens, cache.verifier)

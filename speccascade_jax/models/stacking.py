@@ -42,8 +42,9 @@ def layers_of(layers: Sequence[nnx.Module], stacked: bool) -> Any:
     return Stacked(layers) if stacked and layers else nnx.List(layers)
 
 
-def each_layer(layers: Any, call: Callable[[Any, Any, Any], Any], carry: Any, depth: int | None = None
-               ) -> Any:
+def each_layer(
+    layers: Any, call: Callable[[Any, Any, Any], Any], carry: Any, depth: int | None = None
+) -> Any:
     """carry = call(number, layer, carry) for the first `depth` layers in turn, by default for all; the number
     of a stacked layer is traced."""
     if not isinstance(layers, Stacked):
@@ -110,7 +111,7 @@ def stacked(model: Any, params: nnx.State) -> tuple[Any, nnx.State]:
     for path, shape in nnx.to_flat_state(shapes):
         if STACK in path and path not in flat:
             at = path.index(STACK)
-            own = [flat.pop((*path[:at], number, *path[at + 1:])) for number in range(shape.shape[0])]
+            own = [flat.pop((*path[:at], number, *path[at + 1 :])) for number in range(shape.shape[0])]
             flat[path] = own[0].replace(_stack([one.get_value() for one in own]))
     nnx.update(shapes, nnx.from_flat_state(flat))
     return model, shapes

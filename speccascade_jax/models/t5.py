@@ -60,24 +60,28 @@ class T5Config:
     relative_buckets: int = 32
     relative_max_distance: int = 128
     dropout_rate: float = 0.1
-    gated: bool = True             # T5 1.0: False, one relu projection
+    gated: bool = True  # T5 1.0: False, one relu projection
     tied_embeddings: bool = False  # T5 1.0: True, logits scaled by d_model**-0.5
     shared_position_bias: bool = True  # False: a relative-position table a layer (T5X's scalable_t5)
-    pad_id: int = 0                # also the decoder's start token
+    pad_id: int = 0  # also the decoder's start token
     eos_id: int = 1
     layer_norm_epsilon: float = 1e-6
 
 
 PRESETS = {
     "t5_1_1_small": T5Config(),
-    "t5_1_1_base": T5Config(d_model=768, d_ff=2048, num_heads=12, num_encoder_layers=12,
-                            num_decoder_layers=12),
-    "t5_1_1_large": T5Config(d_model=1024, d_ff=2816, num_heads=16, num_encoder_layers=24,
-                             num_decoder_layers=24),
-    "t5_1_1_xl": T5Config(d_model=2048, d_ff=5120, num_heads=32, num_encoder_layers=24,
-                          num_decoder_layers=24),
-    "t5_1_1_xxl": T5Config(d_model=4096, d_ff=10240, num_heads=64, num_encoder_layers=24,
-                           num_decoder_layers=24),
+    "t5_1_1_base": T5Config(
+        d_model=768, d_ff=2048, num_heads=12, num_encoder_layers=12, num_decoder_layers=12
+    ),
+    "t5_1_1_large": T5Config(
+        d_model=1024, d_ff=2816, num_heads=16, num_encoder_layers=24, num_decoder_layers=24
+    ),
+    "t5_1_1_xl": T5Config(
+        d_model=2048, d_ff=5120, num_heads=32, num_encoder_layers=24, num_decoder_layers=24
+    ),
+    "t5_1_1_xxl": T5Config(
+        d_model=4096, d_ff=10240, num_heads=64, num_encoder_layers=24, num_decoder_layers=24
+    ),
 }
 
 
@@ -147,8 +151,16 @@ class DecoderLayer(nnx.Module):
         self.cross = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, keys_values: Any, bias: Array, cross_keys: Array,
-                 cross_values: Array, cross_bias: Array, dropout: Dropout) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        keys_values: Any,
+        bias: Array,
+        cross_keys: Array,
+        cross_values: Array,
+        cross_bias: Array,
+        dropout: Dropout,
+    ) -> Array:
         """`keys_values(k, v)` returns what to attend to, given this call's own keys and values."""
         h = self.attention_norm(x)
         keys, values = keys_values(*self.attention.keys_values(h))
@@ -163,29 +175,45 @@ class T5(nnx.Module):
     Without encoder layers it is a decoder that reads what another network has encoded.
     """
 
-    def __init__(self, config: T5Config, *, dtype: Any = jnp.float32, remat: bool = False,
-                 stacked: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: T5Config,
+        *,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+        stacked: bool = False,
+        rngs: nnx.Rngs,
+    ):
         c = config
         self.config, self.dtype, self.remat = c, jnp.dtype(dtype), remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
-        self.encoder = layers_of([EncoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
-                                  for _ in range(c.num_encoder_layers)], stacked)
-        self.decoder = layers_of([DecoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
-                                  for _ in range(c.num_decoder_layers)], stacked)
+        self.encoder = layers_of(
+            [EncoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(c.num_encoder_layers)],
+            stacked,
+        )
+        self.decoder = layers_of(
+            [DecoderLayer(c, dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(c.num_decoder_layers)],
+            stacked,
+        )
         if c.num_encoder_layers:
             self.encoder_norm = self.new_norm()
         self.decoder_norm = self.new_norm()
 
         def position_table(layers):
             shape = (c.relative_buckets, c.num_heads)
-            return nnx.Param(c.d_model**-0.5 * jax.random.normal(
-                rngs.params(), shape if c.shared_position_bias else (layers, *shape)))
+            return nnx.Param(
+                c.d_model**-0.5
+                * jax.random.normal(rngs.params(), shape if c.shared_position_bias else (layers, *shape))
+            )
 
         if c.num_encoder_layers:
             self.encoder_bias = position_table(c.num_encoder_layers)
         self.decoder_bias = position_table(c.num_decoder_layers)
-        self.head = None if c.tied_embeddings else Linear(
-            c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        self.head = (
+            None
+            if c.tied_embeddings
+            else Linear(c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        )
 
     def new_norm(self) -> RMSNorm:
         return RMSNorm(self.config.d_model, self.config.layer_norm_epsilon)
@@ -201,9 +229,12 @@ class T5(nnx.Module):
         return self.embedding[...].T * self.config.d_model**-0.5
 
     def _buckets(self, distance: np.ndarray, *, bidirectional: bool) -> np.ndarray:
-        return relative_buckets(distance, bidirectional=bidirectional,
-                                num_buckets=self.config.relative_buckets,
-                                max_distance=self.config.relative_max_distance)
+        return relative_buckets(
+            distance,
+            bidirectional=bidirectional,
+            num_buckets=self.config.relative_buckets,
+            max_distance=self.config.relative_max_distance,
+        )
 
     def _position_biases(self, table: nnx.Param, buckets: np.ndarray) -> list[Array]:
         """The bias [*buckets.shape, H] that all layers share, or one such a layer."""
@@ -216,8 +247,10 @@ class T5(nnx.Module):
         """source [B, S] -> [B, S, D]; `source_bias` [B, 1, 1, S] masks the padding."""
         positions = np.arange(source.shape[1])
         buckets = self._buckets(positions[None, :] - positions[:, None], bidirectional=True)
-        biases = [jnp.moveaxis(bias, -1, 0)[None] + source_bias
-                  for bias in self._position_biases(self.encoder_bias, buckets)]
+        biases = [
+            jnp.moveaxis(bias, -1, 0)[None] + source_bias
+            for bias in self._position_biases(self.encoder_bias, buckets)
+        ]
 
         def one(n: Any, layer: EncoderLayer, x: Array) -> Array:
             return self._apply(layer, x, shared_or_nth(biases, n), dropout)
@@ -230,8 +263,13 @@ class T5(nnx.Module):
 
         return jax.checkpoint(call)(x) if self.remat else call(x)
 
-    def logits(self, x: Array, norm: Callable[[Array], Array] | None = None, head: Linear | None = None,
-               table: Any = None) -> Array:
+    def logits(
+        self,
+        x: Array,
+        norm: Callable[[Array], Array] | None = None,
+        head: Linear | None = None,
+        table: Any = None,
+    ) -> Array:
         """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones, or a
         kernel [D, I] for the embedding."""
         x = self.decoder_norm(x) if norm is None else norm(x)
@@ -241,8 +279,14 @@ class T5(nnx.Module):
         table = tied_kernel(self.embedding.get_value()) if table is None else table
         return project(x * self.config.d_model**-0.5, table, self.dtype)
 
-    def __call__(self, source: AnyArray, source_length: AnyArray, target_in: AnyArray,
-                 key: Array | None = None, after: AfterLayer = last_written) -> Array:
+    def __call__(
+        self,
+        source: AnyArray,
+        source_length: AnyArray,
+        target_in: AnyArray,
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Array:
         """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]; `key` turns dropout on."""
         dropout = make_dropout(key, self.config.dropout_rate)
         source_bias = padding_bias(source_length, source.shape[1])
@@ -250,20 +294,39 @@ class T5(nnx.Module):
         x = self.decode(encoded, source_bias, target_in, dropout, after)
         return self.logits(x, lambda x: dropout(self.decoder_norm(x)))
 
-    def decode(self, encoded: Array, source_bias: Array, target_in: AnyArray,
-               dropout: Dropout = lambda x: x, after: AfterLayer = last_written, more: Array | float = 0.0
-               ) -> Array:
+    def decode(
+        self,
+        encoded: Array,
+        source_bias: Array,
+        target_in: AnyArray,
+        dropout: Dropout = lambda x: x,
+        after: AfterLayer = last_written,
+        more: Array | float = 0.0,
+    ) -> Array:
         """Teacher forcing: the last layer's output [B, T, D] after each of `target_in` [B, T], given what was
         encoded [B, S, D]; `more` [B, T, D] is added to the embeddings."""
         positions = np.arange(target_in.shape[1])
         distance = positions[None, :] - positions[:, None]
         buckets = self._buckets(distance, bidirectional=False)
-        biases = [(jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
-                  for bias in self._position_biases(self.decoder_bias, buckets)]
+        biases = [
+            (jnp.moveaxis(bias, -1, 0) + np.where(distance > 0, MASKED, 0.0))[None]
+            for bias in self._position_biases(self.decoder_bias, buckets)
+        ]
 
         def one(n: Any, layer: DecoderLayer, x: Array) -> Array:
-            return after(n, x, self._apply(layer, x, lambda k, v: (k, v), shared_or_nth(biases, n),
-                                           *layer.cross.keys_values(encoded), source_bias, dropout))
+            return after(
+                n,
+                x,
+                self._apply(
+                    layer,
+                    x,
+                    lambda k, v: (k, v),
+                    shared_or_nth(biases, n),
+                    *layer.cross.keys_values(encoded),
+                    source_bias,
+                    dropout,
+                ),
+            )
 
         return each_layer(self.decoder, one, dropout(self._embed(target_in) + more))
 
@@ -274,6 +337,7 @@ class T5(nnx.Module):
 
     def start_from(self, encoded: Array, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """The empty cache for what was encoded [B, S, D]."""
+
         def kept(layer: DecoderLayer) -> tuple[Array, Array]:
             keys, values = layer.cross.keys_values(encoded)
             return keys.astype(dtype), values.astype(dtype)
@@ -283,10 +347,14 @@ class T5(nnx.Module):
         own = blank(self.decoder, encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
         buckets = self._buckets(-np.arange(entries(own)), bidirectional=False)
         return T5Cache(
-            keys=own, values=own, cross_keys=cross_keys, cross_values=cross_values,
+            keys=own,
+            values=own,
+            cross_keys=cross_keys,
+            cross_values=cross_values,
             source_length=jnp.asarray(source_length),
-            position_bias=tuple(bias.astype(jnp.float32)
-                                for bias in self._position_biases(self.decoder_bias, buckets)),
+            position_bias=tuple(
+                bias.astype(jnp.float32) for bias in self._position_biases(self.decoder_bias, buckets)
+            ),
             length=jnp.zeros((encoded.shape[0],), jnp.int32),
         )
 
@@ -295,19 +363,34 @@ class T5(nnx.Module):
         x, cache = self.advance(tokens, cache)
         return self.logits(x, table=table), cache
 
-    def advance(self, tokens: AnyArray, cache: T5Cache, depth: int | None = None,
-                branches: Branches | None = None, more: Array | float = 0.0) -> tuple[Array, T5Cache]:
+    def advance(
+        self,
+        tokens: AnyArray,
+        cache: T5Cache,
+        depth: int | None = None,
+        branches: Branches | None = None,
+        more: Array | float = 0.0,
+    ) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in a row or as branches; the layers above write nothing. `more` as in decode()."""
         back = steps_back(cache.length, tokens.shape[1], entries(cache.keys), branches)  # [B, T, L]
-        biases = [jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
-                  for bias in cache.position_bias]
+        biases = [
+            jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
+            for bias in cache.position_bias
+        ]
         source_bias = padding_bias(cache.source_length, entries(cache.cross_keys))
 
         def one(n: Any, layer: DecoderLayer, carry: Any) -> Any:
             x, *buffers = carry
-            x = layer(x, remembering(buffers, n, cache.length), shared_or_nth(biases, n),
-                      nth(cache.cross_keys, n), nth(cache.cross_values, n), source_bias, lambda x: x)
+            x = layer(
+                x,
+                remembering(buffers, n, cache.length),
+                shared_or_nth(biases, n),
+                nth(cache.cross_keys, n),
+                nth(cache.cross_values, n),
+                source_bias,
+                lambda x: x,
+            )
             return x, *buffers
 
         begun = self._embed(tokens) + more, cache.keys, cache.values
@@ -329,9 +412,15 @@ class T5Model(SingleModel):
     def network(self, rngs: nnx.Rngs) -> T5:
         return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs)
 
-    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
-               ) -> Float[Array, "B T V"]:
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on.
         `after` stands between the decoder's layers."""
         return self.merged(params)(source, source_length, self.decoder_input(target), key, after)
@@ -340,13 +429,21 @@ class T5Model(SingleModel):
         """`target` behind the start token."""
         return shift_right(target, jnp.full((target.shape[0],), self.config.pad_id, target.dtype))
 
-    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, T5Cache]:
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, T5Cache]:
         start = jnp.full((inputs.shape[0], 1), self.config.pad_id, jnp.int32)
-        return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
-                self.merged(params).start(inputs, input_length, max_length, self.cache_dtype))
+        return (
+            Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
+            self.merged(params).start(inputs, input_length, max_length, self.cache_dtype),
+        )
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
-               ) -> tuple[Float[Array, "B T V"], T5Cache]:
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
+    ) -> tuple[Float[Array, "B T V"], T5Cache]:
         """`table`, a kernel [D, V], stands for an embedding that makes the logits."""
         return self.merged(params).extend(tokens, cache, table)

@@ -55,9 +55,10 @@ class T5GemmaConfig:
         return self.decoder.bos_id
 
 
-PRESETS = {f"t5gemma_{reads}_{writes}": T5GemmaConfig(DECODERS[f"gemma2_{reads}"],
-                                                      DECODERS[f"gemma2_{writes}"])
-           for reads, writes in (("2b", "2b"), ("9b", "2b"), ("9b", "9b"))}
+PRESETS = {
+    f"t5gemma_{reads}_{writes}": T5GemmaConfig(DECODERS[f"gemma2_{reads}"], DECODERS[f"gemma2_{writes}"])
+    for reads, writes in (("2b", "2b"), ("9b", "2b"), ("9b", "9b"))
+}
 
 
 class CrossLayer(Layer):
@@ -123,9 +124,15 @@ class T5Gemma(nnx.Module):
             return tuple(cross.heads(made(encoded)).astype(dtype) for made in (cross.key, cross.value))
 
         cross_keys, cross_values = of_each_layer(self.decoder.layers, kept)
-        return T5Cache(keys=own, values=own, cross_keys=cross_keys, cross_values=cross_values,
-                       source_length=jnp.asarray(source_length), position_bias=(),
-                       length=jnp.zeros((source.shape[0],), jnp.int32))
+        return T5Cache(
+            keys=own,
+            values=own,
+            cross_keys=cross_keys,
+            cross_values=cross_values,
+            source_length=jnp.asarray(source_length),
+            position_bias=(),
+            length=jnp.zeros((source.shape[0],), jnp.int32),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,31 +142,47 @@ class T5GemmaModel(SingleModel):
     config: T5GemmaConfig
 
     def network(self, rngs: nnx.Rngs) -> T5Gemma:
-        return T5Gemma(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked,
-                       rngs=rngs)
+        return T5Gemma(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )
 
     def decoder_of(self, params: nnx.State) -> CrossDecoder:
         return self.merged(params).decoder
 
-    def forced(self, params: nnx.State, source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"],
-               target: Int[AnyArray, "B T"], key: Array | None = None, after: AfterLayer = last_written
-               ) -> Float[Array, "B T V"]:
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. There is no dropout: `key`
         is not read. `after` stands between the decoder's layers."""
         network = self.merged(params)
         cache = network.start(source, source_length, target.shape[1], self.cache_dtype)
         begin = jnp.full((target.shape[0],), self.config.start_id, target.dtype)
-        return network.decoder.logits(network.decoder.advance(shift_right(target, begin), cache,
-                                                              after=after)[0])
+        return network.decoder.logits(
+            network.decoder.advance(shift_right(target, begin), cache, after=after)[0]
+        )
 
-    def prefill(self, params: nnx.State, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, T5Cache]:
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, T5Cache]:
         start = jnp.full((inputs.shape[0], 1), self.config.start_id, jnp.int32)
-        return (Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
-                self.merged(params).start(inputs, input_length, max_length, self.cache_dtype))
+        return (
+            Prefix(start, jnp.ones((inputs.shape[0],), jnp.int32)),
+            self.merged(params).start(inputs, input_length, max_length, self.cache_dtype),
+        )
 
-    def extend(self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache
-               ) -> tuple[Float[Array, "B T V"], T5Cache]:
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache
+    ) -> tuple[Float[Array, "B T V"], T5Cache]:
         network = self.decoder_of(params)
         x, cache = network.advance(tokens, cache)
         return network.logits(x), cache

@@ -52,9 +52,15 @@ class Written:
         return Block(columns, laws, laws, columns, size), caches, size
 
 
-def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *, source_length: int,
-                 repetitions: int = 9, track: Track = lambda work, name: work
-                 ) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
+def call_seconds(
+    cascade: Cascade,
+    widths: Sequence[int],
+    settings: Settings,
+    *,
+    source_length: int,
+    repetitions: int = 9,
+    track: Track = lambda work, name: work,
+) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
     """Seconds of calls of each model that read n = 1 .. max(widths) tokens, and besides[j, i] of Candidates.
 
     Column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other, and rounds of
@@ -68,17 +74,24 @@ def call_seconds(cascade: Cascade, widths: Sequence[int], settings: Settings, *,
         samplers = {str(width): (_sampler(model, width), _params(model, params, width)) for width in widths}
         below = range(i) if i == last else range(max(i - 1, 0), i)
         for j in below if width > 1 else []:
-            pair = dataclasses.replace(cascade, models=(cascade.models[j], model),
-                                       params=(cascade.params[j], params))
-            samplers[f"with {j}"] = pair.sampler(dataclasses.replace(
-                settings, method="speculative", alpha=0.0, block_size=width - 1))
-        timings = time_parts({name: _part(cascade, *sampler, settings, source_length)
-                              for name, sampler in samplers.items()}, repetitions)
+            pair = dataclasses.replace(
+                cascade, models=(cascade.models[j], model), params=(cascade.params[j], params)
+            )
+            samplers[f"with {j}"] = pair.sampler(
+                dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=width - 1)
+            )
+        timings = time_parts(
+            {name: _part(cascade, *sampler, settings, source_length) for name, sampler in samplers.items()},
+            repetitions,
+        )
         # A difference of two times may be negative on a busy machine.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
         calls.append(np.where(every > 0, np.interp(every, widths, known), 0))
-        extra = [timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
-                 for j in below if width > 1]
+        extra = [
+            timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
+            for j in below
+            if width > 1
+        ]
         besides[:i, i] = np.maximum(extra if len(extra) == i else extra[-1:] or 0.0, 0)
     return np.array(calls), besides
 
@@ -106,11 +119,20 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
     inputs, lengths = np.full((1, source_length), 2, np.int32), np.full(1, source_length, np.int32)
     translated = [model for model in jax.tree.leaves(sampler.models) if isinstance(model, Translated)]
     if translated:
-        inputs = inputs_of(sampler.models, inputs, [{model: [2] * model.reads(source_length)
-                                                     for model in translated}])
-    requests = loop.requests(sampler, jax.random.key(0)[None], inputs, lengths,
-                          options_of(settings), np.zeros(sampler.level), None, None,
-                          cascade.max_new_tokens)
+        inputs = inputs_of(
+            sampler.models, inputs, [{model: [2] * model.reads(source_length) for model in translated}]
+        )
+    requests = loop.requests(
+        sampler,
+        jax.random.key(0)[None],
+        inputs,
+        lengths,
+        options_of(settings),
+        np.zeros(sampler.level),
+        None,
+        None,
+        cascade.max_new_tokens,
+    )
     begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
     return round_part(sampler, params, begin(params, requests))
 
@@ -119,16 +141,19 @@ def options_of(settings: Settings) -> SamplingOptions:
     return SamplingOptions(settings.temperature, **{name: getattr(settings, name) for name in TRUNCATIONS})
 
 
-def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings
-                ) -> Float[np.ndarray, "M M"]:
+def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> Float[np.ndarray, "M M"]:
     """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
     sum_v min(p_j(v), p_i(v)) over the positions of `outputs`, texts of the largest model, which all models
     read. Raises FieldError where these are empty.
     """
     kept = [output for output in outputs if output.tokens]
     if not kept:
-        raise FieldError("outputs", list(outputs), "give inputs that are not blank.",
-                         "there is no text to compare the models on")
+        raise FieldError(
+            "outputs",
+            list(outputs),
+            "give inputs that are not blank.",
+            "there is no text to compare the models on",
+        )
     options = options_of(settings)
     size = max(len(output.tokens) for output in kept)
     rows, _ = cascade.encode([output.source for output in kept], truncate=True)

@@ -23,8 +23,9 @@ from speccascade_jax.planning.prediction import (
 Array = np.ndarray
 
 
-def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need",
-         most_models: int | None = None) -> PlannedHierarchy:
+def best(
+    candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need", most_models: int | None = None
+) -> PlannedHierarchy:
     """The plan with the least predicted seconds per token, of all chains that end with the target, have block
     sizes 1 .. max_block, and have at most most_models models. The target without a drafter is one of them.
 
@@ -50,8 +51,14 @@ def best(candidates: Candidates, max_block: int = 15, hand_over: HandOver = "nee
         return predict_chain(candidates, _cheapest(candidates, max_block, hand_over, max_models), hand_over)
     starts = {_cheapest(candidates, size, "truncate", max_models) for size in range(1, max_block + 1)}
     starts.add(_cheapest(candidates, max_block, "truncate", min(2, max_models)))  # its calls are surely timed
-    return min((_improved(candidates, chain, max_block, max_models) for chain in sorted(starts)
-                if max(reads(chain[1], "keep")) <= timed), key=lambda plan: plan.seconds_per_token)
+    return min(
+        (
+            _improved(candidates, chain, max_block, max_models)
+            for chain in sorted(starts)
+            if max(reads(chain[1], "keep")) <= timed
+        ),
+        key=lambda plan: plan.seconds_per_token,
+    )
 
 
 def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models: int) -> Chain:
@@ -63,7 +70,7 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
     """
     target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
-    ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1:max_block + 1]
+    ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1 : max_block + 1]
     alone, once = ones[:, None] * np.array(sizes), candidates.once
     bounds = _least(hand_over, rounds, calls, alone, max_models)
     tie = itertools.count()  # chains that promise the same are not compared
@@ -88,21 +95,29 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
             heapq.heappush(open_, (promised[j, s], next(tie), longer, spent[j, s], weight[j, s]))
 
     if target and max_models > 1:
-        per_token = np.array([[candidates.rounds(candidates.acceptance[j, target]**np.arange(size + 1))
-                               for size in sizes] for j in range(target)])
+        per_token = np.array(
+            [
+                [candidates.rounds(candidates.acceptance[j, target] ** np.arange(size + 1)) for size in sizes]
+                for j in range(target)
+            ]
+        )
         spent = calls[:target, target] * per_token + once[target]
         look(cheapest, spent, per_token[..., None] * np.eye(max_block))
     while open_ and open_[0][0] < least:
         _, _, chain, spent, weight = heapq.heappop(open_)
         i = chain[0][0]
         if i and len(chain[0]) < max_models:
-            look(chain, spent + calls[:i, i] * (rounds[:i, i, :, 1:] @ weight),
-                 _below(hand_over, rounds[:i, i], weight))
+            look(
+                chain,
+                spent + calls[:i, i] * (rounds[:i, i, :, 1:] @ weight),
+                _below(hand_over, rounds[:i, i], weight),
+            )
     return cheapest
 
 
-def _below(hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
-           ) -> Float[Array, "J S R"]:
+def _below(
+    hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
+) -> Float[Array, "J S R"]:
     """How often a model that collects r tokens, weight[r - 1] times, asks for 1, 2, .. of the model below."""
     width = len(weight)
     if hand_over == "truncate":
@@ -114,8 +129,13 @@ def _below(hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Ar
     return np.einsum("jsq,sqr->jsr", begun, (request[..., None] == left + 1).astype(float))
 
 
-def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[Array, "M M S"],
-           alone: Float[Array, "M R"], max_models: int) -> list[Float[Array, "M R"]]:
+def _least(
+    hand_over: str,
+    rounds: Float[Array, "M M S columns"],
+    calls: Float[Array, "M M S"],
+    alone: Float[Array, "M R"],
+    max_models: int,
+) -> list[Float[Array, "M R"]]:
     """[n][i, r - 1]: seconds in which no chain of at most n models (one for n = 0) up to i collects r tokens
     sooner; the last of them holds for any larger n, too."""
     count, width = alone.shape
@@ -133,7 +153,7 @@ def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[A
                 blocks = np.pad(shorter, ((0, 0), (1, 0)))[:, request]
                 lags = np.diff(rounds[:i, i], axis=-1)
                 for lag in left:
-                    spent[..., lag:] += lags[..., lag, None] * blocks[..., :width - lag]
+                    spent[..., lag:] += lags[..., lag, None] * blocks[..., : width - lag]
                 every = spent
             least[i] = np.minimum(least[i], every.min(axis=(0, 1)))
         if unbounded:
@@ -146,13 +166,17 @@ def _least(hand_over: str, rounds: Float[Array, "M M S columns"], calls: Float[A
 
 def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedHierarchy:
     """Where the local search ends under `keep`."""
+
     def tried(chain: Chain) -> tuple[PlannedHierarchy, Chain]:
         return predict_chain(candidates, chain, "keep"), chain
 
     timed, (plan, chain) = candidates.call_seconds.shape[1] - 1, tried(chain)
     while True:
-        near = [tried(other) for other in _neighbours(*chain, max_block)
-                if len(other[0]) <= max_models and max(reads(other[1], "keep")) <= timed]
+        near = [
+            tried(other)
+            for other in _neighbours(*chain, max_block)
+            if len(other[0]) <= max_models and max(reads(other[1], "keep")) <= timed
+        ]
         better, chain = min(near, key=lambda pair: pair[0].seconds_per_token, default=(plan, chain))
         if better.seconds_per_token >= plan.seconds_per_token:
             return plan
@@ -166,8 +190,8 @@ def _neighbours(models: tuple[int, ...], sizes: tuple[int, ...], max_block: int)
         for size in range(1, max_block + 1):
             yield from (((*models[:k], model, *models[k:]), (*sizes[:k], size, *sizes[k:])) for model in free)
             if k < len(sizes):
-                yield models, (*sizes[:k], size, *sizes[k + 1:])
+                yield models, (*sizes[:k], size, *sizes[k + 1 :])
         if k < len(sizes):
-            yield models[:k] + models[k + 1:], sizes[:k] + sizes[k + 1:]
+            yield models[:k] + models[k + 1 :], sizes[:k] + sizes[k + 1 :]
             others = range(free.start, models[k + 1])
-            yield from (((*models[:k], model, *models[k + 1:]), sizes) for model in others)
+            yield from (((*models[:k], model, *models[k + 1 :]), sizes) for model in others)

@@ -56,22 +56,30 @@ class Candidates:
     acceptance: Float[Array, "M M"]
     lengths: tuple[int, ...] = ()
     text_seconds: Any = None  # [M]; None: nothing
-    besides: Any = None       # [M, M]; None: nothing
+    besides: Any = None  # [M, M]; None: nothing
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
         seconds, acceptance = (np.array(x, np.float64) for x in (self.call_seconds, self.acceptance))
         once = np.zeros(count) if self.text_seconds is None else np.array(self.text_seconds, np.float64)
         if count == 0 or len(set(names)) < count:
-            raise FieldError("names", names, "give each model another name.",
-                             f"{count} names, {len(set(names))} different")
+            raise FieldError(
+                "names", names, "give each model another name.", f"{count} names, {len(set(names))} different"
+            )
         if seconds.ndim != 2 or len(seconds) != count or seconds.shape[1] < 2:
-            raise FieldError("call_seconds", seconds.shape, f"{count} models need ({count}, N + 1), where "
-                             "N >= 1 is the most tokens of a timed call.",
-                             f"call_seconds has shape {seconds.shape}")
+            raise FieldError(
+                "call_seconds",
+                seconds.shape,
+                f"{count} models need ({count}, N + 1), where N >= 1 is the most tokens of a timed call.",
+                f"call_seconds has shape {seconds.shape}",
+            )
         if acceptance.shape != (count, count):
-            raise FieldError("acceptance", acceptance.shape, f"{count} models need ({count}, {count}).",
-                             f"acceptance has shape {acceptance.shape}")
+            raise FieldError(
+                "acceptance",
+                acceptance.shape,
+                f"{count} models need ({count}, {count}).",
+                f"acceptance has shape {acceptance.shape}",
+            )
         for i, n in np.argwhere(~(np.isfinite(seconds) & (seconds > 0))[:, 1:])[:1]:
             raise FieldError(
                 "call_seconds",
@@ -81,20 +89,33 @@ class Candidates:
             )
         acceptance = np.triu(acceptance, 1)
         for j, i in np.argwhere(~((acceptance >= 0) & (acceptance <= 1)))[:1]:
-            raise FieldError("acceptance", acceptance[j, i], "it lies in [0, 1].",
-                             f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}")
+            raise FieldError(
+                "acceptance",
+                acceptance[j, i],
+                "it lies in [0, 1].",
+                f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}",
+            )
         if once.shape != (count,) or not (np.isfinite(once) & (once >= 0)).all():
-            raise FieldError("text_seconds", once.tolist(), f"{count} models need {count} numbers, each at "
-                             "least 0.")
+            raise FieldError(
+                "text_seconds", once.tolist(), f"{count} models need {count} numbers, each at least 0."
+            )
         if min(self.lengths, default=1) < 1:
             raise FieldError("lengths", min(self.lengths), "a text has at least one token.")
         besides = np.zeros((count, count)) if self.besides is None else np.array(self.besides, np.float64)
         if besides.shape != (count, count) or not (np.triu(besides, 1) >= 0).all():
-            raise FieldError("besides", besides.tolist(), f"{count} models need ({count}, {count}) numbers, "
-                             "each at least 0.")
+            raise FieldError(
+                "besides",
+                besides.tolist(),
+                f"{count} models need ({count}, {count}) numbers, each at least 0.",
+            )
         besides = np.triu(besides, 1)
-        for field, value in (("names", names), ("call_seconds", seconds), ("acceptance", acceptance),
-                             ("text_seconds", once), ("besides", besides)):
+        for field, value in (
+            ("names", names),
+            ("call_seconds", seconds),
+            ("acceptance", acceptance),
+            ("text_seconds", once),
+            ("besides", besides),
+        ):
             object.__setattr__(self, field, value)
 
     @property
@@ -119,16 +140,16 @@ class Candidates:
 class PlannedHierarchy:
     """A chain of models and what is predicted of it. The target without a drafter has no block sizes."""
 
-    models: tuple[str, ...]       # smallest first
+    models: tuple[str, ...]  # smallest first
     block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
     hand_over: HandOver
-    seconds_per_token: float      # with a token's share of what a text costs
+    seconds_per_token: float  # with a token's share of what a text costs
     passes_per_token: tuple[float, ...]  # each model's calls per committed token, to compare with counters
 
 
 def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
     """(1 - a^(n+1)) / (1 - a): tokens that a verification of n drafts emits if each passes with chance a."""
-    return sum(np.asarray(a, np.float64)**x for x in range(n + 1))
+    return sum(np.asarray(a, np.float64) ** x for x in range(n + 1))
 
 
 def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
@@ -145,7 +166,7 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
 
 def renewals(a: Float[Array, "*A"], n: int, tokens: int) -> Float[Array, "*A columns"]:
     """renewal(a, n, m) for m = 0 .. most."""
-    return _renewals(_law(a[..., None]**np.arange(n + 1)), tokens)
+    return _renewals(_law(a[..., None] ** np.arange(n + 1)), tokens)
 
 
 def _renewals(law: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
@@ -163,8 +184,9 @@ def _law(survives: Float[Array, "*A L"]) -> Float[Array, "*A L+1"]:
     return -np.diff(survives, axis=-1, prepend=1.0, append=0.0)
 
 
-def triangle_violations(acceptance: Float[Array, "M M"], tolerance: float = 0.02
-                        ) -> list[tuple[int, int, int, float]]:
+def triangle_violations(
+    acceptance: Float[Array, "M M"], tolerance: float = 0.02
+) -> list[tuple[int, int, int, float]]:
     """(j, i, k, excess), j < i < k, where excess = (1 - a_jk) - (1 - a_ji) - (1 - a_ik) > tolerance; the
     largest first. 1 - a is a total variation distance, which obeys the triangle inequality in every context:
     an excess says that the three were measured on different texts, or on too few."""
@@ -175,8 +197,9 @@ def triangle_violations(acceptance: Float[Array, "M M"], tolerance: float = 0.02
     return sorted(((j, i, k, float(excess[j, i, k])) for j, i, k in triples), key=lambda triple: -triple[3])
 
 
-def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int],
-            hand_over: HandOver = "need") -> PlannedHierarchy:
+def predict(
+    candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int], hand_over: HandOver = "need"
+) -> PlannedHierarchy:
     """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls, and
     a token's share of what a text costs besides.
 
@@ -190,15 +213,24 @@ def predict(candidates: Candidates, models: Sequence[str], block_sizes: Sequence
     check_rule(hand_over)
     unknown = [name for name in models if name not in candidates.names]
     if unknown or not models:
-        raise FieldError("models", list(models), f"name at least one of {', '.join(candidates.names)}.",
-                         f"of the models {list(models)}, {unknown} are unknown")
+        raise FieldError(
+            "models",
+            list(models),
+            f"name at least one of {', '.join(candidates.names)}.",
+            f"of the models {list(models)}, {unknown} are unknown",
+        )
     chosen = tuple(candidates.names.index(name) for name in models)
     if list(chosen) != sorted(set(chosen)):
-        raise FieldError("models", list(models), "the candidates' order, each at most once, is "
-                         f"{[candidates.names[i] for i in sorted(set(chosen))]}.")
+        raise FieldError(
+            "models",
+            list(models),
+            "the candidates' order, each at most once, is "
+            f"{[candidates.names[i] for i in sorted(set(chosen))]}.",
+        )
     if len(block_sizes) != len(chosen) - 1:
-        raise FieldError("block_sizes", list(block_sizes),
-                         f"{len(chosen)} models need {len(chosen) - 1} of them.")
+        raise FieldError(
+            "block_sizes", list(block_sizes), f"{len(chosen)} models need {len(chosen) - 1} of them."
+        )
     if any(not isinstance(size, int | np.integer) or size < 1 for size in block_sizes):
         raise FieldError("block_sizes", list(block_sizes), "each is a whole number of at least 1.")
     sizes = tuple(map(int, block_sizes))
@@ -225,9 +257,13 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
     acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
     passes = _passes(acceptances, sizes, hand_over, candidates.rounds)
     once = candidates.once[list(chosen)].sum()
-    seconds = float(candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes + once
-                    + sum(candidates.besides[pair] * count
-                          for pair, count in zip(pairwise(chosen), passes[1:], strict=True)))
+    seconds = float(
+        candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes
+        + once
+        + sum(
+            candidates.besides[pair] * count for pair, count in zip(pairwise(chosen), passes[1:], strict=True)
+        )
+    )
     names = tuple(candidates.names[i] for i in chosen)
     return PlannedHierarchy(names, sizes, hand_over, seconds, tuple(map(float, passes)))
 
@@ -238,8 +274,9 @@ def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
     return (1, *(int(size) + 1 for size in longest))
 
 
-def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, rounds_per_token: Any
-            ) -> Float[Array, " K+1"]:
+def _passes(
+    a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, rounds_per_token: Any
+) -> Float[Array, " K+1"]:
     """Each model's calls per committed token."""
     unit = np.eye(len(sizes) + 1)
     if not sizes:
@@ -264,7 +301,7 @@ def _passes(a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, round
 
 def _survives(a: float, at_least: Float[Array, " L"]) -> Float[Array, " L"]:
     """P(a verification emits more than x tokens): the block has x drafts or more and the first x pass."""
-    return a**np.arange(len(at_least)) * at_least
+    return a ** np.arange(len(at_least)) * at_least
 
 
 def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Float[Array, " D"]]:
@@ -273,7 +310,7 @@ def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Floa
     visits = np.zeros(need + len(law) - 1)  # [x]: the probability of ever having x tokens
     visits[0] = 1.0
     for x in range(need):
-        visits[x:x + len(law)] += visits[x] * law
+        visits[x : x + len(law)] += visits[x] * law
     rounds, visits[:need] = float(visits[:need].sum()), 0.0
     return rounds, np.cumsum(visits[::-1])[::-1]
 

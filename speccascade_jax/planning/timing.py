@@ -41,13 +41,15 @@ class FixedLogits(NamedTuple):
 
     vocab_size: int
 
-    def prefill(self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"],
-                max_length: int) -> tuple[Prefix, FixedLogitsCache]:
+    def prefill(
+        self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"], max_length: int
+    ) -> tuple[Prefix, FixedLogitsCache]:
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
         return Prefix(start, jnp.ones_like(input_length)), FixedLogitsCache(jnp.zeros_like(input_length))
 
-    def extend(self, params: Params, tokens: Int[Array, "B T"], cache: FixedLogitsCache
-               ) -> tuple[Float[Array, "B T V"], FixedLogitsCache]:
+    def extend(
+        self, params: Params, tokens: Int[Array, "B T"], cache: FixedLogitsCache
+    ) -> tuple[Float[Array, "B T V"], FixedLogitsCache]:
         rows = cache.length[:, None] + tokens[:, :1] % 2 + jnp.arange(tokens.shape[1])
         return jnp.take(params, rows, axis=0, mode="clip"), FixedLogitsCache(cache.length + tokens.shape[1])
 
@@ -62,11 +64,13 @@ def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:
 
 def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
     """extend() by `rows` tokens at the cache's length: each feeds what the last predicted."""
+
     def part(times, params, tokens, cache):
         def body(carry):
             tokens, cache = carry
             logits, longer = model.extend(params, tokens, cache)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), model.roll_back(longer, cache.length)
+
         return repeated(body, times)((tokens, cache))
 
     return part, (params, jnp.ones((cache.length.shape[0], rows), jnp.int32), cache)
@@ -74,12 +78,17 @@ def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
 
 def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
     """A whole round, again and again at one position."""
+
     def part(times, params, state):
         def body(now):
             later = loop.advance(sampler, params, now, eos_id=NO_TOKEN)
             rows = now.rows._replace(recent=later.rows.recent)
-            return later._replace(emitted=now.emitted, rows=rows,
-                                  caches=roll_back(sampler.models, later.caches, now.rows.start - 1))
+            return later._replace(
+                emitted=now.emitted,
+                rows=rows,
+                caches=roll_back(sampler.models, later.caches, now.rows.start - 1),
+            )
+
         return repeated(body, times)(state)
 
     return part, (params, state)

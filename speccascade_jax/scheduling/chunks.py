@@ -39,8 +39,9 @@ class Blank:
 
     model: Any
 
-    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, Cache]:
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Cache]:
         if not continues(self.model, params):
             return self.model.prefill(params, inputs, input_length, max_length)
         _, cache = self.model.prefill(params, inputs[:, :1], jnp.minimum(input_length, 1), max_length)
@@ -76,10 +77,12 @@ class Unread:
         return step(self.sampler, params, caches, rows, eos_id)
 
 
-def read_chunk(sampler: Sampler, params: Params, state: State, tokens: Int[AnyArray, "B C"],
-               start: Int[AnyArray, ""]) -> State:
+def read_chunk(
+    sampler: Sampler, params: Params, state: State, tokens: Int[AnyArray, "B C"], start: Int[AnyArray, ""]
+) -> State:
     """`state`, begun with Unread, once `tokens` have been read, which stand at `start` of every prompt: up to
     there a row has read its own, which may end before."""
+
     def one(model: Any, own: Params, cache: Cache) -> Cache:
         if not continues(model, own):
             return cache

@@ -22,15 +22,21 @@ class Continuous(Scheduler):
     a round in between.
     """
 
-    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int], width: int):
+    def __init__(
+        self,
+        programs: Programs,
+        batch_size: int,
+        tokenizer: Tokenizer,
+        bucket: Callable[[int], int],
+        width: int,
+    ):
         super().__init__(programs, batch_size, tokenizer, bucket)
         alone = programs.plan.chunk or not programs.plan.sampler.level  # a second width costs compile time
         self.widths = [width] if alone else sorted({bucket(max(width // 3, 1)), width})
         self.ahead = max(batch_size // 2, 1)  # prompts read at once for each device, where so many wait
         self.most_idle = self.share
         self.reading: list[Reading] = []
-        self.blank: dict[int, Any] = {}       # by width: states that hold nothing
+        self.blank: dict[int, Any] = {}  # by width: states that hold nothing
 
     @property
     def busy(self) -> bool:
@@ -125,10 +131,15 @@ class Continuous(Scheduler):
         start = min(reading.start, reading.width - size)
         tokens = np.zeros((reading.rows * programs.devices, size), np.int32)
         for place, (_, request) in reading.placed.items():
-            part = request.tokens[start:start + size]
-            tokens[place, :len(part)] = part
-        fresh = programs.call(programs.read(reading.rows, reading.width), programs.params, reading.fresh,
-                              programs.place(tokens), np.int32(start))
+            part = request.tokens[start : start + size]
+            tokens[place, : len(part)] = part
+        fresh = programs.call(
+            programs.read(reading.rows, reading.width),
+            programs.params,
+            reading.fresh,
+            programs.place(tokens),
+            np.int32(start),
+        )
         read = reading._replace(fresh=fresh, start=start + size)
         if read.start < longest - 1:  # the last token is read by the first round
             return [read]
@@ -153,5 +164,8 @@ class Continuous(Scheduler):
 def all_plain(requests: Iterable[Request]) -> bool:
     """Whether none of them leaves out any of the likely tokens."""
     every = [request.settings for request in requests]
-    return all(getattr(settings, name) in (None, truncation.off)
-               for settings in every for name, truncation in TRUNCATIONS.items())
+    return all(
+        getattr(settings, name) in (None, truncation.off)
+        for settings in every
+        for name, truncation in TRUNCATIONS.items()
+    )

@@ -62,6 +62,7 @@ class Plan:
 
     def requests(self, rows: int, width: int) -> loop.Requests:
         """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
+
         def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
@@ -70,8 +71,9 @@ class Plan:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         whole = array(jnp.int32)
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
-        return loop.Requests._make((keys, inputs, whole, whole, options,
-                                    array(jnp.float32, levels), array(jnp.int32, levels)))
+        return loop.Requests._make(
+            (keys, inputs, whole, whole, options, array(jnp.float32, levels), array(jnp.int32, levels))
+        )
 
 
 class Programs:
@@ -91,6 +93,7 @@ class Programs:
 
         Raises ValueError where the devices' memory cannot hold it.
         """
+
         def compiled() -> Any:
             asked = self._asked(rows, width)
             self._check_memory(rows, jax.eval_shape(self._begin, self.params, *asked))
@@ -100,48 +103,55 @@ class Programs:
 
     def read(self, rows: int, width: int) -> Any:
         """(params, State, tokens [B, chunk], where they stand) -> State, in the first one's memory."""
+
         def compiled() -> Any:
             state = self._state(rows, width)
             tokens = jax.ShapeDtypeStruct((rows * self.devices, self.plan.chunk), jnp.int32)
             mapped = self._mapped(partial(read_chunk, self.plan.sampler), P(), P(AXIS), P(AXIS), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, self._placed(tokens), jax.ShapeDtypeStruct((), jnp.int32))
+                self.params, state, self._placed(tokens), jax.ShapeDtypeStruct((), jnp.int32)
+            )
 
         return self._once(("read", rows, width), compiled)
 
     def run(self, rows: int, width: int, plain: bool = False) -> Any:
         """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
         of which no unfinished row truncates: it leaves the sorts out."""
+
         def compiled() -> Any:
             state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
             decode = run_plainly if plain else loop.run
             function = partial(decode, self.plan.sampler, eos_id=self.plan.eos_id)
             mapped = self._mapped(function, P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, number, number)
+                self.params, state, number, number
+            )
 
         return self._once(("run", rows, width, plain), compiled)
 
     def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
         """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
+
         def compiled() -> Any:
             state, fresh = self._state(rows, width), self._state(fresh_rows, fresh_width)
             slots = self._placed(jax.ShapeDtypeStruct((fresh_rows * self.devices,), jnp.int32))
-            mapped = self._mapped(partial(refill, self.plan.sampler, like_fresh=like_fresh),
-                                  P(AXIS), P(AXIS), P(AXIS))
+            mapped = self._mapped(
+                partial(refill, self.plan.sampler, like_fresh=like_fresh), P(AXIS), P(AXIS), P(AXIS)
+            )
             where = shardings(self._state(rows, fresh_width if like_fresh else width))
             return jax.jit(mapped, donate_argnums=() if like_fresh else 0, out_shardings=where).lower(
-                state, fresh, slots)
+                state, fresh, slots
+            )
 
         return self._once(("refill", rows, width, fresh_rows, fresh_width, like_fresh), compiled)
 
     def stop(self, rows: int, width: int) -> Any:
         """(State, which rows are to stop) -> State, in the first one's memory."""
+
         def compiled() -> Any:
             state = self._state(rows, width)
             which = self._placed(jax.ShapeDtypeStruct((rows * self.devices,), jnp.bool))
-            return jax.jit(stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(
-                state, which)
+            return jax.jit(stop_rows, donate_argnums=0, out_shardings=shardings(state)).lower(state, which)
 
         return self._once(("stop", rows, width), compiled)
 
@@ -163,8 +173,9 @@ class Programs:
         sampler: Any = Unread(plan.sampler) if plan.chunk else plan.sampler
 
         def begin(params: Any, asked: loop.Requests, want: Any) -> loop.State:
-            state = loop.begin(sampler, params, asked, max_new_tokens=plan.max_new_tokens,
-                               history=plan.history)
+            state = loop.begin(
+                sampler, params, asked, max_new_tokens=plan.max_new_tokens, history=plan.history
+            )
             return state._replace(rows=state.rows._replace(want=want))
 
         return self._mapped(begin, P(), P(AXIS), P(AXIS))
@@ -193,7 +204,8 @@ class Programs:
             where = self.begin(rows, width).output_shardings
             found = jax.eval_shape(self._begin, self.params, *self._asked(rows, width))
             self.states[rows, width] = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where)
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where
+            )
         return self.states[rows, width]
 
     def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
@@ -214,7 +226,8 @@ class Programs:
             raise ValueError(
                 f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
                 f"about {need / GIGABYTE:.1f} GB on each device, {free / GIGABYTE:.1f} GB are free: lower "
-                "batch_size, max_new_tokens or block_size.")
+                "batch_size, max_new_tokens or block_size."
+            )
 
 
 def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
@@ -225,8 +238,13 @@ def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, 
     return done._replace(rows=done.rows._replace(options=options))
 
 
-def refill(sampler: Sampler, state: loop.State, fresh: loop.State, slots: Int[jax.Array, " R"],
-           like_fresh: bool = False) -> loop.State:
+def refill(
+    sampler: Sampler,
+    state: loop.State,
+    fresh: loop.State,
+    slots: Int[jax.Array, " R"],
+    like_fresh: bool = False,
+) -> loop.State:
     """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
 
     The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with

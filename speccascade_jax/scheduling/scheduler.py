@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     tokens: Sequence[int]
     settings: Settings
-    number: int = 0   # with the seed it fixes the random draws
+    number: int = 0  # with the seed it fixes the random draws
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     own: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
@@ -76,8 +76,10 @@ class LogitsError(ValueError):
     """What becomes of a request in place of a Result where a model's logits are not numbers."""
 
     def __init__(self) -> None:
-        super().__init__("a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
-                         "bfloat16 is too narrow for it.")
+        super().__init__(
+            "a model gave logits that are not numbers: the checkpoint is damaged, or dtype "
+            "bfloat16 is too narrow for it."
+        )
 
 
 class Lane(NamedTuple):
@@ -97,8 +99,9 @@ class Proposer(Protocol):
     """Drafts on the host, between two rounds, for a sampler whose first model is a
     core.samplers.proposals.Proposed."""
 
-    def __call__(self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
-                 ) -> Proposals:
+    def __call__(
+        self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
+    ) -> Proposals:
         """The next drafts of the rows that run; written_by(row): the tokens that a row has written."""
         ...
 
@@ -111,13 +114,19 @@ class Scheduler:
     dtypes round a product of another shape in another way).
     """
 
-    def __init__(self, programs: Programs, batch_size: int, tokenizer: Tokenizer,
-                 bucket: Callable[[int], int], proposer: Proposer | None = None):
+    def __init__(
+        self,
+        programs: Programs,
+        batch_size: int,
+        tokenizer: Tokenizer,
+        bucket: Callable[[int], int],
+        proposer: Proposer | None = None,
+    ):
         self.proposer = proposer
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
         # How many of a device's rows are idle before others take them.
         self.share = max(batch_size // 4, 1)
-        self.waiting: list[tuple[int, Request]] = []       # whose turn is next last
+        self.waiting: list[tuple[int, Request]] = []  # whose turn is next last
         self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
         self.done: list[tuple[int, Result | LogitsError]] = []
         self.state: Any = None
@@ -169,8 +178,9 @@ class Scheduler:
         enough = self.share if self.waiting and not held else self.batch_size
         self._rounds(np.int32(enough), most)
         state = self.state
-        self.seen = self.programs.fetch((state.tokens, state.origin, state.emitted, state.rows.room,
-                                         state.counts, state.history))
+        self.seen = self.programs.fetch(
+            (state.tokens, state.origin, state.emitted, state.rows.room, state.counts, state.history)
+        )
         self._take_finished()
 
     def _rounds(self, enough: np.int32, most: np.int32) -> None:
@@ -184,7 +194,7 @@ class Scheduler:
 
     def _written(self, row: int) -> list[int]:
         """The tokens that a row had written when it was last looked at."""
-        return self.seen[0][row, :int(self.seen[2][row])].tolist()
+        return self.seen[0][row, : int(self.seen[2][row])].tolist()
 
     def _plain(self) -> bool:
         """Whether a program without truncations will do."""
@@ -209,17 +219,18 @@ class Scheduler:
     def _broken(self, row: int) -> bool:
         """Whether a row's logits were not numbers: what is drawn then is no token."""
         tokens, _, emitted, *_ = self.seen
-        return bool((tokens[row, :int(emitted[row])] >= self.programs.plan.vocab_size).any())
+        return bool((tokens[row, : int(emitted[row])] >= self.programs.plan.vocab_size).any())
 
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
         """What a row has written, up to its stop sequence, and whether it has come to one."""
         tokens, origin, emitted, room, counts, history = self.seen
-        written = tokens[row, :int(emitted[row])]
+        written = tokens[row, : int(emitted[row])]
         stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
         kept = written.tolist() if stopped is None else stopped[0]
-        counts = (jax.tree.map(lambda x: x[row], counts) if stopped is None else
-                  counts_at(history, row, len(kept)))
-        levels, origins = np.divmod(origin[row, :len(kept)], len(Origin))
+        counts = (
+            jax.tree.map(lambda x: x[row], counts) if stopped is None else counts_at(history, row, len(kept))
+        )
+        levels, origins = np.divmod(origin[row, : len(kept)], len(Origin))
         names = [Origin(one).name.lower() for one in origins]
         numbers = self.programs.plan.sampler.plain(counts)
         return Result(kept, names, levels.tolist(), numbers), stopped is not None
@@ -230,8 +241,9 @@ class Scheduler:
             return
         which = np.isin(np.arange(self.batch_size * self.programs.devices), rows)
         programs = self.programs
-        self.state = programs.call(programs.stop(self.batch_size, self.width), self.state,
-                                   programs.place(which))
+        self.state = programs.call(
+            programs.stop(self.batch_size, self.width), self.state, programs.place(which)
+        )
         for row in rows:
             del self.running[row]
 
@@ -252,8 +264,9 @@ class Scheduler:
 
     def _read(self, count: int, devices: Sequence[int]) -> Reading:
         """Reads the prompts of those whose turn it is, up to `count` on each of these devices."""
-        chosen = {device * count + k: self.waiting.pop()
-                  for k in range(count) for device in devices if self.waiting}
+        chosen = {
+            device * count + k: self.waiting.pop() for k in range(count) for device in devices if self.waiting
+        }
         width = self._width_of([request for _, request in chosen.values()])
         fresh = self._begun({place: request for place, (_, request) in chosen.items()}, count, width)
         return Reading(chosen, fresh, count, width)
@@ -264,18 +277,23 @@ class Scheduler:
     def _idle(self) -> list[list[int]]:
         """Each device's idle rows."""
         rows = self.batch_size
-        return [[row for row in range(rows) if device * rows + row not in self.running]
-                for device in range(self.programs.devices)]
+        return [
+            [row for row in range(rows) if device * rows + row not in self.running]
+            for device in range(self.programs.devices)
+        ]
 
     def _refill(self, read: Reading) -> set[int]:
         """Puts what has been read into idle rows, as far as there are. Returns the ids of these requests."""
         programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
         slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
         for device, local in enumerate(self._idle()):
-            own = [place for place in read.placed if place // count == device][:len(local)]
-            slots[own] = local[:len(own)]
-        taken = {place // count * rows + int(slots[place]): one for place, one in read.placed.items()
-                 if slots[place] < rows}
+            own = [place for place in read.placed if place // count == device][: len(local)]
+            slots[own] = local[: len(own)]
+        taken = {
+            place // count * rows + int(slots[place]): one
+            for place, one in read.placed.items()
+            if slots[place] < rows
+        }
         if not taken:
             return set()
         self.running |= taken
@@ -325,17 +343,26 @@ def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> 
             return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
 
     inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
-    options = plan.options(column("temperature", 0, np.float32), {
-        name: column(name, TRUNCATIONS[name].off, TRUNCATIONS[name].dtype) for name in plan.truncations})
+    options = plan.options(
+        column("temperature", 0, np.float32),
+        {name: column(name, TRUNCATIONS[name].off, TRUNCATIONS[name].dtype) for name in plan.truncations},
+    )
     inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
     rows, levels = len(asked), plan.sampler.level
     largest = np.finfo(np.float32).max  # 1e300 is as good as that
     alphas = np.clip([s.of_levels("alpha", levels) for s in own], -largest, largest).astype(np.float32)
     methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
-    return Requests._make((
-        row_keys([s.seed for s in own], [request.number for request in asked]), inputs, lengths,
-        column("max_new_tokens", plan.max_new_tokens, np.int32), options,
-        alphas.reshape(rows, levels), methods.reshape(rows, levels)))
+    return Requests._make(
+        (
+            row_keys([s.seed for s in own], [request.number for request in asked]),
+            inputs,
+            lengths,
+            column("max_new_tokens", plan.max_new_tokens, np.int32),
+            options,
+            alphas.reshape(rows, levels),
+            methods.reshape(rows, levels),
+        )
+    )
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:

@@ -25,17 +25,19 @@ class Wire(NamedTuple):
     event: str
 
 
-WIRES = {"prompt": Wire("cmpl", "text_completion", "text_completion"),
-         "messages": Wire("chatcmpl", "chat.completion", "chat.completion.chunk")}
+WIRES = {
+    "prompt": Wire("cmpl", "text_completion", "text_completion"),
+    "messages": Wire("chatcmpl", "chat.completion", "chat.completion.chunk"),
+}
 
 
 class Part(NamedTuple):
     """What a choice has newly written."""
 
-    number: int                   # the choice's
+    number: int  # the choice's
     pieces: list[Piece]
     scores: list[dict[str, Any]]  # one for each piece, where they are asked for
-    reason: str | None            # why the choice ends, where it does
+    reason: str | None  # why the choice ends, where it does
 
 
 @dataclasses.dataclass
@@ -50,8 +52,14 @@ class Choice:
 class Answer:
     """What becomes of a request whose jobs are submitted; it may take so many seconds."""
 
-    def __init__(self, model: ServedModel, request: ParsedRequest, decoding: Decoding, submitted: Submitted,
-                 seconds: float):
+    def __init__(
+        self,
+        model: ServedModel,
+        request: ParsedRequest,
+        decoding: Decoding,
+        submitted: Submitted,
+        seconds: float,
+    ):
         self.model, self.request, self.decoding = model, request, decoding
         self.updates, self.wire = submitted.updates, WIRES[request.text_field]
         self.came, self.created = time.monotonic(), int(time.time())
@@ -81,12 +89,17 @@ class Answer:
                 yield Part(number, [], [], "stop")
         while not self.over:
             try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time()
-                                              + self.deadline - time.monotonic()):
+                async with asyncio.timeout_at(
+                    asyncio.get_running_loop().time() + self.deadline - time.monotonic()
+                ):
                     job, update = await self.updates.get()
             except TimeoutError:
-                raise Refused("the request took longer than this server allows.", status=504, code="timeout",
-                              kind="server_error") from None
+                raise Refused(
+                    "the request took longer than this server allows.",
+                    status=504,
+                    code="timeout",
+                    kind="server_error",
+                ) from None
             if update.result is None:
                 raise Refused(update.error, status=500, kind="server_error")
             yield self._part(job, update, update.result)
@@ -111,10 +124,16 @@ class Answer:
         """The scores of the token at a position of its text, which begins `offset` characters into it."""
         count = self.request.logprobs or 0
         likeliest, logprobs = scores.likeliest[position], scores.likeliest_logprobs[position]
-        top = [(self.model.cascade.tokenizer.decode([token]), float(value))
-               for token, value in zip(likeliest[:count].tolist(), logprobs[:count], strict=True)]
-        return {"token": piece.text, "logprob": float(scores.logprobs[position]), "offset": offset,
-                "top": top}
+        top = [
+            (self.model.cascade.tokenizer.decode([token]), float(value))
+            for token, value in zip(likeliest[:count].tolist(), logprobs[:count], strict=True)
+        ]
+        return {
+            "token": piece.text,
+            "logprob": float(scores.logprobs[position]),
+            "offset": offset,
+            "top": top,
+        }
 
     # Objects of the wire format
 
@@ -124,15 +143,28 @@ class Answer:
         completion = sum(len(result.tokens) for result in self.results.values())
         calls = sum(count.get("rounds", count.get("model_passes", 0)) for count in counts)
         sums = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-                "verifier_calls": calls, **sums,
-                "completion_tokens_details": {
-                    "accepted_prediction_tokens": sums["accepted"],
-                    "rejected_prediction_tokens": sums["drafted"] - sums["accepted"]}}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "verifier_calls": calls,
+            **sums,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sums["accepted"],
+                "rejected_prediction_tokens": sums["drafted"] - sums["accepted"],
+            },
+        }
 
     def _object(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model.name,
-                "choices": choices, "seed": self.decoding.settings.seed, **more}
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+            "seed": self.decoding.settings.seed,
+            **more,
+        }
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -152,8 +184,9 @@ class Answer:
         if self.request.messages:
             for number in range(len(self.choices)):
                 delta = {"role": "assistant", "content": ""}
-                yield self._object(name, [{"index": number, "delta": delta, "logprobs": None,
-                                           "finish_reason": None}], **more)
+                yield self._object(
+                    name, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}], **more
+                )
         async for part in self.parts():
             if part.pieces or part.reason:
                 yield self._object(name, [self._choice(part, "delta")], **more)
@@ -169,22 +202,33 @@ class Answer:
         else:
             content = {"text": text, "logprobs": _completion_scores(part) if scored else None}
         if self.request.origin:
-            content["origin"] = [{"text": piece.text, "token": piece.token, "origin": piece.origin,
-                                  "level": piece.level} for piece in part.pieces]
+            content["origin"] = [
+                {"text": piece.text, "token": piece.token, "origin": piece.origin, "level": piece.level}
+                for piece in part.pieces
+            ]
         return {"index": part.number, **content, "finish_reason": part.reason}
 
 
 def _completion_scores(part: Part) -> dict[str, Any]:
-    return {"tokens": [score["token"] for score in part.scores],
-            "token_logprobs": [score["logprob"] for score in part.scores],
-            "top_logprobs": [dict(score["top"]) for score in part.scores],
-            "text_offset": [score["offset"] for score in part.scores]}
+    return {
+        "tokens": [score["token"] for score in part.scores],
+        "token_logprobs": [score["logprob"] for score in part.scores],
+        "top_logprobs": [dict(score["top"]) for score in part.scores],
+        "text_offset": [score["offset"] for score in part.scores],
+    }
 
 
 def _chat_scores(part: Part) -> dict[str, Any]:
     def entry(token: str, value: float) -> dict[str, Any]:
         return {"token": token, "logprob": value, "bytes": [*token.encode(errors="replace")]}
 
-    return {"content": [{**entry(score["token"], score["logprob"]),
-                         "top_logprobs": [entry(*token) for token in score["top"]]} for score in part.scores],
-            "refusal": None}
+    return {
+        "content": [
+            {
+                **entry(score["token"], score["logprob"]),
+                "top_logprobs": [entry(*token) for token in score["top"]],
+            }
+            for score in part.scores
+        ],
+        "refusal": None,
+    }

@@ -29,10 +29,15 @@ from speccascade_jax.serving.openapi import description
 from speccascade_jax.serving.protocol import ParsedRequest, Refused, parse
 
 PAGE = Path(__file__).parent / "page"
-POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-          "form-action 'none'")
-HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache",
-           "X-Content-Type-Options": "nosniff"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
 UNREAD = 32  # times the largest body: so much is read and dropped, since few clients listen while they send
 GRACE = 5.0  # seconds that a reader has for the rest, once a request's time is up
 log = logging.getLogger("speccascade_jax.serving")
@@ -42,11 +47,11 @@ log = logging.getLogger("speccascade_jax.serving")
 class Limits:
     """What a server allows, and to whom."""
 
-    seconds: float = 120.0           # a request, from its body to its last token
+    seconds: float = 120.0  # a request, from its body to its last token
     body_bytes: int = 2**20
-    body_seconds: float = 15.0       # until the body is there
-    keys: tuple[str, ...] = ()       # API keys; none: requests need none
-    origins: tuple[str, ...] = ()    # whose pages may send requests (CORS)
+    body_seconds: float = 15.0  # until the body is there
+    keys: tuple[str, ...] = ()  # API keys; none: requests need none
+    origins: tuple[str, ...] = ()  # whose pages may send requests (CORS)
     page: bool = True
     log_texts: bool = False
 
@@ -79,8 +84,12 @@ class Service:
         where it has none now."""
         capacity = self.engine.capacity(decoding.lane)
         if len(decoding.requests) > capacity:
-            raise FieldError("n", parsed.n, f"this server takes at most {capacity} at once.",
-                             f"n times the prompts is {len(decoding.requests)}")
+            raise FieldError(
+                "n",
+                parsed.n,
+                f"this server takes at most {capacity} at once.",
+                f"n times the prompts is {len(decoding.requests)}",
+            )
         submitted = self.engine.submit(decoding.lane, decoding.requests, parsed.logprobs is not None)
         return Answer(model, parsed, decoding, submitted, self.limits.seconds)
 
@@ -113,16 +122,26 @@ class Service:
         self.metrics.cancelled.labels(answer.model.name).inc(len(running))
         usage, settings, request = answer.usage(), answer.decoding.settings, answer.request
         line: dict[str, Any] = {
-            "event": said, "id": answer.id, "model": answer.model.name, "status": status,
-            "method": settings.name, "alpha": settings.alpha, "temperature": settings.temperature,
-            "stream": request.stream, "n": request.n,
+            "event": said,
+            "id": answer.id,
+            "model": answer.model.name,
+            "status": status,
+            "method": settings.name,
+            "alpha": settings.alpha,
+            "temperature": settings.temperature,
+            "stream": request.stream,
+            "n": request.n,
             "seconds": round(time.monotonic() - answer.came, 4),
             "first_token_seconds": None if answer.first is None else round(answer.first, 4),
-            **{name: value for name, value in usage.items() if isinstance(value, int)}}
+            **{name: value for name, value in usage.items() if isinstance(value, int)},
+        }
         if self.limits.log_texts:
-            line |= {"prompts": request.prompts or request.messages,
-                     "texts": [answer.model.cascade.tokenizer.decode(result.tokens)
-                               for result in answer.results.values()]}
+            line |= {
+                "prompts": request.prompts or request.messages,
+                "texts": [
+                    answer.model.cascade.tokenizer.decode(result.tokens) for result in answer.results.values()
+                ],
+            }
         log.info("request", extra={"fields": line})
 
     def _check_key(self, request: Request) -> None:
@@ -132,24 +151,45 @@ class Service:
         scheme, _, offered = header.partition(b" ")
         known = [hmac.compare_digest(offered.strip(), key.encode()) for key in self.limits.keys]
         if scheme.lower() != b"bearer" or not any(known):
-            raise Refused("give a key of this server's: Authorization: Bearer KEY.", status=401,
-                          code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise Refused(
+                "give a key of this server's: Authorization: Bearer KEY.",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
     def _check_serving(self) -> None:
         if self.engine.draining:
-            raise Refused("the server is about to stop.", status=503, kind="server_error", code="draining",
-                          headers={"Retry-After": "5"})
+            raise Refused(
+                "the server is about to stop.",
+                status=503,
+                kind="server_error",
+                code="draining",
+                headers={"Retry-After": "5"},
+            )
         if not self.engine.ready:
-            raise Refused("the server is still compiling: see /ready.", status=503, kind="server_error",
-                          code="not_ready", headers={"Retry-After": "10"})
+            raise Refused(
+                "the server is still compiling: see /ready.",
+                status=503,
+                kind="server_error",
+                code="not_ready",
+                headers={"Retry-After": "10"},
+            )
 
     def _model(self, name: str | None) -> ServedModel:
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise Refused(FieldError("model", name, f"known: {', '.join(self.models)}.",
-                                     f"there is no model {json.dumps(name)[:100]}"),
-                          status=404, code="model_not_found")
+            raise Refused(
+                FieldError(
+                    "model",
+                    name,
+                    f"known: {', '.join(self.models)}.",
+                    f"there is no model {json.dumps(name)[:100]}",
+                ),
+                status=404,
+                code="model_not_found",
+            )
         return self.models[name]
 
     async def _body(self, request: Request) -> bytes:
@@ -167,8 +207,9 @@ class Service:
                     elif size > UNREAD * limit:
                         break
         except TimeoutError:
-            raise Refused(f"the body did not come within {self.limits.body_seconds:g} s.",
-                          status=408) from None
+            raise Refused(
+                f"the body did not come within {self.limits.body_seconds:g} s.", status=408
+            ) from None
         except ClientDisconnect:
             raise Refused("the body is cut off.", status=400) from None
         if size > limit:
@@ -210,21 +251,33 @@ class Service:
     async def on_refused(self, request: Request, error: Any) -> Response:
         self.metrics.refused.labels(str(error.status)).inc()
         if error.status >= 500:
-            log.warning("refused", extra={"fields": {"event": "refused", "status": error.status,
-                                                     "path": request.url.path}})
+            log.warning(
+                "refused",
+                extra={"fields": {"event": "refused", "status": error.status, "path": request.url.path}},
+            )
         return JSONResponse(error.body, error.status, headers=error.headers)
 
     async def on_field(self, request: Request, error: Any) -> Response:
         return await self.on_refused(request, Refused(error))
 
     async def on_full(self, request: Request, error: Any) -> Response:
-        return await self.on_refused(request, Refused(
-            "all rows and the queue are full; try again later.", status=429, code="queue_full",
-            kind="server_error", headers={"Retry-After": str(error.seconds)}))
+        return await self.on_refused(
+            request,
+            Refused(
+                "all rows and the queue are full; try again later.",
+                status=429,
+                code="queue_full",
+                kind="server_error",
+                headers={"Retry-After": str(error.seconds)},
+            ),
+        )
 
     async def on_http(self, request: Request, error: Any) -> Response:
-        said = Refused(f"{request.method} {request.url.path[:200]}: {error.detail}.",
-                       status=error.status_code, headers=dict(error.headers or {}))
+        said = Refused(
+            f"{request.method} {request.url.path[:200]}: {error.detail}.",
+            status=error.status_code,
+            headers=dict(error.headers or {}),
+        )
         return await self.on_refused(request, said)
 
     async def on_fault(self, request: Request, error: Exception) -> Response:
@@ -255,8 +308,11 @@ class Events(Response):
             self.service.closed(self.answer, 200, said)
 
     async def _write(self, send: Send) -> str:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-                   (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         said, text = "done", b""
         async for event in self._events():
@@ -290,17 +346,32 @@ async def left(receive: Receive) -> None:
 def described(model: ServedModel) -> dict[str, Any]:
     """A model as /v1/models lists it, and what its requests may ask for."""
     settings = model.defaults
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "speccascade_jax",
-            "methods": model.methods, "method": settings.name, "alpha": settings.alpha,
-            "block_size": settings.block_size, "max_block_size": settings.max_block_size,
-            "temperature": settings.temperature, "max_tokens": model.cascade.max_new_tokens,
-            "max_prompt_tokens": model.cascade.max_source_length,
-            **{f"max_{name}": bound for name, bound in model.bounds.items()},
-            "chat": model.chats, "examples": model.examples}
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "speccascade_jax",
+        "methods": model.methods,
+        "method": settings.name,
+        "alpha": settings.alpha,
+        "block_size": settings.block_size,
+        "max_block_size": settings.max_block_size,
+        "temperature": settings.temperature,
+        "max_tokens": model.cascade.max_new_tokens,
+        "max_prompt_tokens": model.cascade.max_source_length,
+        **{f"max_{name}": bound for name, bound in model.bounds.items()},
+        "chat": model.chats,
+        "examples": model.examples,
+    }
 
 
-def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, limits: Limits,
-               started: Callable[[], Awaitable[None]] | None = None) -> Starlette:
+def create_app(
+    models: Sequence[ServedModel],
+    engine: Engine,
+    metrics: Metrics,
+    limits: Limits,
+    started: Callable[[], Awaitable[None]] | None = None,
+) -> Starlette:
     """The application; `started` is awaited when the server begins."""
     service = Service(models, engine, metrics, limits)
 
@@ -312,22 +383,49 @@ def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, 
         yield
         await asyncio.to_thread(engine.stop)
 
-    routes = [Route("/v1/completions", service.completions, methods=["POST"]),
-              Route("/v1/chat/completions", service.chat, methods=["POST"]),
-              Route("/v1/models", service.list_models), Route("/v1/models/{name:path}", service.one_model),
-              Route("/health", service.health), Route("/ready", service.ready),
-              Route("/metrics", service.metric_text), Route("/openapi.json", service.openapi)]
+    routes = [
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/models", service.list_models),
+        Route("/v1/models/{name:path}", service.one_model),
+        Route("/health", service.health),
+        Route("/ready", service.ready),
+        Route("/metrics", service.metric_text),
+        Route("/openapi.json", service.openapi),
+    ]
     if limits.page:
+
         def page(name: str) -> Callable[[Request], Awaitable[Response]]:
             async def send(request: Request) -> Response:
                 return FileResponse(PAGE / name, headers=HEADERS)
 
             return send
 
-        routes += [Route("/" if name == "index.html" else f"/{name}", page(name))
-                   for name in ("index.html", "page.css", "page.js")]
-    cross = [Middleware(CORSMiddleware, allow_origins=list(limits.origins), allow_methods=["GET", "POST"],
-                        allow_headers=["authorization", "content-type"])] if limits.origins else []
-    return Starlette(routes=routes, middleware=cross, lifespan=lifespan, exception_handlers={
-        Refused: service.on_refused, FieldError: service.on_field, Full: service.on_full,
-        HTTPException: service.on_http, Exception: service.on_fault})
+        routes += [
+            Route("/" if name == "index.html" else f"/{name}", page(name))
+            for name in ("index.html", "page.css", "page.js")
+        ]
+    cross = (
+        [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(limits.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+            )
+        ]
+        if limits.origins
+        else []
+    )
+    return Starlette(
+        routes=routes,
+        middleware=cross,
+        lifespan=lifespan,
+        exception_handlers={
+            Refused: service.on_refused,
+            FieldError: service.on_field,
+            Full: service.on_full,
+            HTTPException: service.on_http,
+            Exception: service.on_fault,
+        },
+    )

@@ -1,11 +1,11 @@
 """The engine: one thread that runs the schedulers of all served models, between it and asyncio only queues.
 
-    engine = Engine([model])
-    engine.start(loop)                      # compiles, then decodes whatever comes
-    jobs, updates = engine.submit(lane, requests)  # in the event loop
-    while not all ended:
-        job, update = await updates.get()
-    engine.cancel(job)                      # at any time
+engine = Engine([model])
+engine.start(loop)                      # compiles, then decodes whatever comes
+jobs, updates = engine.submit(lane, requests)  # in the event loop
+while not all ended:
+    job, update = await updates.get()
+engine.cancel(job)                      # at any time
 """
 
 import asyncio
@@ -40,12 +40,12 @@ class Full(Exception):
 class Update(NamedTuple):
     """What a job has written so far; `scores` of these tokens where they are asked for."""
 
-    result: Result | None          # None: nothing, because of the `error`
+    result: Result | None  # None: nothing, because of the `error`
     finished: bool
     error: str = ""
     scores: TokenScores | None = None
-    fresh: int = 0                 # how many tokens are new
-    gap: float = 0.0               # seconds since the ones before them, or since the job came
+    fresh: int = 0  # how many tokens are new
+    gap: float = 0.0  # seconds since the ones before them, or since the job came
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,14 +54,14 @@ class Job:
 
     lane: "ServedLane"
     request: Request
-    scored: bool                     # whether its tokens' probabilities are asked for
+    scored: bool  # whether its tokens' probabilities are asked for
     updates: "Updates"
     came: float = dataclasses.field(default_factory=time.monotonic)
-    placed: float = 0.0              # when it took a row; 0: it has none yet
-    number: int = -1                 # the scheduler's
-    written: int = 0                 # tokens
-    latest: float = 0.0              # when the last of them came
-    ended: bool = False              # seen by the event loop
+    placed: float = 0.0  # when it took a row; 0: it has none yet
+    number: int = -1  # the scheduler's
+    written: int = 0  # tokens
+    latest: float = 0.0  # when the last of them came
+    ended: bool = False  # seen by the event loop
 
     def reason(self, update: Update) -> str:
         """Why a finished update ends: stop, length or error."""
@@ -88,14 +88,17 @@ class ServedLane:
 
     def __init__(self, model: str, cascade: Cascade, lane: Lane, settings: Settings, rows: int, width: int):
         self.model, self.cascade, self.lane, self.rows = model, cascade, lane, rows * cascade.devices
-        self.settings = settings         # of some request
+        self.settings = settings  # of some request
         self.per_device, self.width = rows, width
         self.scheduler: Scheduler = self._empty()
-        self.scorer = Scorer(lane.plan, lane.params, width) if any(
-            states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods)) else None
-        self.jobs: dict[int, Job] = {}   # by the scheduler's number
-        self.live = 0                    # jobs that have not ended, as the event loop counts them
-        self.seconds_per_job = 1.0       # a running mean
+        self.scorer = (
+            Scorer(lane.plan, lane.params, width)
+            if any(states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods))
+            else None
+        )
+        self.jobs: dict[int, Job] = {}  # by the scheduler's number
+        self.live = 0  # jobs that have not ended, as the event loop counts them
+        self.seconds_per_job = 1.0  # a running mean
         self.failures = 0
         self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
 
@@ -175,8 +178,9 @@ class Engine:
     with an error, and the lane begins anew.
     """
 
-    def __init__(self, lanes: Sequence[ServedLane], max_queue: int, rounds: int,
-                 heard: Callable[[Job, Update], None]):
+    def __init__(
+        self, lanes: Sequence[ServedLane], max_queue: int, rounds: int, heard: Callable[[Job, Update], None]
+    ):
         self.lanes, self.max_queue, self.rounds, self.heard = lanes, max_queue, rounds, heard
         self.inbox: collections.deque[tuple[str, Job]] = collections.deque()
         for lane in lanes:
@@ -196,8 +200,11 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        return (self.failed is None and all(lane.failures < FAILURES for lane in self.lanes)
-                and (self.thread is None or self.running))
+        return (
+            self.failed is None
+            and all(lane.failures < FAILURES for lane in self.lanes)
+            and (self.thread is None or self.running)
+        )
 
     @property
     def idle(self) -> bool:

@@ -46,16 +46,28 @@ class Metrics:
         self.drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified: rounds.")
         self.drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self.positions = counter("vllm:spec_decode_num_accepted_tokens_per_pos",
-                                 "Drafts accepted up to this position or further, from 0.", "position")
+        self.positions = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted up to this position or further, from 0.",
+            "position",
+        )
         self.calls = counter("speccascade:verifier_calls", "Calls of the verifier, by method.", "method")
-        self.by_method = {name: counter(f"speccascade:{name}_tokens", about, "method") for name, about in (
-            ("drafted", "Tokens drafted, by method."), ("accepted", "Drafted tokens accepted, by method."),
-            ("deferred", "Drafted positions at which the rule deferred to the verifier, by method."),
-            ("emitted", "Tokens written, by method."))}
+        self.by_method = {
+            name: counter(f"speccascade:{name}_tokens", about, "method")
+            for name, about in (
+                ("drafted", "Tokens drafted, by method."),
+                ("accepted", "Drafted tokens accepted, by method."),
+                ("deferred", "Drafted positions at which the rule deferred to the verifier, by method."),
+                ("emitted", "Tokens written, by method."),
+            )
+        }
         self.rate = gauge("speccascade:deferral_rate", "deferred / drafted since the start.", "method")
-        self.refused = Counter("speccascade:requests_refused", "Requests answered by an error, by status.",
-                               ("status",), registry=self.registry)
+        self.refused = Counter(
+            "speccascade:requests_refused",
+            "Requests answered by an error, by status.",
+            ("status",),
+            registry=self.registry,
+        )
         self.cancelled = counter("speccascade:requests_cancelled", "Client gone, or time up.")
         self.deferrals: dict[tuple[str, str], list[int]] = {}  # (model, method) -> deferred, drafted
 
@@ -87,7 +99,7 @@ class Metrics:
         self.drafted.labels(model).inc(counts["drafted"])
         self.accepted.labels(model).inc(counts["accepted"])
         for position in range(len(counts["histogram"]) - 1):
-            self.positions.labels(model, str(position)).inc(sum(counts["histogram"][position + 1:]))
+            self.positions.labels(model, str(position)).inc(sum(counts["histogram"][position + 1 :]))
         sums = self.deferrals.setdefault((model, method), [0, 0])
         sums[0] += counts["deferred"]
         sums[1] += counts["drafted"]

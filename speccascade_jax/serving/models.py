@@ -52,27 +52,43 @@ class ServedModel:
     Raises ValueError for a method that cannot be served, and a chat template that cannot be read.
     """
 
-    def __init__(self, name: str, config: DecodeConfig, cascade: Cascade, methods: Sequence[str], rows: int,
-                 chunk: int = 128):
+    def __init__(
+        self,
+        name: str,
+        config: DecodeConfig,
+        cascade: Cascade,
+        methods: Sequence[str],
+        rows: int,
+        chunk: int = 128,
+    ):
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
         self.examples = config.examples
-        self.bounds = {name: min(LARGEST_BOUND, cascade.verifier.vocab_size)
-                       for name, truncation in TRUNCATIONS.items() if truncation.bounded}
+        self.bounds = {
+            name: min(LARGEST_BOUND, cascade.verifier.vocab_size)
+            for name, truncation in TRUNCATIONS.items()
+            if truncation.bounded
+        }
         chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
         self.chats = chats[0] is not None
         if cascade.levels == 0:  # whatever its config says, it is the verifier
             self.defaults, methods = dataclasses.replace(self.defaults, **ALONE), ()
         choices: dict[str, Choice | tuple[Choice, ...]] = {
-            self.defaults.name: self.defaults.method, **{method: method for method in methods}}
+            self.defaults.name: self.defaults.method,
+            **{method: method for method in methods},
+        }
         self.methods = tuple(choices)
         compiled = [self._compiled(choice) for choice in choices.values()]
         self.lanes: dict[Any, ServedLane] = {}
         for key, lane in cascade.lanes(compiled).items():
             chunked = any_continues(lane.plan.sampler, lane.params)
-            lane = lane._replace(plan=dataclasses.replace(
-                lane.plan, ragged=bool(lane.methods),
-                chunk=min(chunk, cascade.max_source_length) if chunked else 0))
+            lane = lane._replace(
+                plan=dataclasses.replace(
+                    lane.plan,
+                    ragged=bool(lane.methods),
+                    chunk=min(chunk, cascade.max_source_length) if chunked else 0,
+                )
+            )
             example = next(settings for settings in compiled if cascade.lane_of(settings) == key)
             self.lanes[key] = ServedLane(name, cascade, lane, example, rows, cascade.max_source_length)
 
@@ -81,10 +97,12 @@ class ServedModel:
         servable = (*SERVABLE, *self.cascade.named)
         for name in method.split("+") if isinstance(method, str) else ():
             if name not in servable:
-                raise FieldError("methods", method, f"known: {', '.join(servable)}.",
-                                 f"--methods: {name} cannot be served")
-        truncations: dict[str, Any] = {name: self.bounds.get(name, truncation.off)
-                                       for name, truncation in TRUNCATIONS.items()}
+                raise FieldError(
+                    "methods", method, f"known: {', '.join(servable)}.", f"--methods: {name} cannot be served"
+                )
+        truncations: dict[str, Any] = {
+            name: self.bounds.get(name, truncation.off) for name, truncation in TRUNCATIONS.items()
+        }
         settings = dataclasses.replace(self.defaults, method=method, stop=("\n",), **truncations)
         settings.of_levels("method", max(self.cascade.levels, 1))
         return resolved(settings, self.cascade.named)
@@ -94,14 +112,28 @@ class ServedModel:
         settings = self._settings(request)
         lane, methods = self._lane(settings, request)
         if request.logprobs is not None and not lane.states_law(methods):
-            raise FieldError("logprobs", request.logprobs, "leave it out, or take a lossless method.",
-                             f"what {settings.name} writes with these models has no law by its prefix")
+            raise FieldError(
+                "logprobs",
+                request.logprobs,
+                "leave it out, or take a lossless method.",
+                f"what {settings.name} writes with these models has no law by its prefix",
+            )
         # A chat template is a program, and may take its time.
-        prompts = await asyncio.to_thread(self._prompts, request) if request.messages else (
-            self._prompts(request))
-        return Decoding(settings, prompts, lane, [
-            Request(prompt.tokens, settings, number, methods, settings.stop, prompt.foreign)
-            if prompt.tokens else None for prompt in prompts for number in range(request.n)])
+        prompts = (
+            await asyncio.to_thread(self._prompts, request) if request.messages else (self._prompts(request))
+        )
+        return Decoding(
+            settings,
+            prompts,
+            lane,
+            [
+                Request(prompt.tokens, settings, number, methods, settings.stop, prompt.foreign)
+                if prompt.tokens
+                else None
+                for prompt in prompts
+                for number in range(request.n)
+            ],
+        )
 
     def _settings(self, request: ParsedRequest) -> Settings:
         """The server's settings with what the request changes, and a seed of its own where it draws without
@@ -111,8 +143,12 @@ class ServedModel:
             if (changes.get(setting) or 0) > limit:
                 raise FieldError(names[setting], changes[setting], f"this server takes at most {limit}.")
         if any(UNFINISHED in text for text in changes.get("stop", ())):
-            raise FieldError("stop", changes["stop"], "leave it out.",
-                             "stop holds U+FFFD, which stands for an unfinished character")
+            raise FieldError(
+                "stop",
+                changes["stop"],
+                "leave it out.",
+                "stop holds U+FFFD, which stands for an unfinished character",
+            )
         try:
             settings = self.cascade.checked(self.defaults, changes)
         except FieldError as error:
@@ -123,8 +159,9 @@ class ServedModel:
         self._check_blocks(settings)
         method = dataclasses.replace(self.defaults, **changes).name
         if method not in self.methods:
-            raise FieldError("method", method, f"known: {', '.join(self.methods)}.",
-                             f"method {method} is not served here")
+            raise FieldError(
+                "method", method, f"known: {', '.join(self.methods)}.", f"method {method} is not served here"
+            )
         if settings.temperature > 0 and "seed" not in changes:
             return dataclasses.replace(settings, seed=secrets.randbelow(SEEDS))
         return settings
@@ -137,8 +174,9 @@ class ServedModel:
             raise FieldError("block_size", size, f"this server's is {server.block_size}: leave it out.")
         for name in ("block_size",) if not fixed else ("max_block_size",) if server.adaptive else ():
             if getattr(settings, name) > getattr(server, name):
-                raise FieldError(name, getattr(settings, name),
-                                 f"this server drafts at most {getattr(server, name)}.")
+                raise FieldError(
+                    name, getattr(settings, name), f"this server drafts at most {getattr(server, name)}."
+                )
 
     def _lane(self, settings: Settings, request: ParsedRequest) -> tuple[ServedLane, tuple[int, ...]]:
         """Where such a request is decoded, and the numbers of its methods there. Raises FieldError where it
@@ -150,14 +188,20 @@ class ServedModel:
             default = getattr(self.defaults, setting)
             settings = dataclasses.replace(settings, **{setting: default})
             if self.place(settings) is not None:
-                raise FieldError(request.names.get(setting, setting), value,
-                                 f"this server's is {default}: leave it out.")
+                raise FieldError(
+                    request.names.get(setting, setting), value, f"this server's is {default}: leave it out."
+                )
         raise Refused("this server has compiled nothing that decodes such a request.")
 
     def place(self, settings: Settings) -> tuple[ServedLane, tuple[int, ...]] | None:
         """Where such settings are decoded, and the numbers of their methods there; None for nowhere."""
-        lane = self.lanes.get(self.cascade.lane_of(dataclasses.replace(
-            settings, block_size=self.defaults.block_size, max_block_size=self.defaults.max_block_size)))
+        lane = self.lanes.get(
+            self.cascade.lane_of(
+                dataclasses.replace(
+                    settings, block_size=self.defaults.block_size, max_block_size=self.defaults.max_block_size
+                )
+            )
+        )
         try:
             return None if lane is None else (lane, lane.lane.numbers(settings))
         except ValueError:  # a rule with a value that is compiled into it
@@ -173,8 +217,12 @@ class ServedModel:
         if request.messages:
             [row] = cascade.tokenizer.encode_batch(texts)
             rows, cut = [cascade.tokenizer.framed(row)], [False]
-            foreign = readings(cascade.foreign, texts, limit, lambda texts, tokenizer: (
-                texts if tokenizer.chat is None else [rendered(tokenizer, request)]))
+            foreign = readings(
+                cascade.foreign,
+                texts,
+                limit,
+                lambda texts, tokenizer: texts if tokenizer.chat is None else [rendered(tokenizer, request)],
+            )
         else:
             rows, cut = cascade.encode(texts, truncate=True)
             foreign = cascade.own_readings(texts)
@@ -184,8 +232,9 @@ class ServedModel:
 
     def _conversation(self, request: ParsedRequest) -> str:
         if not self.chats:
-            raise FieldError("messages", request.messages, "use /v1/completions.",
-                             f"{self.name} has no chat template")
+            raise FieldError(
+                "messages", request.messages, "use /v1/completions.", f"{self.name} has no chat template"
+            )
         return rendered(self.cascade.tokenizer, request)
 
 
@@ -198,6 +247,7 @@ def rendered(tokenizer: Tokenizer, request: ParsedRequest) -> str:
 
 
 def too_long(field: str, size: str, limit: int) -> Refused:
-    return Refused(FieldError(field, size, f"at most {limit} tokens are read: shorten it.",
-                              f"{field} has {size}"), code="context_length_exceeded")
-
+    return Refused(
+        FieldError(field, size, f"at most {limit} tokens are read: shorten it.", f"{field} has {size}"),
+        code="context_length_exceeded",
+    )

@@ -25,8 +25,15 @@ class Refused(Exception):
     """A request that is answered by an error: its HTTP status, and what OpenAI's error object says. Its
     `param` is the field that the reason is about, if it is about one."""
 
-    def __init__(self, reason: str | Exception, *, status: int = 400, code: str | None = None,
-                 kind: str = "invalid_request_error", headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        reason: str | Exception,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(str(reason))
         self.status, self.headers = status, headers or {}
         param = reason.field if isinstance(reason, FieldError) else None
@@ -39,7 +46,7 @@ class Field(NamedTuple):
     about: str
     schema: Schema
     setting: str | None = None  # the field of Settings that it names
-    several: bool = False       # whether that holds a tuple, whatever is given
+    several: bool = False  # whether that holds a tuple, whatever is given
     dialect: Dialect | None = None  # what other servers' clients may say
 
 
@@ -55,16 +62,27 @@ def flag(about: str) -> Field:
 
 
 TEXT: Schema = {"type": "string"}
-MESSAGE: Schema = {"type": "object", "required": ["role", "content"], "properties": {
-    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]}, "content": TEXT,
-    "name": TEXT}}
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
+        "content": TEXT,
+        "name": TEXT,
+    },
+}
 COMMON: Fields = {
     "model": Field("A name of /v1/models; may be left out where there is one.", TEXT),
     "n": number("How many answers to a prompt.", 1, 128),
     "stream": flag("Send the answer as it is written, as server-sent events."),
-    "stream_options": Field("include_usage: send the usage at the end of a stream.",
-                            {"type": "object", "properties": {"include_usage": {"type": "boolean"}},
-                             "additionalProperties": False}),
+    "stream_options": Field(
+        "include_usage: send the usage at the end of a stream.",
+        {
+            "type": "object",
+            "properties": {"include_usage": {"type": "boolean"}},
+            "additionalProperties": False,
+        },
+    ),
     "user": Field("Ignored.", TEXT),
     "speculative": flag("False: the largest model by itself."),
     "origin": flag("Say who wrote each token."),
@@ -72,16 +90,18 @@ COMMON: Fields = {
     "frequency_penalty": number("Only 0 is known.", 0, 0, "number"),
 }
 COMPLETION: Fields = {
-    "prompt": Field("The source text, or several.",
-                    {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1,
-                                      "maxItems": MOST_PROMPTS}]}),
+    "prompt": Field(
+        "The source text, or several.",
+        {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": MOST_PROMPTS}]},
+    ),
     "logprobs": number("Log probabilities of the tokens and of so many likeliest ones.", 0, 5),
     "echo": Field("Only false is known.", {"type": "boolean", "enum": [False]}),
     "best_of": number("As many as n.", 1, 128),
 }
 CHAT: Fields = {
-    "messages": Field("The conversation so far.", {"type": "array", "items": MESSAGE, "minItems": 1,
-                                                   "maxItems": 1024}),
+    "messages": Field(
+        "The conversation so far.", {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}
+    ),
     "logprobs": flag("Give the tokens' log probabilities."),
     "top_logprobs": number("And those of so many likeliest ones.", 0, 20),
 }
@@ -117,14 +137,14 @@ class ParsedRequest:
     """A request whose fields are of the right types; whether their values fit the model is told later."""
 
     model: str | None
-    prompts: tuple[str, ...]           # of completions
+    prompts: tuple[str, ...]  # of completions
     messages: tuple[dict[str, str], ...]  # of a chat
     n: int
-    changes: dict[str, Any]            # fields of Settings that the request names
-    names: dict[str, str]              # how it calls them
+    changes: dict[str, Any]  # fields of Settings that the request names
+    names: dict[str, str]  # how it calls them
     stream: bool
     include_usage: bool
-    logprobs: int | None               # how many of the likeliest tokens; None: no log probabilities
+    logprobs: int | None  # how many of the likeliest tokens; None: no log probabilities
     origin: bool
 
     @property
@@ -149,9 +169,17 @@ def parse(body: bytes, kind: str, fields: Fields | None = None) -> ParsedRequest
     changes, names = settings_of(values, fields)
     prompt = values.get("prompt", ())
     return ParsedRequest(
-        values.get("model"), (prompt,) if isinstance(prompt, str) else tuple(prompt),
-        tuple(values.get("messages", ())), answers_of(values), changes, names, values.get("stream", False),
-        usage_of(values), logprobs_of(values, kind), values.get("origin", False))
+        values.get("model"),
+        (prompt,) if isinstance(prompt, str) else tuple(prompt),
+        tuple(values.get("messages", ())),
+        answers_of(values),
+        changes,
+        names,
+        values.get("stream", False),
+        usage_of(values),
+        logprobs_of(values, kind),
+        values.get("origin", False),
+    )
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -170,9 +198,12 @@ def json_object(body: bytes) -> dict[str, Any]:
 def answers_of(values: dict[str, Any]) -> int:
     n = values.get("n", 1)
     if values.get("best_of", n) != n:
-        raise FieldError("best_of", values["best_of"],
-                         "only answers that are sent are decoded: leave it out.",
-                         f"best_of is {values['best_of']}, and n is {n}")
+        raise FieldError(
+            "best_of",
+            values["best_of"],
+            "only answers that are sent are decoded: leave it out.",
+            f"best_of is {values['best_of']}, and n is {n}",
+        )
     return n
 
 
@@ -180,8 +211,12 @@ def usage_of(values: dict[str, Any]) -> bool:
     """Whether a stream ends with its usage."""
     options = values.get("stream_options")
     if options is not None and not values.get("stream"):
-        raise FieldError("stream_options", options, "give stream: true, or leave it out.",
-                         "stream_options go with a stream")
+        raise FieldError(
+            "stream_options",
+            options,
+            "give stream: true, or leave it out.",
+            "stream_options go with a stream",
+        )
     return (options or {}).get("include_usage") or False
 
 
@@ -192,8 +227,12 @@ def logprobs_of(values: dict[str, Any], kind: str) -> int | None:
     if values.get("logprobs"):
         return values.get("top_logprobs", 0)
     if "top_logprobs" in values:
-        raise FieldError("top_logprobs", values["top_logprobs"], "give logprobs: true, or leave it out.",
-                         "top_logprobs go with logprobs")
+        raise FieldError(
+            "top_logprobs",
+            values["top_logprobs"],
+            "give logprobs: true, or leave it out.",
+            "top_logprobs go with logprobs",
+        )
     return None
 
 
@@ -211,8 +250,12 @@ def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any],
         changes[setting], names[setting] = meant, name
     for setting, meant in ALONE.items() if values.get("speculative") is False else ():
         if changes.get(setting, meant) != meant:
-            raise FieldError("speculative", False, "give one of the two.",
-                             f"speculative is false, and {setting} is {shown(changes[setting])}")
+            raise FieldError(
+                "speculative",
+                False,
+                "give one of the two.",
+                f"speculative is false, and {setting} is {shown(changes[setting])}",
+            )
         changes[setting] = meant
     return changes, names
 

@@ -12,8 +12,14 @@ from speccascade_jax.core.errors import FieldError
 Schema = dict[str, Any]
 LONGEST_TEXT, MOST_ITEMS = 256, 16  # of a field that holds a name, a stop text, or several
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
-KINDS = {"number": "a number", "integer": "a whole number", "string": "a text", "boolean": "true or false",
-         "array": "a list", "object": "an object"}
+KINDS = {
+    "number": "a number",
+    "integer": "a whole number",
+    "string": "a text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 def schema_of(annotation: Any, metadata: Mapping[str, Any]) -> Schema:
@@ -41,8 +47,9 @@ def alternatives(annotation: Any, metadata: Mapping[str, Any]) -> list[Schema]:
         return [schema | {"minLength": 1, "maxLength": LONGEST_TEXT}]
     low = "exclusiveMinimum" if metadata.get("above") else "minimum"
     bounds = {low: metadata.get("low"), "maximum": metadata.get("high")}
-    return [schema | {name: bound for name, bound in bounds.items()
-                      if bound is not None and math.isfinite(bound)}]
+    return [
+        schema | {name: bound for name, bound in bounds.items() if bound is not None and math.isfinite(bound)}
+    ]
 
 
 def check(field: str, value: Any, schema: Schema, place: str = "") -> None:
@@ -80,19 +87,22 @@ def _check_number(field: str, value: Any, schema: Schema, place: str) -> None:
 
 def _check_string(field: str, value: Any, schema: Schema, place: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise FieldError(field, value, "mend or drop it.",
-                         f"{place} holds half a character, which UTF-8 has no place for")
+        raise FieldError(
+            field, value, "mend or drop it.", f"{place} holds half a character, which UTF-8 has no place for"
+        )
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
     if not shortest <= len(value) <= longest:
-        raise FieldError(field, value, f"{shortest} to {longest} are allowed.",
-                         f"{place} has {len(value)} characters")
+        raise FieldError(
+            field, value, f"{shortest} to {longest} are allowed.", f"{place} has {len(value)} characters"
+        )
 
 
 def _check_array(field: str, value: Any, schema: Schema, place: str) -> None:
     fewest, largest = schema.get("minItems", 0), schema.get("maxItems", len(value))
     if not fewest <= len(value) <= largest:
-        raise FieldError(field, value, f"{fewest} to {largest} are allowed.",
-                         f"{place} has {len(value)} items")
+        raise FieldError(
+            field, value, f"{fewest} to {largest} are allowed.", f"{place} has {len(value)} items"
+        )
     for number, item in enumerate(value):
         check(field, item, schema["items"], f"{place}[{number}]")
 
@@ -103,22 +113,37 @@ def _check_object(field: str, value: Any, schema: Schema, place: str) -> None:
             raise FieldError(field, value, "give one.", f"{place} has no {key}")
     for key, item in value.items():
         if key not in schema["properties"]:
-            raise FieldError(field, value, f"known: {', '.join(schema['properties'])}.",
-                             f"{place} has no field {shown(key)}")
+            raise FieldError(
+                field,
+                value,
+                f"known: {', '.join(schema['properties'])}.",
+                f"{place} has no field {shown(key)}",
+            )
         if item is not None:
             check(field, item, schema["properties"][key], f"{place}.{key}")
 
 
-CHECKS = {"number": _check_number, "integer": _check_number, "string": _check_string, "array": _check_array,
-          "object": _check_object}
+CHECKS = {
+    "number": _check_number,
+    "integer": _check_number,
+    "string": _check_string,
+    "array": _check_array,
+    "object": _check_object,
+}
 
 
 def is_of(value: Any, kind: str) -> bool:
     """Whether a value that JSON has given is of a schema's type."""
     if isinstance(value, bool):
         return kind == "boolean"
-    types_of: dict[str, Any] = {"number": (int, float), "integer": int, "string": str, "boolean": bool,
-                                "array": list, "object": dict}
+    types_of: dict[str, Any] = {
+        "number": (int, float),
+        "integer": int,
+        "string": str,
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
     return isinstance(value, types_of[kind])
 
 

@@ -67,8 +67,12 @@ class ChatTemplate:
 
         Raises ValueError where the template does not take such a conversation.
         """
-        values = {"messages": [dict(message) for message in messages], "tools": None, "documents": None,
-                  "add_generation_prompt": add_generation_prompt}
+        values = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         with self._turn() as in_time:
             answer = self._answer(values) if in_time else {"fault": SLOW}
         if "refusal" in answer:
@@ -119,8 +123,13 @@ class Worker:
         path = os.pathsep.join(filter(None, sys.path))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", script], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+                [sys.executable, "-P", script],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
         self.end = weakref.finalize(self, _end, self.connection, process)
 
     def ask(self, message: Any, seconds: float) -> dict[str, str]:
@@ -150,8 +159,10 @@ def default_of(templates: Sequence[Any], folder: Any) -> str:
         if template.get("name") == "default" and isinstance(template.get("template"), str):
             return template["template"]
     names = ", ".join(template["name"] for template in named if isinstance(template.get("name"), str))
-    raise ValueError(f"the chat template in {folder} is a list without a template named default"
-                     f"{f'; it names {names}' if names else ''}: name the one to use so.")
+    raise ValueError(
+        f"the chat template in {folder} is a list without a template named default"
+        f"{f'; it names {names}' if names else ''}: name the one to use so."
+    )
 
 
 def specials_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -52,8 +52,11 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
         value = stack.pop()
         if isinstance(value, dict):
             yield value
-            stack.extend(child for name, child in value.items()
-                         if isinstance(child, dict | list) and name not in ("vocab", "merges"))
+            stack.extend(
+                child
+                for name, child in value.items()
+                if isinstance(child, dict | list) and name not in ("vocab", "merges")
+            )
         elif isinstance(value, list):
             stack.extend(child for child in value if isinstance(child, dict | list))
 
@@ -61,10 +64,17 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 def _check_ids(part: Mapping[str, Any]) -> None:
     """Of a vocabulary ({token: id}), an added token ("id") and a template's special token ("ids")."""
     vocabulary = part.get("vocab")
-    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ()),
-           *(part["ids"] if isinstance(part.get("ids"), list) else ()), part.get("id"), part.get("unk_id"),
-           *(pair[1] for pair in (part.get("sep"), part.get("cls"))
-             if isinstance(pair, list) and len(pair) == 2)]
+    ids = [
+        *(vocabulary.values() if isinstance(vocabulary, dict) else ()),
+        *(part["ids"] if isinstance(part.get("ids"), list) else ()),
+        part.get("id"),
+        part.get("unk_id"),
+        *(
+            pair[1]
+            for pair in (part.get("sep"), part.get("cls"))
+            if isinstance(pair, list) and len(pair) == 2
+        ),
+    ]
     for number in ids:
         if isinstance(number, int) and not 0 <= number < LARGEST_ID:
             raise RuntimeError(f"it gives a token the id {shown(number)}; ids lie in [0, {LARGEST_ID:,})")
@@ -88,8 +98,11 @@ def _check_template(part: Mapping[str, Any]) -> None:
     single, described = part.get("single"), part.get("special_tokens")
     if not isinstance(single, list) or not isinstance(described, dict):
         raise RuntimeError("its TemplateProcessing is damaged")
-    sequences = [piece["Sequence"].get("id") for piece in single
-                 if isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)]
+    sequences = [
+        piece["Sequence"].get("id")
+        for piece in single
+        if isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)
+    ]
     if sequences != ["A"]:
         raise RuntimeError(f"its TemplateProcessing frames the texts {shown(sequences)}, not ['A']")
     for template in (single, part.get("pair") or []):
@@ -97,8 +110,9 @@ def _check_template(part: Mapping[str, Any]) -> None:
             special = piece.get("SpecialToken") if isinstance(piece, dict) else None
             name = special.get("id") if isinstance(special, dict) else None
             if special is not None and (not isinstance(name, str) or name not in described):
-                raise RuntimeError(f"its TemplateProcessing names {shown(name)}, which its special_tokens "
-                                   "do not describe")
+                raise RuntimeError(
+                    f"its TemplateProcessing names {shown(name)}, which its special_tokens do not describe"
+                )
 
 
 def _check_strip(part: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 class Surface(NamedTuple):
     """What a token stands for."""
 
-    kind: str    # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
+    kind: str  # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
     text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
 
 
@@ -42,22 +42,27 @@ class TokenizerJson:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError("to read a tokenizer.json: pip install tokenizers; or put the model's "
-                             "SentencePiece file in its place.") from None
+            raise ValueError(
+                "to read a tokenizer.json: pip install tokenizers; or put the model's "
+                "SentencePiece file in its place."
+            ) from None
         self.tokenizer = guarded(tokenizers.Tokenizer.from_str, checked_content(described))
         guarded(self.tokenizer.encode, "\U0010fffd")  # fails where unknown characters have no piece
         ids, self.added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder()
         # In Gemma's vocabulary </s> is a tag of HTML.
         eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
         if eos not in ids:
-            raise RuntimeError(f"it has no {eos}, and no tokenizer_config.json next to it tells what ends a "
-                               "text: put the model's own there")
+            raise RuntimeError(
+                f"it has no {eos}, and no tokenizer_config.json next to it tells what ends a "
+                "text: put the model's own there"
+            )
         self.eos, self.bos = ids[eos], ids.get(roles.get("bos_token", "<bos>"), -1)
         self.pad = ids.get(roles.get("pad_token", "<pad>"), self.eos)
         self.unknown = roles.get("unk_token", "<unk>")
         # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
-        self.pieces = [piece for piece in sorted(ids, key=ids.__getitem__)
-                       if not piece.startswith("<extra_id_")]
+        self.pieces = [
+            piece for piece in sorted(ids, key=ids.__getitem__) if not piece.startswith("<extra_id_")
+        ]
         if [ids[piece] for piece in self.pieces] != list(range(len(self.pieces))):
             raise RuntimeError("its ids are not 0, 1, 2 and so on")
         self.bytes = byte_level(described)
@@ -66,13 +71,14 @@ class TokenizerJson:
 
     def _frame(self) -> tuple[list[int], list[int]] | None:
         """What the file itself puts before and after a text; None where it puts nothing."""
-        inner, whole = (guarded(self.tokenizer.encode, "a", add_special_tokens=added).ids
-                        for added in (False, True))
+        inner, whole = (
+            guarded(self.tokenizer.encode, "a", add_special_tokens=added).ids for added in (False, True)
+        )
         if any(token >= len(self.pieces) for token in whole):
             raise RuntimeError(f"it frames a text by the ids {whole}, and has {len(self.pieces)} tokens")
         for begin in range(len(whole) - len(inner) + 1):
-            if whole[begin:begin + len(inner)] == inner and len(whole) > len(inner):
-                return whole[:begin], whole[begin + len(inner):]
+            if whole[begin : begin + len(inner)] == inner and len(whole) > len(inner):
+                return whole[:begin], whole[begin + len(inner) :]
         return None
 
     def pad_id(self) -> int:
@@ -143,12 +149,16 @@ class Tokenizer:
         if not content:
             raise ValueError(f"the tokenizer {path} is empty: fetch it again.")
         told = read_companion(path.parent, "tokenizer_config.json")
-        self.specials = {**specials_of(read_companion(path.parent, "special_tokens_map.json")),
-                         **specials_of(told)}
+        self.specials = {
+            **specials_of(read_companion(path.parent, "special_tokens_map.json")),
+            **specials_of(told),
+        }
         try:
-            self.processor: Any = (TokenizerJson(parse_json(path, content), self.specials)
-                                   if path.suffix == ".json" else
-                                   sentencepiece.SentencePieceProcessor(model_proto=content))
+            self.processor: Any = (
+                TokenizerJson(parse_json(path, content), self.specials)
+                if path.suffix == ".json"
+                else sentencepiece.SentencePieceProcessor(model_proto=content)
+            )
         except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
         self.path = path
@@ -156,8 +166,9 @@ class Tokenizer:
         self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
         self.size: int = self.processor.get_piece_size()
         if self.eos_id < 0:
-            raise ValueError(f"the tokenizer {path} has no piece for the end of a sequence: take the "
-                             "model's own.")
+            raise ValueError(
+                f"the tokenizer {path} has no piece for the end of a sequence: take the model's own."
+            )
         pad = self.processor.pad_id()
         self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
         begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
@@ -192,8 +203,10 @@ class Tokenizer:
     def template(self) -> ChatTemplate:
         """The chat template. Raises ValueError where there is none."""
         if self.chat is None:
-            raise ValueError(f"there is no chat template next to {self.path}: put the model's "
-                             "chat_template.jinja or tokenizer_config.json there.")
+            raise ValueError(
+                f"there is no chat template next to {self.path}: put the model's "
+                "chat_template.jinja or tokenizer_config.json there."
+            )
         return self.chat
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -216,7 +229,7 @@ class Tokenizer:
         """
         tokens = list(tokens)
         excess = 0 if limit is None else max(len(tokens) + len(self.begin) + len(self.end) - limit, 0)
-        kept = tokens[:len(tokens) - excess] if self.end else tokens[excess:]
+        kept = tokens[: len(tokens) - excess] if self.end else tokens[excess:]
         return [*self.begin, *kept, *self.end]
 
     def id_of(self, piece: str) -> int | None:
@@ -257,8 +270,9 @@ def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
     return [own.conversation([{"role": "user", "content": text}]) for text in texts]
 
 
-def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False,
-                    pieces: str = "unigram") -> None:
+def train_tokenizer(
+    texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False, pieces: str = "unigram"
+) -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
     Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, bpe, or char, the commonest characters. All others are
     bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
@@ -268,9 +282,19 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, size: int, *, bos: b
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=size, model_type=pieces,
-            pad_id=0, eos_id=1, **special, byte_fallback=True, character_coverage=0.9995,
-            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            vocab_size=size,
+            model_type=pieces,
+            pad_id=0,
+            eos_id=1,
+            **special,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            num_threads=1,
+        )
     except RuntimeError as error:
         raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
     path = checked_path(path)
@@ -287,8 +311,9 @@ def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> s
     return stopped[1] if stopped else tokenizer.decode(tokens)
 
 
-def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
-               ) -> tuple[list[int], str] | None:
+def up_to_stop(
+    tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
+) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
     sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text.
 
@@ -306,14 +331,14 @@ def up_to_stop(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], g
         return found if size == last and (end is not None or not goes_on) else found.rstrip(UNFINISHED)
 
     if not any(sequence in text(last) for sequence in stop):
-        return None if end is None else (tokens[:end + 1], text(last))
+        return None if end is None else (tokens[: end + 1], text(last))
     size = next(n for n in range(1, last + 1) if any(sequence in text(n) for sequence in stop))
-    return tokens[:size], text(size)[:min(at for one in stop if (at := text(size).find(one)) >= 0)]
+    return tokens[:size], text(size)[: min(at for one in stop if (at := text(size).find(one)) >= 0)]
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """int32 [B, size] and the rows' lengths [B]."""
     tokens = np.full((len(rows), size), pad_id, np.int32)
     for n, row in enumerate(rows):
-        tokens[n, :len(row)] = row
+        tokens[n, : len(row)] = row
     return tokens, np.array([len(row) for row in rows], np.int32)

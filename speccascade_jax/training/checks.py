@@ -25,12 +25,32 @@ from speccascade_jax.training.lora import check_adapters
 
 PIECES = "unigram", "bpe", "char"
 LARGEST = 2**31 - 1  # what int32 counts
-NAMES = {"optimizer": ("adafactor", "adamw"), "decay": ("constant", "linear"), "divergence": DIVERGENCES,
-         "dtype": ("bfloat16", "float32"), "curriculum": CURRICULA, "tokenizer_pieces": PIECES,
-         "lora_base": ("float32", "bfloat16")}
-LEAST = {"tokenizer_size": 1, "teacher_examples": 1, "steps": 1, "batch_tokens": 1, "accumulate": 1,
-         "warmup_steps": 0, "eval_every": 1, "save_every": 1, "log_every": 1, "validation_examples": 0,
-         "seed": 0, "lora_rank": 0, "max_source_length": 1, "max_target_length": 1, "join": 1}
+NAMES = {
+    "optimizer": ("adafactor", "adamw"),
+    "decay": ("constant", "linear"),
+    "divergence": DIVERGENCES,
+    "dtype": ("bfloat16", "float32"),
+    "curriculum": CURRICULA,
+    "tokenizer_pieces": PIECES,
+    "lora_base": ("float32", "bfloat16"),
+}
+LEAST = {
+    "tokenizer_size": 1,
+    "teacher_examples": 1,
+    "steps": 1,
+    "batch_tokens": 1,
+    "accumulate": 1,
+    "warmup_steps": 0,
+    "eval_every": 1,
+    "save_every": 1,
+    "log_every": 1,
+    "validation_examples": 0,
+    "seed": 0,
+    "lora_rank": 0,
+    "max_source_length": 1,
+    "max_target_length": 1,
+    "join": 1,
+}
 """The smallest value of each whole number; the largest is LARGEST."""
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: x >= 0, "of at least 0"),
@@ -42,7 +62,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "layer_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "distillation": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "on_policy": (lambda x: 0 <= x <= 1, "from 0 to 1"),
-    "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1")}
+    "label_smoothing": (lambda x: 0 <= x < 1, "from 0 to below 1"),
+}
 
 
 def check(config: TrainConfig, ship: bool = False) -> None:
@@ -64,8 +85,12 @@ def check(config: TrainConfig, ship: bool = False) -> None:
             check_reachable(path)
     for role, path in checkpoints_read.items():
         if path is not None and not checkpoints.is_remote(path) and not Path(path).is_dir():
-            raise FieldError(role, path, "make it first or name another.",
-                             f"there is no checkpoint folder {path}, which --{role} names")
+            raise FieldError(
+                role,
+                path,
+                "make it first or name another.",
+                f"there is no checkpoint folder {path}, which --{role} names",
+            )
     check_needs(config)
     if config.lora_rank:
         check_lora(config)
@@ -79,21 +104,40 @@ def check(config: TrainConfig, ship: bool = False) -> None:
 def check_needs(config: TrainConfig) -> None:
     """Raises FieldError for a field without another that it needs."""
     if config.teacher_outputs is not None and config.teacher is None:
-        raise FieldError("teacher_outputs", config.teacher_outputs, "give its checkpoint with --teacher.",
-                         "teacher_outputs are decoded by a teacher")
+        raise FieldError(
+            "teacher_outputs",
+            config.teacher_outputs,
+            "give its checkpoint with --teacher.",
+            "teacher_outputs are decoded by a teacher",
+        )
     if config.teacher_singles and config.teacher_outputs is None:
-        raise FieldError("teacher_singles", True, "name their file with --teacher-outputs.",
-                         "teacher_singles says what teacher_outputs hold")
+        raise FieldError(
+            "teacher_singles",
+            True,
+            "name their file with --teacher-outputs.",
+            "teacher_singles says what teacher_outputs hold",
+        )
     if config.teacher_tokens and config.teacher is None:
-        raise FieldError("teacher_tokens", True, "give its checkpoint with --teacher.",
-                         "teacher_tokens cuts targets as the teacher does")
+        raise FieldError(
+            "teacher_tokens",
+            True,
+            "give its checkpoint with --teacher.",
+            "teacher_tokens cuts targets as the teacher does",
+        )
     if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
-        raise FieldError("on_policy", config.on_policy, "name its checkpoint with --teacher, and train no "
-                         "network of members; or set on_policy to 0.",
-                         "on_policy has a teacher score what one model writes")
+        raise FieldError(
+            "on_policy",
+            config.on_policy,
+            "name its checkpoint with --teacher, and train no network of members; or set on_policy to 0.",
+            "on_policy has a teacher score what one model writes",
+        )
     if config.tokenizer is None and config.init is None:
-        raise FieldError("tokenizer", None, "name its file with --tokenizer; it is trained on the task where "
-                         "it is missing.", "training from scratch needs a tokenizer")
+        raise FieldError(
+            "tokenizer",
+            None,
+            "name its file with --tokenizer; it is trained on the task where it is missing.",
+            "training from scratch needs a tokenizer",
+        )
 
 
 def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
@@ -105,13 +149,18 @@ def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
         texts = value if isinstance(value, tuple) else (value,)
         for text in texts:
             if isinstance(text, str) and ("\0" in text or not encodable(text)):
-                raise FieldError(name, value, "give a text that UTF-8 can hold.",
-                                 f"{name} is {value!a}, which is no valid UTF-8 text")
+                raise FieldError(
+                    name,
+                    value,
+                    "give a text that UTF-8 can hold.",
+                    f"{name} is {value!a}, which is no valid UTF-8 text",
+                )
         if name in NAMES and value not in NAMES[name]:
             raise FieldError(name, value, f"known: {', '.join(NAMES[name])}.", f"unknown {name} {value!r}")
         if name in LEAST and not (isinstance(value, int) and LEAST[name] <= value <= LARGEST):
-            raise FieldError(name, value, f"it must be a whole number of at least {LEAST[name]}, and below "
-                             "2**31.")
+            raise FieldError(
+                name, value, f"it must be a whole number of at least {LEAST[name]}, and below 2**31."
+            )
         if name in RANGES:
             fits, wanted = RANGES[name]
             if not (isinstance(value, int | float) and is_finite(value) and fits(value)):
@@ -130,31 +179,51 @@ def check_network(config: TrainConfig) -> None:
     """Raises FieldError where a network's members cannot be trained so."""
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     if config.exits.frozen and config.init is None and not resumed:
-        raise FieldError("init", None, "give its checkpoint with --init, or train it, too, with --no-frozen.",
-                         "the full model is not trained (frozen)")
+        raise FieldError(
+            "init",
+            None,
+            "give its checkpoint with --init, or train it, too, with --no-frozen.",
+            "the full model is not trained (frozen)",
+        )
     if config.exits.frozen and isinstance(config.model, ExitsConfig) and config.model.head == "shared":
-        raise FieldError("head", "shared", "choose another head, or train all with --no-frozen.",
-                         "these exits have nothing of their own (head is shared) and the full model is not "
-                         "trained (frozen)")
-    init, export = (None if path is None else Path(path).resolve()
-                    for path in (config.init, config.export_dir))
+        raise FieldError(
+            "head",
+            "shared",
+            "choose another head, or train all with --no-frozen.",
+            "these exits have nothing of their own (head is shared) and the full model is not "
+            "trained (frozen)",
+        )
+    init, export = (
+        None if path is None else Path(path).resolve() for path in (config.init, config.export_dir)
+    )
     if export and not (config.exits.frozen and init and init.parent == export.parent):
         raise FieldError(
-            "export_dir", config.export_dir, f"leave it out; the run in {config.output_dir} is a checkpoint "
-            "itself.", f"export_dir is {config.export_dir}, but what is exported of a network has the small "
+            "export_dir",
+            config.export_dir,
+            f"leave it out; the run in {config.output_dir} is a checkpoint itself.",
+            f"export_dir is {config.export_dir}, but what is exported of a network has the small "
             "members only, and names the folder of the full model, --init, which is not trained (frozen) and "
-            "lies next to it")
+            "lies next to it",
+        )
 
 
 def check_lora(config: TrainConfig) -> None:
     """Raises ValueError where the model cannot be trained by adapters."""
     if config.init is None:
-        raise FieldError("lora_rank", config.lora_rank, "name it with --init.",
-                         "adapters (lora_rank) are trained next to the parameters of a checkpoint")
+        raise FieldError(
+            "lora_rank",
+            config.lora_rank,
+            "name it with --init.",
+            "adapters (lora_rank) are trained next to the parameters of a checkpoint",
+        )
     if isinstance(config.model, NetworkConfig):
-        raise FieldError("lora_rank", config.lora_rank, "set lora_rank to 0.",
-                         "adapters (lora_rank) are for one model; the members of a network are trained next "
-                         "to a frozen one without")
+        raise FieldError(
+            "lora_rank",
+            config.lora_rank,
+            "set lora_rank to 0.",
+            "adapters (lora_rank) are for one model; the members of a network are trained next "
+            "to a frozen one without",
+        )
     check_adapters(config)
 
 
@@ -178,8 +247,10 @@ def check_reachable(path: str) -> None:
     except (OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
         if not isinstance(cause, ssl.SSLError):  # TensorStore has certificates of its own
-            raise ValueError(f"cannot read {path}: {server} cannot be reached from here ({cause}); give a "
-                             "local copy instead.") from None
+            raise ValueError(
+                f"cannot read {path}: {server} cannot be reached from here ({cause}); give a "
+                "local copy instead."
+            ) from None
 
 
 def check_split(split: str, path: str) -> None:
@@ -191,11 +262,13 @@ def check_split(split: str, path: str) -> None:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"to read {path}: pip install {package}; or give a .jsonl file.")
     elif not path or not Path(path).exists():
-        raise FieldError(split, path, f"name one with --{split}.",
-                         f"there is no file {path!r}, the task's {split} split")
+        raise FieldError(
+            split, path, f"name one with --{split}.", f"there is no file {path!r}, the task's {split} split"
+        )
     elif Path(path).is_dir():
-        raise FieldError(split, path, f"name a file with --{split}.",
-                         f"{path}, the task's {split} split, is a folder")
+        raise FieldError(
+            split, path, f"name a file with --{split}.", f"{path}, the task's {split} split, is a folder"
+        )
 
 
 def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
@@ -226,16 +299,24 @@ def holds(model: Config) -> bool:
 def shipped_at(config: TrainConfig | RouterConfig) -> Path:
     """What --ship writes. Raises FieldError where the package ships nothing that this config makes."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
-        raise FieldError("ship", True, "leave --ship out, and name the run's folder or file in a config for "
-                         "decoding.", f"config {config.name} makes nothing that comes with the package")
+        raise FieldError(
+            "ship",
+            True,
+            "leave --ship out, and name the run's folder or file in a config for decoding.",
+            f"config {config.name} makes nothing that comes with the package",
+        )
     return DEMO / config.shipped
 
 
 def check_not_shipped(field: str, path: str | Path) -> None:
     """Raises FieldError for a path among the weights that come with the package: only --ship writes there."""
     if Path(path).resolve().is_relative_to(DEMO.resolve()):
-        raise FieldError(field, str(path), "choose another place; --ship replaces the package's weights.",
-                         f"{field} is {path}, among the weights that come with the package")
+        raise FieldError(
+            field,
+            str(path),
+            "choose another place; --ship replaces the package's weights.",
+            f"{field} is {path}, among the weights that come with the package",
+        )
 
 
 def check_outputs(config: TrainConfig, ship: bool = False) -> None:
@@ -247,8 +328,12 @@ def check_outputs(config: TrainConfig, ship: bool = False) -> None:
     if not (run / "model.json").is_file():
         for name in ("config.json", "checkpoint", "_METADATA"):
             if (run / name).exists():
-                raise FieldError("output_dir", str(run), "choose another folder.",
-                                 f"output_dir is {run}, which holds another checkpoint ({name})")
+                raise FieldError(
+                    "output_dir",
+                    str(run),
+                    "choose another folder.",
+                    f"output_dir is {run}, which holds another checkpoint ({name})",
+                )
     if config.export_dir is not None:
         check_not_shipped("export_dir", config.export_dir)
     for export in export_folders(config, ship):
@@ -262,8 +347,12 @@ def check_outputs(config: TrainConfig, ship: bool = False) -> None:
         if not Path(path).exists():
             check_folder(name, os.path.dirname(path) or ".")
             if name == "tokenizer" and config.tokenizer_size > config.model.vocab_size:
-                raise FieldError("tokenizer_size", config.tokenizer_size, "set model.vocab_size to at least "
-                                 f"that: the model has {config.model.vocab_size} entries.")
+                raise FieldError(
+                    "tokenizer_size",
+                    config.tokenizer_size,
+                    "set model.vocab_size to at least "
+                    f"that: the model has {config.model.vocab_size} entries.",
+                )
 
 
 def check_export(config: TrainConfig, export: Path) -> None:
@@ -275,11 +364,19 @@ def check_export(config: TrainConfig, export: Path) -> None:
     folders = {"output_dir": config.output_dir, "init": config.init, "teacher": config.teacher}
     for name, other in folders.items():
         if other is not None and Path(other).resolve() == export.resolve():
-            raise FieldError("export_dir", str(export), "choose another.",
-                             f"export_dir and {name} are the same folder, {export}")
+            raise FieldError(
+                "export_dir",
+                str(export),
+                "choose another.",
+                f"export_dir and {name} are the same folder, {export}",
+            )
     if (export / "model.json").exists() and not isinstance(config.model, NetworkConfig):
-        raise FieldError("export_dir", str(export), "choose another folder.",
-                         f"export_dir is {export}, which holds a run (model.json)")
+        raise FieldError(
+            "export_dir",
+            str(export),
+            "choose another folder.",
+            f"export_dir is {export}, which holds a run (model.json)",
+        )
 
 
 def check_folder(name: str, path: str) -> None:
@@ -291,11 +388,13 @@ def check_folder(name: str, path: str) -> None:
     except OSError as error:
         raise FieldError(name, path, "choose another.", f"{name} is {path}: {error.strerror}") from None
     if not parent.is_dir():
-        raise FieldError(name, path, "choose another.",
-                         f"{name} is {path}, but {parent} is a file: Not a directory")
+        raise FieldError(
+            name, path, "choose another.", f"{name} is {path}, but {parent} is a file: Not a directory"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise FieldError(name, path, "choose another.",
-                         f"{name} is {path}, but {parent} cannot be written to")
+        raise FieldError(
+            name, path, "choose another.", f"{name} is {path}, but {parent} cannot be written to"
+        )
 
 
 def check_memory(config: TrainConfig, rows: int) -> None:
@@ -313,12 +412,16 @@ def check_memory(config: TrainConfig, rows: int) -> None:
     what, bytes_each = "the parameters and their gradients", 8
     if config.lora_rank:
         what, bytes_each = "the parameters", 2 if config.lora_base == "bfloat16" else 4
-    needed = {what: bytes_each * parameters / share,
-              "the logits": own * task.max_target_length * model.vocab_size,
-              "a layer's attention scores": own * model.num_heads * task.max_source_length**2}
+    needed = {
+        what: bytes_each * parameters / share,
+        "the logits": own * task.max_target_length * model.vocab_size,
+        "a layer's attention scores": own * model.num_heads * task.max_source_length**2,
+    }
     what, most = max(needed.items(), key=lambda item: item[1])
     if most > memory:
-        raise ValueError(f"{what} need {most / 2**30:,.1f} GiB on each device, which has "
-                         f"{memory / 2**30:,.1f} ({parameters:,} parameters; batches of {rows} rows of "
-                         f"{task.max_source_length}/{task.max_target_length} tokens): take a smaller model, "
-                         "lower the task's limits, or take more devices with --split-parameters.")
+        raise ValueError(
+            f"{what} need {most / 2**30:,.1f} GiB on each device, which has "
+            f"{memory / 2**30:,.1f} ({parameters:,} parameters; batches of {rows} rows of "
+            f"{task.max_source_length}/{task.max_target_length} tokens): take a smaller model, "
+            "lower the task's limits, or take more devices with --split-parameters."
+        )

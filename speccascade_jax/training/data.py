@@ -23,9 +23,9 @@ Encode = Callable[[list[str]], list[list[int]]]
 class Batch(NamedTuple):
     """Padded token ids; `target` ends with the end-of-sequence token."""
 
-    source: AnyArray         # [B, S]
+    source: AnyArray  # [B, S]
     source_length: AnyArray  # [B]
-    target: AnyArray         # [B, T]
+    target: AnyArray  # [B, T]
     target_length: AnyArray  # [B]
 
 
@@ -45,15 +45,19 @@ def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
         if tabs:
             columns = line.split("\t")
             if len(columns) != 2:
-                raise ValueError(f"{path}, line {number}: {len(columns)} columns; a .tsv has two, source and "
-                                 "target, with one tab between them.")
+                raise ValueError(
+                    f"{path}, line {number}: {len(columns)} columns; a .tsv has two, source and "
+                    "target, with one tab between them."
+                )
             yield dict(zip(("source", "target"), columns, strict=True))
             continue
         where = f"{path}, line {number}"
         example = parse_json(line, where)
         if not isinstance(example, dict):
-            raise ValueError(f"{where} is {reprlib.repr(example)}; a line of a .jsonl is an object, such as "
-                             '{"source": "a text", "target": "its translation"}.')
+            raise ValueError(
+                f"{where} is {reprlib.repr(example)}; a line of a .jsonl is an object, such as "
+                '{"source": "a text", "target": "its translation"}.'
+            )
         yield example
 
 
@@ -73,13 +77,15 @@ def _from_hugging_face(name: str) -> Iterator[dict[str, Any]]:
     name, split = _name_and_split(name)
     parts = name.split("/")
     if len(parts) not in (2, 3):
-        raise ValueError(f"hf://{name} is no dataset's name: write ORGANISATION/NAME or "
-                         "ORGANISATION/NAME/CONFIG.")
+        raise ValueError(
+            f"hf://{name} is no dataset's name: write ORGANISATION/NAME or ORGANISATION/NAME/CONFIG."
+        )
     try:
         examples = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
     except Exception as error:  # the library raises many kinds, from DNS to an unknown split
-        raise ValueError(f"cannot read hf://{name}:{split} ({reason(error)}); give a .jsonl file instead."
-                         ) from None
+        raise ValueError(
+            f"cannot read hf://{name}:{split} ({reason(error)}); give a .jsonl file instead."
+        ) from None
     yield from examples
 
 
@@ -87,14 +93,16 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
     try:
         import tensorflow_datasets
     except ImportError:
-        raise ValueError(f"to read tfds://{name}: pip install tensorflow-datasets; or give a .jsonl "
-                         "file.") from None
+        raise ValueError(
+            f"to read tfds://{name}: pip install tensorflow-datasets; or give a .jsonl file."
+        ) from None
     name, split = _name_and_split(name)
     try:
         examples = tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split))
     except Exception as error:  # as above
-        raise ValueError(f"cannot read tfds://{name}:{split} ({reason(error)}); give a .jsonl file instead."
-                         ) from None
+        raise ValueError(
+            f"cannot read tfds://{name}:{split} ({reason(error)}); give a .jsonl file instead."
+        ) from None
     for example in examples:
         yield {key: value.decode() if isinstance(value, bytes) else value for key, value in example.items()}
 
@@ -111,8 +119,12 @@ def field(example: dict[str, Any], name: str, where: str) -> str:
     """The text in `name`. Raises FieldError without one."""
     value = lookup(example, name)
     if value is None:
-        raise FieldError(name, value, "name the task's fields in its config.",
-                         f"{where}: no text in field {name!r} (fields: {', '.join(map(str, example))})")
+        raise FieldError(
+            name,
+            value,
+            "name the task's fields in its config.",
+            f"{where}: no text in field {name!r} (fields: {', '.join(map(str, example))})",
+        )
     return check_text(value, f"{where}: {name!r}")
 
 
@@ -122,8 +134,12 @@ def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
         return []
     references = example[name]
     if not isinstance(references, list):
-        raise FieldError(name, references, "it must be a list of texts.",
-                         f"{where}: {name!r} is {reprlib.repr(references)}")
+        raise FieldError(
+            name,
+            references,
+            "it must be a list of texts.",
+            f"{where}: {name!r} is {reprlib.repr(references)}",
+        )
     return [check_text(text, f"{where}: {name!r}") for text in references]
 
 
@@ -137,8 +153,11 @@ def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
     for number, example in enumerate(read_examples(path), 1):
         where = f"{path}, line {number}"
         references = references_of(example, task.references_field, where)
-        target = references[0] if references and task.target_field not in example else field(
-            example, task.target_field, where)
+        target = (
+            references[0]
+            if references and task.target_field not in example
+            else field(example, task.target_field, where)
+        )
         yield field(example, task.source_field, where), target, references or [target]
     if not number:
         raise ValueError(f"{path} holds no examples: give another split.")
@@ -157,8 +176,12 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
     for begin, end in itertools.pairwise(starts):
         parts = [examples[i] for i in order[begin:end]]
         count = max(len(references) for _, _, references in parts)
-        joined.append((" ".join(source for source, _, _ in parts),
-                       [" ".join(r[min(n, len(r) - 1)] for _, _, r in parts) for n in range(count)]))
+        joined.append(
+            (
+                " ".join(source for source, _, _ in parts),
+                [" ".join(r[min(n, len(r) - 1)] for _, _, r in parts) for n in range(count)],
+            )
+        )
     return joined
 
 
@@ -172,16 +195,17 @@ def _groups(count: int, join: int, rng: np.random.Generator) -> tuple[np.ndarray
 class TokenTable(NamedTuple):
     """Rows of token ids, end to end: a fraction of the memory of lists."""
 
-    tokens: np.ndarray   # [sum of lengths]
+    tokens: np.ndarray  # [sum of lengths]
     borders: np.ndarray  # [rows + 1]
 
     def row(self, n: int) -> np.ndarray:
-        return self.tokens[self.borders[n]:self.borders[n + 1]]
+        return self.tokens[self.borders[n] : self.borders[n + 1]]
 
     @classmethod
     def of(cls, rows: list[list[int]]) -> "TokenTable":
-        return cls(np.fromiter(itertools.chain.from_iterable(rows), np.int32),
-                   np.cumsum([0, *map(len, rows)]))
+        return cls(
+            np.fromiter(itertools.chain.from_iterable(rows), np.int32), np.cumsum([0, *map(len, rows)])
+        )
 
     @classmethod
     def joined(cls, tables: list["TokenTable"]) -> "TokenTable":
@@ -210,8 +234,13 @@ class TrainingBatches:
         examples = texts(self.task, self.task.train)
         sources, targets, cut = [], [], self.cut or self.tokenizer.encode_batch
         while chunk := list(itertools.islice(examples, 10_000)):  # text is dropped as soon as it is encoded
-            sources.append(TokenTable.of(self.tokenizer.encode_batch(
-                [self.task.prefix + source + self.task.suffix for source, _, _ in chunk])))
+            sources.append(
+                TokenTable.of(
+                    self.tokenizer.encode_batch(
+                        [self.task.prefix + source + self.task.suffix for source, _, _ in chunk]
+                    )
+                )
+            )
             targets.append(TokenTable.of(cut([target for _, target, _ in chunk])))
         self.sources, self.targets = TokenTable.joined(sources), TokenTable.joined(targets)
         self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
@@ -231,8 +260,8 @@ class TrainingBatches:
             members = np.flatnonzero(smallest == n)
             rows = max(self.rows, self.batch_tokens // int(size.max()) // self.rows * self.rows)
             for begin in range(0, len(members) - rows + 1, rows):
-                chosen = members[begin:begin + rows]
-                batches.append((size, [order[borders[g]:borders[g + 1]] for g in chosen]))
+                chosen = members[begin : begin + rows]
+                batches.append((size, [order[borders[g] : borders[g + 1]] for g in chosen]))
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def from_step(self, step: int) -> Iterator[Batch]:
@@ -241,9 +270,11 @@ class TrainingBatches:
         while True:
             batches = self._epoch(epoch)
             if not batches:
-                raise ValueError(f"{self.task.train} has too few examples of at most "
-                                 f"{self.task.max_source_length}/{self.task.max_target_length} tokens "
-                                 "for one batch: lower batch_tokens or raise the limits.")
+                raise ValueError(
+                    f"{self.task.train} has too few examples of at most "
+                    f"{self.task.max_source_length}/{self.task.max_target_length} tokens "
+                    "for one batch: lower batch_tokens or raise the limits."
+                )
             for size, groups in batches[step:]:
                 yield self._batch(size, groups)
             step = max(0, step - len(batches))
@@ -255,27 +286,39 @@ class TrainingBatches:
 
         sources = [self.tokenizer.framed(join(self.sources, g)) for g in groups]
         targets = [[*join(self.targets, g), self.tokenizer.eos_id] for g in groups]
-        return Batch(*pad(sources, int(size[0]), self.tokenizer.pad_id),
-                     *pad(targets, int(size[1]), self.tokenizer.pad_id))
+        return Batch(
+            *pad(sources, int(size[0]), self.tokenizer.pad_id),
+            *pad(targets, int(size[1]), self.tokenizer.pad_id),
+        )
 
 
-def validation_batches(config: TrainConfig, tokenizer: Tokenizer, rows: int, cut: Encode | None = None
-                       ) -> list[Batch]:
+def validation_batches(
+    config: TrainConfig, tokenizer: Tokenizer, rows: int, cut: Encode | None = None
+) -> list[Batch]:
     """The validation split, joined as in training, padded to the task's limits, `rows` a batch; cut: as in
     TrainingBatches."""
     task = config.task
     examples = joined_examples(task, task.validation)
     sources = tokenizer.encode_batch([task.prefix + source + task.suffix for source, _ in examples])
     targets = (cut or tokenizer.encode_batch)([references[0] for _, references in examples])
-    pairs = [(tokenizer.framed(s), [*t, tokenizer.eos_id]) for s, t in zip(sources, targets, strict=True)
-             if len(s) < task.max_source_length and len(t) < task.max_target_length]
+    pairs = [
+        (tokenizer.framed(s), [*t, tokenizer.eos_id])
+        for s, t in zip(sources, targets, strict=True)
+        if len(s) < task.max_source_length and len(t) < task.max_target_length
+    ]
     if not pairs:
-        raise ValueError(f"{task.validation} has no example within {task.max_source_length}/"
-                         f"{task.max_target_length} tokens: raise the limits or give another split.")
+        raise ValueError(
+            f"{task.validation} has no example within {task.max_source_length}/"
+            f"{task.max_target_length} tokens: raise the limits or give another split."
+        )
     pairs += [([], [])] * (-len(pairs) % rows)  # empty rows count nothing
     batches = []
     for begin in range(0, len(pairs), rows):
-        source, target = zip(*pairs[begin:begin + rows], strict=True)
-        batches.append(Batch(*pad(source, task.max_source_length, tokenizer.pad_id),
-                             *pad(target, task.max_target_length, tokenizer.pad_id)))
+        source, target = zip(*pairs[begin : begin + rows], strict=True)
+        batches.append(
+            Batch(
+                *pad(source, task.max_source_length, tokenizer.pad_id),
+                *pad(target, task.max_target_length, tokenizer.pad_id),
+            )
+        )
     return batches

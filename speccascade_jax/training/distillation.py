@@ -36,8 +36,9 @@ def total_variation(teacher: Array, student: Array) -> Array:
 DIVERGENCES = {"kl": kl_divergence, "tv": total_variation}
 
 
-def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyArray, divergence: str
-                      ) -> Array:
+def distillation_loss(
+    logits: Array, teacher_logits: Array, target_length: AnyArray, divergence: str
+) -> Array:
     """Sum over real tokens of the divergence from the teacher's distribution (token-level
     distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024).
 
@@ -48,19 +49,34 @@ def distillation_loss(logits: Array, teacher_logits: Array, target_length: AnyAr
     return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
 
 
-def own_texts(model: LanguageModel, params: Params, batch: Batch, key: Array, eos_id: int,
-              temperature: float = 1.0) -> Batch:
+def own_texts(
+    model: LanguageModel, params: Params, batch: Batch, key: Array, eos_id: int, temperature: float = 1.0
+) -> Batch:
     """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy
     distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
     rows, width = batch.target.shape
-    decoded = generate(Autoregressive(model), params, jax.random.split(key, rows), batch.source,
-                     batch.source_length, SamplingOptions(temperature), jnp.zeros(0), max_new_tokens=width,
-                     eos_id=eos_id)
+    decoded = generate(
+        Autoregressive(model),
+        params,
+        jax.random.split(key, rows),
+        batch.source,
+        batch.source_length,
+        SamplingOptions(temperature),
+        jnp.zeros(0),
+        max_new_tokens=width,
+        eos_id=eos_id,
+    )
     return batch._replace(target=jnp.maximum(decoded.tokens, 0), target_length=decoded.length)
 
 
-def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = None,
-                  batch_size: int = 64, singles: bool = False) -> None:
+def write_outputs(
+    teacher: Cascade,
+    task: Task,
+    path: Path,
+    count: int | None = None,
+    batch_size: int = 64,
+    singles: bool = False,
+) -> None:
     """Decodes the training inputs (the first `count` of them, joined and shuffled) greedily with the
     teacher into the .jsonl `path` (sequence-level distillation: Kim & Rush 2016; BiLD's prediction
     alignment).
@@ -92,16 +108,23 @@ def write_outputs(teacher: Cascade, task: Task, path: Path, count: int | None = 
     except ValueError as error:
         raise ValueError(str(error).replace("--output", "--teacher-outputs")) from None
     with part:
-        outputs = teacher.generate(examples[len(lines):], method="verifier", batch_size=batch_size,
-                                   truncate=True, first_index=len(lines))
+        outputs = teacher.generate(
+            examples[len(lines) :],
+            method="verifier",
+            batch_size=batch_size,
+            truncate=True,
+            first_index=len(lines),
+        )
         for output in track(outputs, "teacher's outputs", total=len(examples), completed=len(lines)):
             finished = not output.truncated and output.tokens[-1:] == [teacher.tokenizer.eos_id]
             lines.append({"source": output.source, "target": output.text} if finished else None)
             part.add(lines[-1])
         kept = [line for line in lines if line is not None]
         if not kept:
-            raise ValueError(f"the teacher finished none of {len(examples)} outputs within "
-                             f"{task.max_target_length} tokens: raise --max-target-length.")
+            raise ValueError(
+                f"the teacher finished none of {len(examples)} outputs within "
+                f"{task.max_target_length} tokens: raise --max-target-length."
+            )
         write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
         part.remove()
 
@@ -111,11 +134,16 @@ def judged_by(teacher: Cascade, config: TrainConfig) -> TrainConfig:
     by the split's own targets a student would be the worse, the more it is like its teacher."""
     task, path = config.task, Path(config.teacher_outputs or "").with_suffix(".validation.jsonl")
     write_outputs(teacher, dataclasses.replace(task, train=task.validation), path)
-    return dataclasses.replace(config, task=dataclasses.replace(
-        task, validation=str(path), source_field="source", target_field="target", join=1))
+    return dataclasses.replace(
+        config,
+        task=dataclasses.replace(
+            task, validation=str(path), source_field="source", target_field="target", join=1
+        ),
+    )
 
 
 def distilled(task: Task, path: Path, singles: bool = False) -> Task:
     """`task` with the teacher's outputs for its training split; `singles` are still to be joined."""
-    return dataclasses.replace(task, train=str(path), source_field="source", target_field="target",
-                               join=task.join if singles else 1)
+    return dataclasses.replace(
+        task, train=str(path), source_field="source", target_field="target", join=task.join if singles else 1
+    )

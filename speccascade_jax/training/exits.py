@@ -80,8 +80,14 @@ def weights(config: TrainConfig, number: Array | None) -> Array:
     return every / jnp.sum(every)
 
 
-def member_loss(model: Any, config: TrainConfig, params: nnx.State, batch: Batch, key: Array | None = None,
-                number: Array | None = None) -> tuple[Array, Array]:
+def member_loss(
+    model: Any,
+    config: TrainConfig,
+    params: nnx.State,
+    batch: Batch,
+    key: Array | None = None,
+    number: Array | None = None,
+) -> tuple[Array, Array]:
     """Sum over real tokens of the members' losses, weighted, and the number of tokens; `key` turns dropout
     on.
 
@@ -97,14 +103,20 @@ def member_loss(model: Any, config: TrainConfig, params: nnx.State, batch: Batch
     *small, full = model.forced_members(params, batch.source, batch.source_length, batch.target, key, after)
 
     def data_loss(logits: Array) -> Array:
-        return token_loss(logits, batch.target, batch.target_length, z_loss=config.z_loss if train else 0.0,
-                          label_smoothing=config.label_smoothing if train else 0.0)[0]
+        return token_loss(
+            logits,
+            batch.target,
+            batch.target_length,
+            z_loss=config.z_loss if train else 0.0,
+            label_smoothing=config.label_smoothing if train else 0.0,
+        )[0]
 
     def small_loss(logits: Array) -> Array:
         share, total = config.distillation, jnp.zeros(())
         if share:
-            total += share * distillation_loss(logits, jax.lax.stop_gradient(full), batch.target_length,
-                                               config.divergence)
+            total += share * distillation_loss(
+                logits, jax.lax.stop_gradient(full), batch.target_length, config.divergence
+            )
         return total + (1.0 - share) * data_loss(logits) if share < 1 else total
 
     losses = [*map(small_loss, small), jnp.zeros(()) if exits.frozen else data_loss(full)]

@@ -50,11 +50,19 @@ def locked(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")
     except OSError as error:
-        raise FieldError("output_dir", str(run), "choose another.", f"output_dir is {run}, which cannot be "
-                         f"written to ({error.strerror})") from None
+        raise FieldError(
+            "output_dir",
+            str(run),
+            "choose another.",
+            f"output_dir is {run}, which cannot be written to ({error.strerror})",
+        ) from None
     except ValueError:
-        raise FieldError("output_dir", str(run), "wait for its end, or choose another --output-dir.",
-                         f"another process trains into {run} (it holds {run / 'lock'})") from None
+        raise FieldError(
+            "output_dir",
+            str(run),
+            "wait for its end, or choose another --output-dir.",
+            f"another process trains into {run} (it holds {run / 'lock'})",
+        ) from None
     with file:
         try:
             yield
@@ -70,29 +78,39 @@ def in_turn(work: Callable[[], Any]) -> Any:
     return result if jax.process_index() == 0 else work()
 
 
-def validation_quality(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh, metric: Metric | None
-                       ) -> Callable[[nnx.State], float | None]:
+def validation_quality(
+    config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh, metric: Metric | None
+) -> Callable[[nnx.State], float | None]:
     """A function from parameters to the metric of the first validation examples, decoded greedily; None
     without a metric, and where the config asks for no such examples."""
     task, model = config.task, model_of(config.model)
-    examples = joined_examples(task, task.validation)[:config.validation_examples]
+    examples = joined_examples(task, task.validation)[: config.validation_examples]
     gather = jax.jit(lambda params: params, out_shardings=parameter_sharding(mesh, (), split=False))
 
     def score(params: nnx.State) -> float | None:
         if not examples or metric is None:
             return None
         params = gather(params)
-        cascade = Cascade((model, model), (params, params), tokenizer, task.prefix, task.max_source_length,
-                          task.max_target_length, suffix=task.suffix)
-        outputs = cascade.generate([source for source, _ in examples], method="verifier", batch_size=32,
-                                   truncate=True)
+        cascade = Cascade(
+            (model, model),
+            (params, params),
+            tokenizer,
+            task.prefix,
+            task.max_source_length,
+            task.max_target_length,
+            suffix=task.suffix,
+        )
+        outputs = cascade.generate(
+            [source for source, _ in examples], method="verifier", batch_size=32, truncate=True
+        )
         return metric([o.text for o in outputs], [references for _, references in examples])
 
     return score
 
 
-def start(config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest: Any
-          ) -> tuple[int, nnx.State, Any]:
+def start(
+    config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest: Any
+) -> tuple[int, nnx.State, Any]:
     """The step, parameters and optimizer state of the last save, or those that a new run begins with."""
     step = latest.latest_step() or 0
 
@@ -102,8 +120,11 @@ def start(config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest:
         at = tree_sharding(mesh, shapes, config.split_parameters)
         if not step:
             return jax.jit(new, out_shardings=at)(*arguments)
-        return native.restore(latest, item, jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at))
+        return native.restore(
+            latest,
+            item,
+            jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at),
+        )
 
     if config.lora_rank or not step:  # what adapters are next to is not saved
         params = first_parameters(config, model, mesh)
@@ -149,11 +170,28 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
         teacher, teacher_params, teacher_tokenizer = load_teacher(config.teacher, config, tokenizer, mesh)
         cut = cut_as(teacher_tokenizer, tokenizer) if config.teacher_tokens else None
         if config.teacher_outputs is not None:
-            path, writer = Path(config.teacher_outputs), Cascade(
-                (teacher, teacher), (teacher_params, teacher_params), teacher_tokenizer, task.prefix,
-                task.max_source_length, task.max_target_length, suffix=task.suffix)
-            in_turn(partial(distillation.write_outputs, writer, task, path, config.teacher_examples,
-                            singles=config.teacher_singles))
+            path, writer = (
+                Path(config.teacher_outputs),
+                Cascade(
+                    (teacher, teacher),
+                    (teacher_params, teacher_params),
+                    teacher_tokenizer,
+                    task.prefix,
+                    task.max_source_length,
+                    task.max_target_length,
+                    suffix=task.suffix,
+                ),
+            )
+            in_turn(
+                partial(
+                    distillation.write_outputs,
+                    writer,
+                    task,
+                    path,
+                    config.teacher_examples,
+                    singles=config.teacher_singles,
+                )
+            )
             task = distillation.distilled(task, path, config.teacher_singles)
             judged = in_turn(partial(distillation.judged_by, writer, config))
     validation = validation_batches(judged, tokenizer, validation_rows, cut)
@@ -166,14 +204,22 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     steps = make_steps(model, config, optimizer, mesh, teacher, tokenizer.eos_id)
     merged = lora.merging(config, mesh)
     with Reporter(run, step, config.steps, quiet=jax.process_index() > 0) as report:
-        report.record("start", step, config=portable(dataclasses.asdict(config)), jax=jax.__version__,
-                      device=str(jax.devices()[0]), devices=jax.device_count(), machine=platform.machine(),
-                      parameters=sum(x.size for x in jax.tree.leaves(params)),
-                      trained=sum(x.size for x in jax.tree.leaves(split(config, params)[0])))
+        report.record(
+            "start",
+            step,
+            config=portable(dataclasses.asdict(config)),
+            jax=jax.__version__,
+            device=str(jax.devices()[0]),
+            devices=jax.device_count(),
+            machine=platform.machine(),
+            parameters=sum(x.size for x in jax.tree.leaves(params)),
+            trained=sum(x.size for x in jax.tree.leaves(split(config, params)[0])),
+        )
         began, pending, tokens = time.monotonic(), [], 0
         while step < config.steps:
             params, opt_state, loss, norm, count = one_step(
-                steps, params, opt_state, batches, step, config, mesh, teacher_params)
+                steps, params, opt_state, batches, step, config, mesh, teacher_params
+            )
             pending.append((loss, norm))
             tokens += count
             step += 1
@@ -184,9 +230,14 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
             kept = latest.latest_step()
             seen = finite(pending, step, kept)
             seconds = time.monotonic() - began
-            report.record("log", step, loss=float(np.mean([loss for loss, _ in seen])),
-                          gradient_norm=float(np.mean([norm for _, norm in seen])),
-                          tokens_per_second=tokens / seconds, seconds=seconds)
+            report.record(
+                "log",
+                step,
+                loss=float(np.mean([loss for loss, _ in seen])),
+                gradient_norm=float(np.mean([norm for _, norm in seen])),
+                tokens_per_second=tokens / seconds,
+                seconds=seconds,
+            )
             if (evaluates or saves) and not steps.finite((params, opt_state)):
                 raise diverged("a parameter or the optimizer's state", step, kept)
             whole = merged(params) if evaluates or saves else params
@@ -200,8 +251,9 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 native.save(best, step, {"params": nnx.to_pure_dict(whole)}, {"loss": mean})
             if saves:  # after the evaluation: a kill between the two repeats it
                 adapters = {lora.ADAPTERS: lora.split_adapters(params)[0]} if config.lora_rank else {}
-                native.save(latest, step, {"params": nnx.to_pure_dict(whole), **adapters,
-                                           "optimizer": opt_state})
+                native.save(
+                    latest, step, {"params": nnx.to_pure_dict(whole), **adapters, "optimizer": opt_state}
+                )
             del whole  # of adapters it is one copy more of the model
             began, pending, tokens = time.monotonic(), [], 0
 
@@ -220,8 +272,10 @@ def finite(pending: list[tuple[Array, Array]], step: int, kept: int | None) -> l
 
 def diverged(what: str, step: int, kept: int | None) -> ValueError:
     saved = f"the checkpoint of step {kept} is kept" if kept else "nothing was saved yet"
-    return ValueError(f"{what} is not a number at step {step}; {saved}. Lower --learning-rate, set "
-                      "--clip-norm, or use --dtype float32.")
+    return ValueError(
+        f"{what} is not a number at step {step}; {saved}. Lower --learning-rate, set "
+        "--clip-norm, or use --dtype float32."
+    )
 
 
 def export(run: Path, folder: Path, init: str | None) -> None:

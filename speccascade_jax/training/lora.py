@@ -28,7 +28,7 @@ from speccascade_jax.parallel import tree_sharding
 Array = jax.Array
 ParameterPath = tuple[Any, ...]
 ADAPTERS = "adapters"  # the part of a run's parameters that is trained
-FILE = "lora.json"     # in the run: what it adapts, and how
+FILE = "lora.json"  # in the run: what it adapts, and how
 
 
 def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
@@ -46,8 +46,12 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
     names = config.lora_kernels or [name for name in found if name != "head"]
     for name in names:
         if name not in found:
-            raise FieldError("lora_kernels", names, f"known: {', '.join(found)}.",
-                             f"lora_kernels names {name!r}, which this model has not")
+            raise FieldError(
+                "lora_kernels",
+                names,
+                f"known: {', '.join(found)}.",
+                f"lora_kernels names {name!r}, which this model has not",
+            )
     return [path for name in dict.fromkeys(names) for path in found[name]]
 
 
@@ -57,9 +61,12 @@ def check_adapters(config: TrainConfig) -> None:
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
         size = " by ".join(map(str, shapes[narrowest].shape))
-        raise FieldError("lora_rank", config.lora_rank,
-                         f"take at most {least}, or leave it out of lora_kernels.",
-                         f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}")
+        raise FieldError(
+            "lora_rank",
+            config.lora_rank,
+            f"take at most {least}, or leave it out of lora_kernels.",
+            f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}",
+        )
 
 
 def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
@@ -69,7 +76,8 @@ def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
         size, out = flat[path].get_value().shape
         key = jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(native.dotted(path).encode()))
         adapters[ADAPTERS, *path[:-1], "a"] = nnx.Param(
-            size**-0.5 * jax.random.normal(key, (size, config.lora_rank)))
+            size**-0.5 * jax.random.normal(key, (size, config.lora_rank))
+        )
         adapters[ADAPTERS, *path[:-1], "b"] = nnx.Param(jnp.zeros((config.lora_rank, out)))
     return nnx.from_flat_state(adapters)
 
@@ -103,7 +111,8 @@ def adapted(config: TrainConfig, params: nnx.State) -> nnx.State:
     for path in chosen(config):
         a, b = (adapters[ADAPTERS, *path[:-1], name].get_value() for name in ("a", "b"))
         base[path] = base[path].replace(
-            AdaptedKernel(base[path].get_value(), a, b, config.lora_alpha / config.lora_rank))
+            AdaptedKernel(base[path].get_value(), a, b, config.lora_alpha / config.lora_rank)
+        )
     return nnx.from_flat_state(base)
 
 
@@ -120,8 +129,12 @@ def merging(config: TrainConfig, mesh: Mesh) -> Callable[[nnx.State], nnx.State]
         low = jnp.matmul(kernel.a, kernel.b, precision="highest")
         return kernel.base.astype(jnp.float32) + kernel.scale * low
 
-    return jax.jit(lambda params: jax.tree.map(
-        whole, adapted(config, params), is_leaf=lambda x: isinstance(x, AdaptedKernel)), out_shardings=at)
+    return jax.jit(
+        lambda params: jax.tree.map(
+            whole, adapted(config, params), is_leaf=lambda x: isinstance(x, AdaptedKernel)
+        ),
+        out_shardings=at,
+    )
 
 
 def describe(config: TrainConfig, base: nnx.State) -> None:
@@ -129,15 +142,23 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):
-        raise FieldError("lora_rank", config.lora_rank, "resume with that, or choose another output_dir.",
-                         f"lora_rank is {config.lora_rank}, but the run in {run} began "
-                         f"{'with' if where.is_file() else 'without'} adapters")
+        raise FieldError(
+            "lora_rank",
+            config.lora_rank,
+            "resume with that, or choose another output_dir.",
+            f"lora_rank is {config.lora_rank}, but the run in {run} began "
+            f"{'with' if where.is_file() else 'without'} adapters",
+        )
     if not config.lora_rank:
         where.unlink(missing_ok=True)
         return
     sums = native.checksums(nnx.to_pure_dict(base))
-    own = {"rank": config.lora_rank, "alpha": config.lora_alpha,
-           "kernels": sorted({str(path[-2]) for path in chosen(config)}), "base": config.lora_base}
+    own = {
+        "rank": config.lora_rank,
+        "alpha": config.lora_alpha,
+        "kernels": sorted({str(path[-2]) for path in chosen(config)}),
+        "base": config.lora_base,
+    }
     if not resumed:
         if jax.process_index() == 0:
             write_whole(where, json.dumps(own | {"init": config.init, "crc32": sums}, indent=1) + "\n")
@@ -145,9 +166,17 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     begun = read_json(where)
     for name, value in own.items():
         if begun.get(name) != value:
-            raise FieldError(f"lora_{name}", value, "resume with that, or choose another output_dir.",
-                             f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}")
+            raise FieldError(
+                f"lora_{name}",
+                value,
+                "resume with that, or choose another output_dir.",
+                f"lora_{name} is {value}, but the run in {run} began with {begun.get(name)}",
+            )
     if begun.get("crc32") != sums:
-        raise FieldError("init", config.init, "resume with these, or choose another output_dir.",
-                         f"init is {config.init}, whose parameters are not those that the run in {run} began "
-                         f"with ({begun.get('init')})")
+        raise FieldError(
+            "init",
+            config.init,
+            "resume with these, or choose another output_dir.",
+            f"init is {config.init}, whose parameters are not those that the run in {run} began "
+            f"with ({begun.get('init')})",
+        )

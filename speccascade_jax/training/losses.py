@@ -8,8 +8,14 @@ from speccascade_jax.core.protocols import AnyArray
 Array = jax.Array
 
 
-def token_loss(logits: Array, target: AnyArray, target_length: AnyArray, *, label_smoothing: float = 0.0,
-               z_loss: float = 0.0) -> tuple[Array, Array]:
+def token_loss(
+    logits: Array,
+    target: AnyArray,
+    target_length: AnyArray,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Array, Array]:
     """Sum over real tokens of the cross-entropy (+ z_loss * log Z^2), and their number.
 
     logits [B, T, V], target [B, T]; natural logarithms.

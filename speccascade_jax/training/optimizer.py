@@ -23,16 +23,19 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     end = 0.0 if config.decay == "linear" else config.learning_rate
     rate = optax.linear_schedule(config.learning_rate, end, max(config.steps - config.warmup_steps, 1))
     if config.warmup_steps:
-        warmup = optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate,
-                                       config.warmup_steps)
+        warmup = optax.linear_schedule(
+            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
+        )
         rate = optax.join_schedules([warmup, rate], [config.warmup_steps])
     if config.optimizer == "adafactor":
         optimizer = optax.adafactor(rate, multiply_by_parameter_scale=scaled, clipping_threshold=1.0)
     else:
-        optimizer = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.98),
-                                scale_by_parameter_rms() if scaled else optax.identity(),
-                                optax.add_decayed_weights(config.weight_decay),
-                                optax.scale_by_learning_rate(rate))
+        optimizer = optax.chain(
+            optax.scale_by_adam(b1=0.9, b2=0.98),
+            scale_by_parameter_rms() if scaled else optax.identity(),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(rate),
+        )
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)

@@ -39,9 +39,17 @@ def find_tokenizer(config: TrainConfig) -> Path:
         else:
             for _ in texts(config.task, config.task.train):  # SentencePiece hides what is raised inside it
                 pass
-            train_tokenizer((text for source, target, _ in texts(config.task, config.task.train)
-                             for text in (source, target)), beside, config.tokenizer_size,
-                            bos=FAMILIES[full_of(config.model).family].bos, pieces=config.tokenizer_pieces)
+            train_tokenizer(
+                (
+                    text
+                    for source, target, _ in texts(config.task, config.task.train)
+                    for text in (source, target)
+                ),
+                beside,
+                config.tokenizer_size,
+                bos=FAMILIES[full_of(config.model).family].bos,
+                pieces=config.tokenizer_pieces,
+            )
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -56,9 +64,13 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
     if tokenizer.size > config.model.vocab_size:
-        raise FieldError("model.vocab_size", config.model.vocab_size, "set it to at least that.",
-                         f"model.vocab_size is {config.model.vocab_size}, and the tokenizer {path} has "
-                         f"{tokenizer.size} pieces")
+        raise FieldError(
+            "model.vocab_size",
+            config.model.vocab_size,
+            "set it to at least that.",
+            f"model.vocab_size is {config.model.vocab_size}, and the tokenizer {path} has "
+            f"{tokenizer.size} pieces",
+        )
     native.describe(run, config.model, path)
     return tokenizer
 
@@ -94,14 +106,16 @@ def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
     return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
 
 
-def load_placed(path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None,
-                dtype: str = "float32") -> checkpoints.Checkpoint:
+def load_placed(
+    path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None, dtype: str = "float32"
+) -> checkpoints.Checkpoint:
     """A checkpoint in `dtype`, each array where the mesh wants it."""
     return checkpoints.load(path, dtype, placement(config, mesh), config=shape)
 
 
-def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
-                 ) -> tuple[Model, nnx.State, Tokenizer]:
+def load_teacher(
+    path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
+) -> tuple[Model, nnx.State, Tokenizer]:
     """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is another
     and its distributions are to be learnt, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
@@ -116,7 +130,11 @@ def load_teacher(path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mes
             f"the teacher {path} has another vocabulary than {config.name}",
         )
     if scores and checkpoint.model.vocab_size != config.model.vocab_size:
-        raise FieldError("model.vocab_size", config.model.vocab_size, "set it to the teacher's.",
-                         f"model.vocab_size of {config.name} is {config.model.vocab_size}, and the teacher "
-                         f"{path} has {checkpoint.model.vocab_size} logits")
+        raise FieldError(
+            "model.vocab_size",
+            config.model.vocab_size,
+            "set it to the teacher's.",
+            f"model.vocab_size of {config.name} is {config.model.vocab_size}, and the teacher "
+            f"{path} has {checkpoint.model.vocab_size} logits",
+        )
     return model_of(checkpoint.model.config, dtype=config.dtype), checkpoint.params, teacher_tokenizer

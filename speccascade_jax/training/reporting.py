@@ -17,8 +17,12 @@ def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            if isinstance(event, dict) and isinstance(event.get("step"), int) and "event" in event and (
-                    last_step is None or event["step"] <= last_step):
+            if (
+                isinstance(event, dict)
+                and isinstance(event.get("step"), int)
+                and "event" in event
+                and (last_step is None or event["step"] <= last_step)
+            ):
                 events.append(event)
     return events
 
@@ -42,10 +46,15 @@ class Reporter:
     def __init__(self, run: Path, step: int, steps: int, *, quiet: bool = False):
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
         self.steps, self.file, self.board = steps, None, None
-        columns = (TextColumn("{task.description}"), BarColumn(),
-                   TextColumn("step {task.completed}/{task.total}"), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self.console, transient=True,
-                            disable=quiet or not self.console.is_terminal)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("step {task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(
+            *columns, console=self.console, transient=True, disable=quiet or not self.console.is_terminal
+        )
         self.task = self.bar.add_task("compiling", total=steps, completed=step)
         if quiet:
             return
@@ -56,6 +65,7 @@ class Reporter:
         self.file = (run / "metrics.jsonl").open("a")
         if importlib.util.find_spec("tensorboardX"):
             from tensorboardX import SummaryWriter
+
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
 
     def __enter__(self) -> "Reporter":
@@ -69,8 +79,11 @@ class Reporter:
                 sink.close()
 
     def record(self, event: str, step: int, **values: Any) -> None:
-        shown = "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                          for name, value in values.items() if not isinstance(value, dict))
+        shown = "  ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+            if not isinstance(value, dict)
+        )
         if event == "log" and self.console.is_terminal:
             self.bar.update(self.task, completed=step, description=shown)
         else:
@@ -87,13 +100,16 @@ class Reporter:
 def loss_curve(run: Path) -> None:
     """Draws <run>/loss.png: training and validation loss, and validation quality, by step."""
     from matplotlib.figure import Figure  # here, for it takes a second to import
+
     events = read_events(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
     axes.set_title(run.name, parse_math=False)  # a name may hold a dollar sign
     lines = []
-    for kind, label, style in (("log", "training", {"color": "C0", "lw": 1}),
-                               ("evaluation", "validation", {"color": "C1", "marker": "o"})):
+    for kind, label, style in (
+        ("log", "training", {"color": "C0", "lw": 1}),
+        ("evaluation", "validation", {"color": "C1", "marker": "o"}),
+    ):
         points = [(e["step"], e["loss"]) for e in events if e["event"] == kind]
         if points:
             lines += axes.plot(*zip(*points, strict=True), label=label, **style)

@@ -23,12 +23,12 @@ from speccascade_jax.training.data import Batch, pad
 Array = jax.Array
 Replaced = Callable[[str, Sequence[str], Sequence[Sequence[str]], Sequence[int], Sequence[str]], np.ndarray]
 """evaluation.quality.replaced: of a metric, texts and their references, what one other text changes."""
-ROWS = 16           # texts that are scored at once
-GOING_ON = 64       # texts that are written at once
-BUCKET = 16         # tokens: sources and beginnings are padded to multiples
-ALPHA = 0.1         # of `opt`, which writes the texts along which tokens are tried, and ends them
+ROWS = 16  # texts that are scored at once
+GOING_ON = 64  # texts that are written at once
+BUCKET = 16  # tokens: sources and beginnings are padded to multiples
+ALPHA = 0.1  # of `opt`, which writes the texts along which tokens are tried, and ends them
 BLOCK = 5
-LEAST = 1e-3        # a disagreement's chance
+LEAST = 1e-3  # a disagreement's chance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,14 @@ class Continued:
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
-    def prefill(self, params: Params, inputs: Array, input_length: Array, max_length: int
-                ) -> tuple[Prefix, Cache]:
-        source, (length, begun), tokens = (inputs[:, :self.width], inputs[:, self.width:self.width + 2].T,
-                                           inputs[:, self.width + 2:])
+    def prefill(
+        self, params: Params, inputs: Array, input_length: Array, max_length: int
+    ) -> tuple[Prefix, Cache]:
+        source, (length, begun), tokens = (
+            inputs[:, : self.width],
+            inputs[:, self.width : self.width + 2].T,
+            inputs[:, self.width + 2 :],
+        )
         prefix, cache = self.model.prefill(params, source, length, max_length + tokens.shape[1])
         rows, size = jnp.arange(len(inputs))[:, None], tokens.shape[1]
         whole = jnp.pad(prefix.tokens, ((0, 0), (0, size)))
@@ -76,26 +80,42 @@ class Place(NamedTuple):
     """Where the two models disagree, in a text."""
 
     text: int
-    features: Any       # [F]
-    begun: list[int]    # the text before it
-    tokens: list[int]   # the drafter's, and the verifier's
+    features: Any  # [F]
+    begun: list[int]  # the text before it
+    tokens: list[int]  # the drafter's, and the verifier's
 
 
-def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[list[int]],
-                  options: SamplingOptions, count: int, seed: int) -> list[Place]:
+def disagreements(
+    cascade: Cascade,
+    rows: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    options: SamplingOptions,
+    count: int,
+    seed: int,
+) -> list[Place]:
     """`count` places of each text, drawn in proportion to the chance TV(p~, q~) that they disagree there, and
     the tokens that each of them then draws."""
+
     def look(params: tuple[Params, Params], batch: Batch, key: Array) -> tuple[Array, ...]:
-        q, p = (logits_of(model, weights, batch) for model, weights in
-                zip((cascade.drafter, cascade.verifier), params, strict=True))
-        s = Scores(jax.nn.softmax(q), jax.nn.softmax(p), token_probs(q, options), token_probs(p, options),
-                   jnp.asarray(options.temperature <= 0))
+        q, p = (
+            logits_of(model, weights, batch)
+            for model, weights in zip((cascade.drafter, cascade.verifier), params, strict=True)
+        )
+        s = Scores(
+            jax.nn.softmax(q),
+            jax.nn.softmax(p),
+            token_probs(q, options),
+            token_probs(p, options),
+            jnp.asarray(options.temperature <= 0),
+        )
         chance = total_variation(s.p_sampled, s.q_sampled)[..., 0]
         real = jnp.arange(chance.shape[1]) < batch.target_length[:, None]
         keys = jax.random.split(key, 3)
         more = s.p_sampled - s.q_sampled
-        drawn = [jax.random.categorical(key, jnp.log(jnp.maximum(left, 0.0)))
-                 for key, left in zip(keys, (-more, more), strict=False)]
+        drawn = [
+            jax.random.categorical(key, jnp.log(jnp.maximum(left, 0.0)))
+            for key, left in zip(keys, (-more, more), strict=False)
+        ]
         weight = jnp.where(real & (chance > LEAST), jnp.log(chance), -jnp.inf)
         noisy = weight + jax.random.gumbel(keys[2], weight.shape)
         order = jax.lax.top_k(noisy, min(count, weight.shape[1]))[1]
@@ -106,18 +126,25 @@ def disagreements(cascade: Cascade, rows: Sequence[list[int]], texts: Sequence[l
     for begin in range(0, len(rows), ROWS):
         end = min(begin + ROWS, len(rows))
         blank = [[0]] * (begin + ROWS - end)
-        batch = Batch(*pad([*rows[begin:end], *blank], source_width, 0),
-                      *pad([*texts[begin:end], *blank], width, 0))
+        batch = Batch(
+            *pad([*rows[begin:end], *blank], source_width, 0), *pad([*texts[begin:end], *blank], width, 0)
+        )
         key = jax.random.fold_in(jax.random.key(seed), begin)
         known, drawn, counts, order = jax.device_get(
-            look((cascade.params[0], cascade.params[-1]), batch, key))
-        seen += [Place(begin + n, known[n, at], texts[begin + n][:at], drawn[n, at].tolist())
-                 for n in range(end - begin) for at in order[n] if counts[n, at]]
+            look((cascade.params[0], cascade.params[-1]), batch, key)
+        )
+        seen += [
+            Place(begin + n, known[n, at], texts[begin + n][:at], drawn[n, at].tolist())
+            for n in range(end - begin)
+            for at in order[n]
+            if counts[n, at]
+        ]
     return seen
 
 
-def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
-              ) -> list[str]:
+def continued(
+    cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
+) -> list[str]:
     """Each beginning (the number of its source, its tokens) as `opt` ends it greedily, up to the cascade's
     stop sequences."""
     keys = jax.random.split(jax.random.key(0), GOING_ON)
@@ -127,34 +154,51 @@ def continued(cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple
         if tokens[-1] != cascade.tokenizer.eos_id:
             source_width, width = (-(-len(x) // BUCKET) * BUCKET for x in (rows[text], tokens))
             alike.setdefault((source_width, width), []).append(n)
-    parts = [(widths, numbers[at:at + GOING_ON]) for widths, numbers in alike.items()
-             for at in range(0, len(numbers), GOING_ON)]
+    parts = [
+        (widths, numbers[at : at + GOING_ON])
+        for widths, numbers in alike.items()
+        for at in range(0, len(numbers), GOING_ON)
+    ]
     for (source_width, width), chosen in track(parts, "continuing texts", transient=True):
         filled = chosen + chosen[:1] * (GOING_ON - len(chosen))
         source, length = pad([rows[begun[n][0]] for n in filled], source_width, 0)
         beginning, size = pad([texts[n] for n in filled], width, 0)
         inputs = np.concatenate([source, length[:, None], size[:, None], beginning], axis=1)
         drafter, verifier = (Continued(model, source_width) for model in (cascade.drafter, cascade.verifier))
-        decoded = jax.device_get(generate(
-            Speculative(Autoregressive(drafter), verifier, METHODS["opt"], BLOCK),
-            (cascade.params[0], cascade.params[-1]), keys, inputs, np.full(GOING_ON, inputs.shape[1]),
-            SamplingOptions(0.0), jnp.full(1, ALPHA), max_new_tokens=cascade.max_new_tokens,
-            eos_id=cascade.tokenizer.eos_id))
+        decoded = jax.device_get(
+            generate(
+                Speculative(Autoregressive(drafter), verifier, METHODS["opt"], BLOCK),
+                (cascade.params[0], cascade.params[-1]),
+                keys,
+                inputs,
+                np.full(GOING_ON, inputs.shape[1]),
+                SamplingOptions(0.0),
+                jnp.full(1, ALPHA),
+                max_new_tokens=cascade.max_new_tokens,
+                eos_id=cascade.tokenizer.eos_id,
+            )
+        )
         for n, tokens, many in zip(chosen, decoded.tokens, decoded.length, strict=False):
-            texts[n] = [*texts[n], *tokens[:many].tolist()][:cascade.max_new_tokens]
+            texts[n] = [*texts[n], *tokens[:many].tolist()][: cascade.max_new_tokens]
     return [text_of(cascade.tokenizer, tokens, cascade.stop) for tokens in texts]
 
 
 class Tried(NamedTuple):
     """Of every place where both tokens were tried, [N, ...]."""
 
-    features: Any    # [N, F]
+    features: Any  # [N, F]
     advantages: Any  # of the verifier's token: what it adds to the metric of all texts, times their number
-    texts: Any       # the number of its text
+    texts: Any  # the number of its text
 
 
-def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]]],
-          sampling: Iterable[SamplingOptions], config: RouterConfig, replaced: Replaced) -> Tried:
+def tried(
+    cascade: Cascade,
+    metric: str,
+    examples: Sequence[tuple[str, list[str]]],
+    sampling: Iterable[SamplingOptions],
+    config: RouterConfig,
+    replaced: Replaced,
+) -> Tried:
     """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.
 
     Both texts end as `opt` would have ended them, so that to prefer the better token is a step of policy
@@ -167,16 +211,31 @@ def tried(cascade: Cascade, metric: str, examples: Sequence[tuple[str, list[str]
     replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
     tries = list[Tried]()
     for number, options in enumerate(sampling):
-        written = list(cascade.generate(
-            sources, method="opt", alpha=ALPHA, temperature=options.temperature, top_p=options.top_p,
-            seed=config.seed, batch_size=GOING_ON, truncate=True))
-        places = disagreements(cascade, rows, [o.tokens for o in written], options, config.places,
-                               config.seed + number)
-        ended = continued(cascade, rows, [(place.text, [*place.begun, token])
-                                          for place in places for token in place.tokens])
+        written = list(
+            cascade.generate(
+                sources,
+                method="opt",
+                alpha=ALPHA,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=config.seed,
+                batch_size=GOING_ON,
+                truncate=True,
+            )
+        )
+        places = disagreements(
+            cascade, rows, [o.tokens for o in written], options, config.places, config.seed + number
+        )
+        ended = continued(
+            cascade, rows, [(place.text, [*place.begun, token]) for place in places for token in place.tokens]
+        )
         numbers = [place.text for place in places for _ in place.tokens]
         worth = replaced(metric, [o.text for o in written], references, numbers, ended).reshape(-1, 2)
-        tries.append(Tried(np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
-                           len(sources) * (worth[:, 1] - worth[:, 0]),
-                           np.array([place.text for place in places], int)))
+        tries.append(
+            Tried(
+                np.array([place.features for place in places]).reshape(len(places), len(FEATURES)),
+                len(sources) * (worth[:, 1] - worth[:, 0]),
+                np.array([place.text for place in places], int),
+            )
+        )
     return Tried._make(np.concatenate(columns) for columns in zip(*tries, strict=True))

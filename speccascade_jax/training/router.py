@@ -35,10 +35,10 @@ from speccascade_jax.training.rollouts import ROWS, Replaced, Tried, logits_of, 
 
 Array = jax.Array
 POSITIONS = 2048  # of a training step
-HELD_OUT = 5      # every fifth text is for measuring only
+HELD_OUT = 5  # every fifth text is for measuring only
 ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
 LEAST = 1e-9  # keeps logarithms and quotients finite
-FAR = 5.0     # standard deviations; an advantage further out counts as one there
+FAR = 5.0  # standard deviations; an advantage further out counts as one there
 BELIEVED = 0.5  # of a router's network: samples of the advantage are noisy, and `opt` is good
 FLATTEST = 0.05  # least slope of the advantage, in standard deviations, against opt's estimate
 Seen = TypeVar("Seen", "Observed", Tried)
@@ -48,15 +48,18 @@ class Observed(NamedTuple):
     """Of every real token of some texts, [N, ...]."""
 
     features: Any  # of its position
-    chances: Any   # [N, 2]: how likely it is to the drafter, and to the verifier
-    texts: Any     # the number of its text
+    chances: Any  # [N, 2]: how likely it is to the drafter, and to the verifier
+    texts: Any  # the number of its text
 
 
 def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
     """What is known of the tokens of `batches`, at temperature 1."""
+
     def observe(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
-        q, p = (jax.nn.softmax(logits_of(model, weights, batch)) for model, weights in
-                zip((cascade.drafter, cascade.verifier), params, strict=True))
+        q, p = (
+            jax.nn.softmax(logits_of(model, weights, batch))
+            for model, weights in zip((cascade.drafter, cascade.verifier), params, strict=True)
+        )
         chances = [jnp.take_along_axis(x, jnp.asarray(batch.target)[..., None], axis=-1) for x in (q, p)]
         return features(Scores(q, p, q, p, jnp.asarray(False))), jnp.concatenate(chances, axis=-1)
 
@@ -88,13 +91,17 @@ def mixture_loss(weight: Array, price: Array, seen: Observed) -> Array:
 def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: RouterConfig) -> Weights:
     """The network of least `loss` of some positions at levels of ALPHAS. It begins as one of zeros."""
     rng = np.random.default_rng(config.seed)
-    weights = Weights(jnp.asarray(rng.normal(size=(len(FEATURES), config.width)), jnp.float32) / 3,
-                      jnp.zeros(config.width), jnp.zeros(config.width))
+    weights = Weights(
+        jnp.asarray(rng.normal(size=(len(FEATURES), config.width)), jnp.float32) / 3,
+        jnp.zeros(config.width),
+        jnp.zeros(config.width),
+    )
     optimizer = optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
 
     @jax.jit
-    def step(weights: Weights, state: optax.OptState, seen: Seen, level: Array
-             ) -> tuple[Weights, optax.OptState]:
+    def step(
+        weights: Weights, state: optax.OptState, seen: Seen, level: Array
+    ) -> tuple[Weights, optax.OptState]:
         updates, state = optimizer.update(jax.grad(loss)(weights, seen, level), state)
         return optax.apply_updates(weights, updates), state  # type: ignore[return-value]
 
@@ -135,10 +142,17 @@ def fit_router(seen: Tried, config: RouterConfig) -> Weights:
 def errors(weights: Weights, seen: Observed) -> dict[str, float]:
     """The loss that fit_mixture() lowers: of the network, and of what it begins as."""
     constant, worth = Weights(*(np.zeros_like(x) for x in weights)), prices(seen)
-    return {f"loss, {name}": float(np.mean([
-        mixture_loss(drafters_weight(candidate, seen.features, alpha), price, seen)
-        for alpha, price in zip(ALPHAS, worth, strict=True)]))
-        for name, candidate in (("network", weights), ("mixture", constant))}
+    return {
+        f"loss, {name}": float(
+            np.mean(
+                [
+                    mixture_loss(drafters_weight(candidate, seen.features, alpha), price, seen)
+                    for alpha, price in zip(ALPHAS, worth, strict=True)
+                ]
+            )
+        )
+        for name, candidate in (("network", weights), ("mixture", constant))
+    }
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
@@ -162,9 +176,11 @@ def gains(weights: Weights, seen: Tried) -> dict[str, float]:
 
 def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
     """Each temperature with each top-p, once where it is greedy."""
-    return [SamplingOptions(temperature, top_p=None if top_p == 1 else top_p)
-            for temperature in config.temperatures
-            for top_p in (config.top_ps if temperature > 0 else (1.0,))]
+    return [
+        SamplingOptions(temperature, top_p=None if top_p == 1 else top_p)
+        for temperature in config.temperatures
+        for top_p in (config.top_ps if temperature > 0 else (1.0,))
+    ]
 
 
 def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
@@ -177,8 +193,12 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     pair: DecodeConfig = configs.load(config.pair, DecodeConfig)
     name = config.task or pair.task
     if name is None:
-        raise FieldError("task", None, f"name the training config whose texts the {config.method} of "
-                         f"{config.pair} learns from.", "task is missing")
+        raise FieldError(
+            "task",
+            None,
+            f"name the training config whose texts the {config.method} of {config.pair} learns from.",
+            "task is missing",
+        )
     training: TrainConfig = configs.load(name, TrainConfig)
     cascade = Cascade.from_config(dataclasses.replace(pair, router=None, dtype=config.dtype))
     if cascade.levels != 1 or cascade.foreign:
@@ -188,21 +208,35 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     def parts(seen: Seen) -> tuple[Seen, Seen]:
         held = seen.texts % HELD_OUT == 0
         if min(held.sum(), (~held).sum()) < 2:  # of one, there is no correlation
-            raise FieldError("split", config.split, "name another split.",
-                             f"the {config.split} split has too few texts to learn from")
+            raise FieldError(
+                "split",
+                config.split,
+                "name another split.",
+                f"the {config.split} split has too few texts to learn from",
+            )
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))
         return first, second
 
     if METHODS[config.method].defers:  # a rule learns when to defer, a mixture its weights
-        examples = joined_examples(task, task.validation)[:config.examples]
+        examples = joined_examples(task, task.validation)[: config.examples]
         tries, others = parts(tried(cascade, task.metric, examples, sampling_of(config), config, replaced))
         weights = fit_router(tries, config)
         figures, count = gains(weights, others), len(tries.texts)
     else:
         batches = validation_batches(dataclasses.replace(training, task=task), cascade.tokenizer, ROWS)
-        learnt, rest = parts(observed(cascade, batches[:-(-config.examples // ROWS)]))
+        learnt, rest = parts(observed(cascade, batches[: -(-config.examples // ROWS)]))
         weights = fit_mixture(learnt, config)
         figures, count = errors(weights, rest), len(learnt.texts)
-    write_whole(Path(config.output), described(weights, config.method, pair=config.pair, task=name,
-                                               split=config.split, positions=count, held_out=figures))
+    write_whole(
+        Path(config.output),
+        described(
+            weights,
+            config.method,
+            pair=config.pair,
+            task=name,
+            split=config.split,
+            positions=count,
+            held_out=figures,
+        ),
+    )
     return figures

@@ -27,15 +27,21 @@ class Steps(NamedTuple):
     """The jitted pieces of a training step."""
 
     gradients: Callable[..., Any]  # (params, batch, number, teacher_params, whether its targets are the
-                                   # model's own) -> summed gradients, loss, tokens
+    # model's own) -> summed gradients, loss, tokens
     own_texts: Callable[..., Any]  # (params, batch, number) -> the batch with targets that the model writes
-    update: Callable[..., Any]     # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
-    losses: Callable[..., Any]     # (params, batch) -> summed loss, tokens
-    finite: Callable[..., Any]     # any pytree -> whether all its numbers are finite
+    update: Callable[..., Any]  # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
+    losses: Callable[..., Any]  # (params, batch) -> summed loss, tokens
+    finite: Callable[..., Any]  # any pytree -> whether all its numbers are finite
 
 
-def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh,
-               teacher: Model | None = None, eos_id: int = NO_TOKEN) -> Steps:
+def make_steps(
+    model: Model,
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    teacher: Model | None = None,
+    eos_id: int = NO_TOKEN,
+) -> Steps:
     """Gradients are summed over tokens, so that batches of several sizes add up to one step; they, and the
     optimizer's state, are of the parameters that are trained. eos_id ends the texts that the model writes.
 
@@ -47,14 +53,20 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
 
     def model_loss(params, batch: Batch, key, teacher_params, on_policy: bool):
         logits = forward(model, adapted(config, params), batch, key)
-        total, count = token_loss(logits, batch.target, batch.target_length,
-                                  label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        total, count = token_loss(
+            logits,
+            batch.target,
+            batch.target_length,
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+        )
         share = (
             1.0 if on_policy else config.distillation
         )  # a text of the model's own has nothing else to teach
         if teacher is not None and share:
-            distilled = distillation_loss(logits, forward(teacher, teacher_params, batch),
-                                          batch.target_length, config.divergence)
+            distilled = distillation_loss(
+                logits, forward(teacher, teacher_params, batch), batch.target_length, config.divergence
+            )
             total = (1.0 - share) * total + share * distilled
         return total, count
 
@@ -91,18 +103,30 @@ def make_steps(model: Model, config: TrainConfig, optimizer: optax.GradientTrans
 
     shapes = shapes_of(config, model)
     trained = split(config, shapes)[0]
-    at, grads_at, opt_at = (tree_sharding(mesh, tree, config.split_parameters)
-                            for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained)))
+    at, grads_at, opt_at = (
+        tree_sharding(mesh, tree, config.split_parameters)
+        for tree in (shapes, trained, jax.eval_shape(optimizer.init, trained))
+    )
     whole = parameter_sharding(mesh, (), split=False)
-    return Steps(jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="on_policy"),
-                 jax.jit(written),
-                 jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
-                 jax.jit(losses, out_shardings=whole), jax.jit(finite, out_shardings=whole))
+    return Steps(
+        jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="on_policy"),
+        jax.jit(written),
+        jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
+        jax.jit(losses, out_shardings=whole),
+        jax.jit(finite, out_shardings=whole),
+    )
 
 
-def one_step(steps: Steps, params: nnx.State, opt_state: Any, batches: Iterator[Batch], step: int,
-             config: TrainConfig, mesh: Mesh, teacher_params: Any
-             ) -> tuple[nnx.State, Any, Array, Array, int]:
+def one_step(
+    steps: Steps,
+    params: nnx.State,
+    opt_state: Any,
+    batches: Iterator[Batch],
+    step: int,
+    config: TrainConfig,
+    mesh: Mesh,
+    teacher_params: Any,
+) -> tuple[nnx.State, Any, Array, Array, int]:
     """One update from the next config.accumulate batches: params, opt_state, loss, gradient norm, tokens of
     the data. A share config.on_policy of the batches, chosen by (seed, number), has the model's own texts."""
     sums: Any = None

@@ -26,8 +26,17 @@ from speccascade_jax.vocabularies.translated import (
 )
 
 
-def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows: int, start_id: int | None, *,
-               strategy: Strategy = TLI, number: int = 0) -> tuple[Translated, TranslatedParams]:
+def translated(
+    model: Any,
+    params: Any,
+    own: Tokenizer,
+    target: Tokenizer,
+    rows: int,
+    start_id: int | None,
+    *,
+    strategy: Strategy = TLI,
+    number: int = 0,
+) -> tuple[Translated, TranslatedParams]:
     """The drafter over the verifier's vocabulary of `rows` logits, or over both together where the strategy
     adds `others`; its
     parameters with the tables. start_id, number: see Translated.
@@ -37,8 +46,9 @@ def translated(model: Any, params: Any, own: Tokenizer, target: Tokenizer, rows:
     ours, theirs = own.surfaces(), target.surfaces()
     pairs = matched(theirs, ours)
     if not any(theirs[there].text for _, there in pairs):
-        raise ValueError("the drafter's and the verifier's vocabularies have no token in common: take "
-                         "another drafter.")
+        raise ValueError(
+            "the drafter's and the verifier's vocabularies have no token in common: take another drafter."
+        )
     size = model.vocab_size
     others = strategy.others(size, pairs)
     params, head, cut = strategy.head(model, params, pairs[:, 0])
@@ -76,24 +86,35 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
     pieces = target.pieces()
     foreign = [n for n, (_, _, own) in enumerate(smaller) if own.pieces() != pieces]
     if strategy.smallest_only and foreign not in ([], [0]):
-        raise FieldError("vocabulary", strategy.name, "take tli.",
-                         f"only the smallest model may have another vocabulary with {strategy.name}")
+        raise FieldError(
+            "vocabulary",
+            strategy.name,
+            "take tli.",
+            f"only the smallest model may have another vocabulary with {strategy.name}",
+        )
     if strategy.most_models is not None and foreign and len(loaded) > strategy.most_models:
-        raise FieldError("vocabulary", strategy.name, "take tli.",
-                         f"{strategy.name} is made of {strategy.most_models} models, not of {len(loaded)}")
+        raise FieldError(
+            "vocabulary",
+            strategy.name,
+            "take tli.",
+            f"{strategy.name} is made of {strategy.most_models} models, not of {len(loaded)}",
+        )
     full, found = full_of(verifier.config), Joined([], [], {})
     # A decoder-only model goes on with its prompt.
     start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
     for n, (model, params, own) in enumerate(smaller):
         if n in foreign:
-            model, params = translated(model, params, own, target, verifier.vocab_size, start, number=n,
-                                       strategy=strategy)
+            model, params = translated(
+                model, params, own, target, verifier.vocab_size, start, number=n, strategy=strategy
+            )
             found.foreign[model] = own
         found.models.append(model)
         found.params.append(params)
     size = max(model.vocab_size for model in [*found.foreign, verifier])
-    found.models = [model if n in foreign else resized(model, size, min(target.size, verifier.vocab_size))
-                    for n, model in enumerate(found.models)]
+    found.models = [
+        model if n in foreign else resized(model, size, min(target.size, verifier.vocab_size))
+        for n, model in enumerate(found.models)
+    ]
     whole = isinstance(full_of(verifier.config), T5Config)  # its texts may hold sentinels
     found.models.append(resized(verifier, size, size if whole else target.size))
     found.params.append(largest)
@@ -112,19 +133,25 @@ def resized(model: Any, size: int, known: int) -> Any:
     return model if model.vocab_size == size and not (pads and known < size) else Resized(model, size, known)
 
 
-def readings(foreign: dict[Translated, Tokenizer], texts: Sequence[str], width: int,
-             asked: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, own: texts
-             ) -> list[dict[Translated, list[int]]]:
+def readings(
+    foreign: dict[Translated, Tokenizer],
+    texts: Sequence[str],
+    width: int,
+    asked: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, own: texts,
+) -> list[dict[Translated, list[int]]]:
     """Each text as every foreign model reads it, cut to what stands for `width` target tokens; asked(texts,
     tokenizer): what a model of that tokenizer is shown for them."""
-    rows = {model: [own.framed(row, model.reads(width)) for row in own.encode_batch(list(asked(texts, own)))]
-            for model, own in foreign.items()}
+    rows = {
+        model: [own.framed(row, model.reads(width)) for row in own.encode_batch(list(asked(texts, own)))]
+        for model, own in foreign.items()
+    }
     return [{model: row[n] for model, row in rows.items()} for n in range(len(texts))]
 
 
 def inputs_of(models: Any, tokens: Any, own: Sequence[dict[Translated, list[int]]]) -> Any:
     """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `own` tokens of
     each row; one array for all where they read the same."""
+
     def one(model: Any) -> Any:
         if not isinstance(model, Translated):
             return tokens
@@ -135,6 +162,7 @@ def inputs_of(models: Any, tokens: Any, own: Sequence[dict[Translated, list[int]
 
 def shapes_of(models: Any, tokens: Any, array: Any) -> Any:
     """The shapes of inputs_of(); array(size) is that of [B, size] int32, array() of [B]."""
+
     def one(model: Any) -> Any:
         if not isinstance(model, Translated):
             return tokens

@@ -40,14 +40,18 @@ def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
     longest = max(map(len, ids), default=0)
     best: list[list[int] | None] = [[]]
     for end in range(1, len(text) + 1):
-        found = [[*before, ids[text[begin:end]]] for begin in range(max(end - longest, 0), end)
-                 if (before := best[begin]) is not None and text[begin:end] in ids]
+        found = [
+            [*before, ids[text[begin:end]]]
+            for begin in range(max(end - longest, 0), end)
+            if (before := best[begin]) is not None and text[begin:end] in ids
+        ]
         best.append(min(found, key=lambda tokens: (len(tokens), tokens), default=None))
     return best[-1]
 
 
-def spellings(target: Sequence[Surface], own: Sequence[Surface], tokenizer: Tokenizer,
-              pairs: Int[np.ndarray, "I 2"]) -> list[list[int]]:
+def spellings(
+    target: Sequence[Surface], own: Sequence[Surface], tokenizer: Tokenizer, pairs: Int[np.ndarray, "I 2"]
+) -> list[list[int]]:
     """Each target token in own tokens: the same one where there is one, what the tokenizer makes of its text
     where that is this text, else the fewest that spell it; padding where nothing does."""
     same = {int(there): [int(here)] for here, there in pairs}
@@ -68,5 +72,6 @@ def cut_as(target: Tokenizer, own: Tokenizer) -> Callable[[list[str]], list[list
     itself, as `translated` has a drafter read what is committed."""
     theirs, ours = target.surfaces(), own.surfaces()
     table = spellings(theirs, ours, own, matched(theirs, ours))
-    return lambda texts: [[token for one in row for token in table[one]]
-                          for row in target.encode_batch(texts)]
+    return lambda texts: [
+        [token for one in row for token in table[one]] for row in target.encode_batch(texts)
+    ]

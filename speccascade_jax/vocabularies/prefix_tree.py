@@ -50,8 +50,10 @@ def strings(target: Sequence[Surface], own: Sequence[Surface], rows: int, size: 
             token.append(number)
         goes.append((node, row))
         if len(texts) > MOST_TEXTS or len(texts) * size > MOST_ENTRIES:
-            raise ValueError(f"slrs would ask the drafter after more than {len(goes)} texts for every token: "
-                             "it is for drafters of bytes or characters; take tli or slem.")
+            raise ValueError(
+                f"slrs would ask the drafter after more than {len(goes)} texts for every token: "
+                "it is for drafters of bytes or characters; take tli or slem."
+            )
     table = np.zeros((len(texts), size), np.int32)
     for node, row in goes:
         table[node] = row

@@ -93,9 +93,17 @@ class Side:
         return longest_matches(text.encode(errors="replace"), self.ids, self.longest)
 
 
-def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[AnyArray, " D"], cache: Cache,
-          keep: Int[AnyArray, " B"], read: Int[AnyArray, "B W"], size: Int[AnyArray, " B"]
-          ) -> tuple[Int[Array, "B count"], Int[Array, " B"], Cache]:
+def draft(
+    model: Any,
+    eos_id: int,
+    count: int,
+    params: Params,
+    allowed: Bool[AnyArray, " D"],
+    cache: Cache,
+    keep: Int[AnyArray, " B"],
+    read: Int[AnyArray, "B W"],
+    size: Int[AnyArray, " B"],
+) -> tuple[Int[Array, "B count"], Int[Array, " B"], Cache]:
     """The likeliest `allowed` tokens in turn, after the first `size` of `read` follow the `keep` positions
     that the cache still covers; how many of them a row's draft has; and the cache, which covers all but the
     draft's last.
@@ -103,6 +111,7 @@ def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[Any
     A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
     chance that all of it stands falls below LEAST_CHANCE: the product of what the drafter's law gives them.
     """
+
     def written(logits: Array, at: Any, tokens: Array, length: Array, chance: Array) -> Any:
         law = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
         token = jnp.argmax(law, axis=-1).astype(jnp.int32)
@@ -118,27 +127,45 @@ def draft(model: Any, eos_id: int, count: int, params: Params, allowed: Bool[Any
     network, rows = network_of(model), read.shape[0]
     logits, cache = model.extend(params, read, roll_back(network, cache, keep))
     last = jnp.take_along_axis(logits, jnp.maximum(size - 1, 0)[:, None, None], axis=1)[:, 0]
-    first = written(last, 0, jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32),
-                    jnp.where(size > 0, 1.0, 0.0))
+    first = written(
+        last,
+        0,
+        jnp.zeros((rows, count), jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.where(size > 0, 1.0, 0.0),
+    )
     cache, _, tokens, length, _ = lax.while_loop(
-        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= LEAST_CHANCE), step,
-        (roll_back(network, cache, keep + size), *first))
+        lambda carry: (carry[1] < count) & jnp.any(carry[-1] >= LEAST_CHANCE),
+        step,
+        (roll_back(network, cache, keep + size), *first),
+    )
     return tokens, length, cache
 
 
 class TextDrafter:
     """A drafter of another vocabulary, its programs, and how texts pass between it and the verifier."""
 
-    def __init__(self, model: Translated, own: Tokenizer, params: TranslatedParams, target: Tokenizer,
-                 source_width: int, max_new_tokens: int):
+    def __init__(
+        self,
+        model: Translated,
+        own: Tokenizer,
+        params: TranslatedParams,
+        target: Tokenizer,
+        source_width: int,
+        max_new_tokens: int,
+    ):
         self.model, self.params, self.stretch = model.model, params.own, model.stretch
         self.translated, self.begins, self.tables = model, model.start_id is not None, params.tables
         self.target, self.own = Side(target), Side(own)
         self.source_width = model.reads(source_width)
         self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # own tokens that it reads of a text
         kinds = self.own.surfaces
-        self.allowed = np.array([n < len(kinds) and (kinds[n].kind == "eos" or bool(kinds[n].text))
-                                 for n in range(self.model.vocab_size)])
+        self.allowed = np.array(
+            [
+                n < len(kinds) and (kinds[n].kind == "eos" or bool(kinds[n].text))
+                for n in range(self.model.vocab_size)
+            ]
+        )
         self.draft = jax.jit(partial(draft, self.model, own.eos_id), static_argnums=0)
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
@@ -187,16 +214,17 @@ class TextDrafter:
         text, held = whole_characters(self.target.text(written, self.begins))
         return self.own.tokens(text, self.begins), held
 
-    def candidates(self, prompt: Sequence[int], written: Sequence[int], held: bytes, drafted: Sequence[int]
-                   ) -> list[int]:
+    def candidates(
+        self, prompt: Sequence[int], written: Sequence[int], held: bytes, drafted: Sequence[int]
+    ) -> list[int]:
         """The drafted text in target tokens that may follow the committed ones."""
         end = self.own.tokenizer.eos_id
         drafted, ended = list(drafted), end in drafted
         first = self.begins and not written
-        text = self.own.text(drafted[:drafted.index(end)] if ended else drafted, first)
+        text = self.own.text(drafted[: drafted.index(end)] if ended else drafted, first)
         if not text.startswith(held):
             return []
-        text, tail = text[len(held):], [self.target.tokenizer.eos_id] * ended
+        text, tail = text[len(held) :], [self.target.tokenizer.eos_id] * ended
         said, found = whole_characters(text)[0], None
         if first:
             found = self.target.tokens(said, True)
@@ -228,8 +256,9 @@ class TextProposer:
 
     def __init__(self, drafter: TextDrafter, programs: Any, batch_size: int):
         if programs.devices > 1:
-            raise FieldError("vocabulary", "slem", "take vocabulary tli, or one device.",
-                             "slem decodes on one device")
+            raise FieldError(
+                "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
+            )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
         self.most = programs.plan.sampler.models[0].most
         self.count = drafter.passes(self.most)
@@ -247,23 +276,25 @@ class TextProposer:
             # Nothing was drafted, and so nothing is written.
             written[row] = written_by(row) if known.tokens else []
             ids, held[row] = drafter.own_tokens(written[row])
-            wanted = [known.last, *ids][:drafter.longest]
-            same = next((n for n, (a, b) in enumerate(zip(known.tokens, wanted, strict=False)) if a != b),
-                        min(len(known.tokens), len(wanted)))
+            wanted = [known.last, *ids][: drafter.longest]
+            same = next(
+                (n for n, (a, b) in enumerate(zip(known.tokens, wanted, strict=False)) if a != b),
+                min(len(known.tokens), len(wanted)),
+            )
             same = min(same, len(wanted) - 1)
             keep[row], reads[row], known.tokens = known.begun + same, wanted[same:], wanted
         while max(map(len, reads)) > CHUNK:  # a text that is read anew
             parts = [ids[:CHUNK] if len(ids) > CHUNK else [] for ids in reads]
             *_, self.cache = self._drafted(keep, parts, CHUNK)
             keep += np.array([len(part) for part in parts], np.int32)
-            reads = [ids[len(part):] for ids, part in zip(reads, parts, strict=True)]
+            reads = [ids[len(part) :] for ids, part in zip(reads, parts, strict=True)]
         needed = max(map(len, reads))
         *drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
         (drafted, passes), proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
         for row, (_, request) in running.items():
-            own = drafted[row, :passes[row]].tolist()
+            own = drafted[row, : passes[row]].tolist()
             found = drafter.candidates(request.tokens, written[row], held[row], own)
-            proposed[row] = found[:self.most]
+            proposed[row] = found[: self.most]
             self.drafting[row].tokens += own[:-1]
         tokens, size = pad(proposed, self.most, 0)
         return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
@@ -271,8 +302,11 @@ class TextProposer:
     def _begin_rows(self, running: Running) -> None:
         """The drafter reads the sources of the rows that are new."""
         drafter, rows = self.drafter, self.batch_size
-        fresh = [row for row, (number, _) in running.items()
-                 if row not in self.drafting or self.drafting[row].number != number]
+        fresh = [
+            row
+            for row, (number, _) in running.items()
+            if row not in self.drafting or self.drafting[row].number != number
+        ]
         if not fresh:
             return
         own = [running[row][1].own[drafter.translated] for row in fresh]
@@ -289,16 +323,29 @@ class TextProposer:
 
     def _drafted(self, keep: np.ndarray, reads: list[list[int]], width: int) -> Any:
         drafter, (read, size) = self.drafter, pad(reads, width, 0)
-        return self.programs.call(drafter.draft, self.count, drafter.params, drafter.allowed, self.cache,
-                                  keep, read, size)
+        return self.programs.call(
+            drafter.draft, self.count, drafter.params, drafter.allowed, self.cache, keep, read, size
+        )
 
 
 def refusal(name: str, method: Method) -> tuple[str, str] | None:
     """Drafts that come as text have no law: a method must do with p and the drafted token."""
-    return (f"{name} needs the drafter's distribution, which slem has not",
-            f"take vocabulary tli, or one of {FOLLOWED}.") if method.needs_q else None
+    return (
+        (
+            f"{name} needs the drafter's distribution, which slem has not",
+            f"take vocabulary tli, or one of {FOLLOWED}.",
+        )
+        if method.needs_q
+        else None
+    )
 
 
 FOLLOWED = ", ".join(name for name, method in METHODS.items() if not method.needs_q)
-SLEM = Strategy("slem", "the drafter writes text, which is read in the verifier's tokens and matched",
-                drafts=TextDrafter, refusal=refusal, most_models=2, adaptive=False)
+SLEM = Strategy(
+    "slem",
+    "the drafter writes text, which is read in the verifier's tokens and matched",
+    drafts=TextDrafter,
+    refusal=refusal,
+    most_models=2,
+    adaptive=False,
+)

@@ -18,10 +18,18 @@ def tree(model: Any, target: Sequence[Surface], own: Sequence[Surface], rows: in
     Raises FieldError for a network's member.
     """
     if not hasattr(model, "extend_branches"):
-        raise FieldError("vocabulary", "slrs", "take vocabulary tli.",
-                         "slrs is for drafters by themselves, not for members of a network")
+        raise FieldError(
+            "vocabulary",
+            "slrs",
+            "take vocabulary tli.",
+            "slrs is for drafters by themselves, not for members of a network",
+        )
     return jax.tree.map(jnp.asarray, strings(target, own, rows, size))
 
 
-SLRS = Strategy("slrs", "a token's chance is that of all texts of the drafter's that begin with it",
-                tree=tree, smallest_only=True)
+SLRS = Strategy(
+    "slrs",
+    "a token's chance is that of all texts of the drafter's that begin with it",
+    tree=tree,
+    smallest_only=True,
+)

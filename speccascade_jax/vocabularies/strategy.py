@@ -46,7 +46,7 @@ class Strategy:
     refusal: Callable[[str, Method], tuple[str, str] | None] = follows_all
     smallest_only: bool = False  # no other model may have another vocabulary
     most_models: int | None = None
-    adaptive: bool = True        # its drafts may end where more are not worth their time
+    adaptive: bool = True  # its drafts may end where more are not worth their time
 
     def check(self, name: str, methods: Sequence[Method], scheme: Scheme | None, adaptive: bool) -> None:
         """Raises FieldError for methods, the smallest verifier's first, or a scheme that cannot be
@@ -54,8 +54,12 @@ class Strategy:
         if scheme is not None and scheme.models is None:
             return  # it decodes by one model, or knows what it does
         if adaptive and not self.adaptive:
-            raise FieldError("block_size", "adaptive", "give a number, or take vocabulary tli.",
-                             f"block_size is 'adaptive', which {self.name}'s drafts are not")
+            raise FieldError(
+                "block_size",
+                "adaptive",
+                "give a number, or take vocabulary tli.",
+                f"block_size is 'adaptive', which {self.name}'s drafts are not",
+            )
         if refused := self.refusal(name, methods[0] if methods else UNSTATED):
             problem, remedy = refused
             raise FieldError("method", name, remedy, problem)

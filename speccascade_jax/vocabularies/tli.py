@@ -26,5 +26,6 @@ def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Par
     return params, None, False
 
 
-TLI = Strategy("tli", "the drafter writes the tokens that both have, its law renormalised over them",
-               head=pruned)
+TLI = Strategy(
+    "tli", "the drafter writes the tokens that both have, its law renormalised over them", head=pruned
+)

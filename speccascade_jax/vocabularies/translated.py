@@ -33,35 +33,35 @@ CHUNK = 16  # tokens that a drafter reads at once, at most
 class Source(NamedTuple):
     """What a translated model reads of a source text."""
 
-    tokens: Int[AnyArray, "B S"]   # as the verifier reads it
-    own: Int[AnyArray, "B R"]      # in the model's own tokens
+    tokens: Int[AnyArray, "B S"]  # as the verifier reads it
+    own: Int[AnyArray, "B R"]  # in the model's own tokens
     own_length: Int[AnyArray, " B"]
 
 
 class Tables(NamedTuple):
     """Two vocabularies of V (target) and D (own) tokens."""
 
-    place: Int[AnyArray, " V"]     # the column of the own logits that is the token's, or NONE
+    place: Int[AnyArray, " V"]  # the column of the own logits that is the token's, or NONE
     spelled: Int[AnyArray, "V W"]  # the token's text in own tokens
-    sizes: Int[AnyArray, " V"]     # 1 .. W, how many they are
+    sizes: Int[AnyArray, " V"]  # 1 .. W, how many they are
 
 
 class Strings(NamedTuple):
     """The own texts after which a drafter is asked for the law psi of the first target token of what it
     writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
 
-    tokens: Int[AnyArray, "C M"]    # a part's own tokens, ancestors with each node
-    depth: Int[AnyArray, "C M"]     # as Branches'
+    tokens: Int[AnyArray, "C M"]  # a part's own tokens, ancestors with each node
+    depth: Int[AnyArray, "C M"]  # as Branches'
     within: Int[AnyArray, "C M M"]
-    slot: Int[AnyArray, " N"]       # where nodes 1 .. N are among them
+    slot: Int[AnyArray, " N"]  # where nodes 1 .. N are among them
     parent: Int[AnyArray, " N1"]
-    token: Int[AnyArray, " N1"]     # the last own token of each text
-    goes: Int[AnyArray, "N1 D"]     # the first target token once that token follows; V: none, or undecided
+    token: Int[AnyArray, " N1"]  # the last own token of each text
+    goes: Int[AnyArray, "N1 D"]  # the first target token once that token follows; V: none, or undecided
 
 
 class TranslatedParams(NamedTuple):
-    own: Params   # the model's; an untied head has the columns that are wanted
-    head: Any     # these columns [D, I] of a head that is the embedding; None for other models
+    own: Params  # the model's; an untied head has the columns that are wanted
+    head: Any  # these columns [D, I] of a head that is the embedding; None for other models
     tables: Tables
     strings: Strings | None = None  # for psi
 
@@ -71,10 +71,10 @@ class TranslatedCache(NamedTuple):
 
     own: Cache
     positions: Int[Array, "B L"]  # how many own tokens the first n target tokens are
-    begin: Int[Array, " B"]       # the position of the prefix's last token
-    first: Int[Array, " B"]       # which is this one in the own prefix
-    limit: Int[Array, " B"]       # own positions that may be covered
-    length: Int[Array, " B"]      # target tokens covered
+    begin: Int[Array, " B"]  # the position of the prefix's last token
+    first: Int[Array, " B"]  # which is this one in the own prefix
+    limit: Int[Array, " B"]  # own positions that may be covered
+    length: Int[Array, " B"]  # target tokens covered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Translated:
     tokens than usual is not read to its end: from there on all tokens of the laws are equally likely.
     """
 
-    model: Any             # a LanguageModel, or a member of a network
-    vocab_size: int        # the target's; with `union` the size of both together
-    longest: int           # own tokens of a target token, at most
-    stretch: float         # and on average
-    start_id: int | None   # what the verifier's outputs begin with; None: its prompt
-    number: int = 0        # tells models of one shape apart
+    model: Any  # a LanguageModel, or a member of a network
+    vocab_size: int  # the target's; with `union` the size of both together
+    longest: int  # own tokens of a target token, at most
+    stretch: float  # and on average
+    start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+    number: int = 0  # tells models of one shape apart
 
     @property
     def config(self) -> Any:
@@ -105,8 +105,9 @@ class Translated:
         """The target width of a source of `own` tokens."""
         return 0 if own == 0 else math.floor((own - 1) // 16 * 16 / self.stretch) + 1
 
-    def prefill(self, params: TranslatedParams, inputs: Source, input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, TranslatedCache]:
+    def prefill(
+        self, params: TranslatedParams, inputs: Source, input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, TranslatedCache]:
         """The target's prefix, and a cache that covers it but for its last token, in the own tokens of it."""
         rows = inputs.own.shape[0]
         prefix = Prefix(jnp.asarray(inputs.tokens), jnp.asarray(input_length))
@@ -124,11 +125,17 @@ class Translated:
         last = jnp.maximum(own_prefix.length - 1, 0)[:, None]
         begin = jnp.maximum(prefix.length - 1, 0)
         return prefix, TranslatedCache(
-            own, jnp.broadcast_to(covers[:, None], (rows, max_length + 1)), begin,
-            jnp.take_along_axis(own_prefix.tokens, last, axis=1)[:, 0], covers + 1 + written, begin)
+            own,
+            jnp.broadcast_to(covers[:, None], (rows, max_length + 1)),
+            begin,
+            jnp.take_along_axis(own_prefix.tokens, last, axis=1)[:, 0],
+            covers + 1 + written,
+            begin,
+        )
 
-    def extend(self, params: TranslatedParams, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
-               ) -> tuple[Float[Array, "B T V"], TranslatedCache]:
+    def extend(
+        self, params: TranslatedParams, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
+    ) -> tuple[Float[Array, "B T V"], TranslatedCache]:
         if params.strings is not None:
             cache, laws = lax.scan(partial(self._extend_psi, params), cache, jnp.asarray(tokens).T)
             return jnp.moveaxis(laws, 0, 1), cache
@@ -144,14 +151,16 @@ class Translated:
         own = jnp.take_along_axis(cache.positions, jnp.maximum(length, 0)[:, None], axis=1)[:, 0]
         return cache._replace(own=roll_back(network_of(self.model), cache.own, own), length=length)
 
-    def insert(self, cache: TranslatedCache, fresh: TranslatedCache, slots: Int[AnyArray, " R"],
-               like_fresh: bool) -> TranslatedCache:
+    def insert(
+        self, cache: TranslatedCache, fresh: TranslatedCache, slots: Int[AnyArray, " R"], like_fresh: bool
+    ) -> TranslatedCache:
         own = insert(network_of(self.model), cache.own, fresh.own, slots, like_fresh)
         rest = insert_rows(cache._replace(own=None), fresh._replace(own=None), slots, like_fresh)
         return rest._replace(own=own)
 
-    def _translated(self, tables: Tables, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
-                    ) -> tuple[Int[Array, "B T W"], Int[Array, "B T"], TranslatedCache]:
+    def _translated(
+        self, tables: Tables, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
+    ) -> tuple[Int[Array, "B T W"], Int[Array, "B T"], TranslatedCache]:
         """Own tokens of each of `tokens`, how many own tokens stand when each of them is read, and the cache
         with that."""
         ids, count = tables.spelled[tokens], tables.sizes[tokens]
@@ -162,11 +171,18 @@ class Translated:
         ends = before + jnp.cumsum(count, axis=1)
         fits = ends <= cache.limit[:, None]
         ends = before + jnp.cumsum(jnp.where(fits, count, 0), axis=1)
-        return ids, ends, cache._replace(positions=write(cache.positions, ends, cache.length + 1),
-                                         length=cache.length + tokens.shape[1])
+        return (
+            ids,
+            ends,
+            cache._replace(
+                positions=write(cache.positions, ends, cache.length + 1),
+                length=cache.length + tokens.shape[1],
+            ),
+        )
 
-    def _read(self, params: TranslatedParams, ids: Int[Array, "B T W"], ends: Int[Array, "B T"], own: Cache
-              ) -> tuple[Float[Array, "B T I"], Cache]:
+    def _read(
+        self, params: TranslatedParams, ids: Int[Array, "B T W"], ends: Int[Array, "B T"], own: Cache
+    ) -> tuple[Float[Array, "B T I"], Cache]:
         """The own logits after the last own token of each target token, which has as many of `ids` as `ends`
         says; a few at a time, until every row has read its own."""
         rows, count, width = ids.shape
@@ -192,16 +208,19 @@ class Translated:
         _, own, found = lax.while_loop(lambda carry: carry[0] < jnp.max(total), read_on, carry)
         return found, own
 
-    def _extend_psi(self, params: TranslatedParams, cache: TranslatedCache, token: Int[Array, " B"]
-                    ) -> tuple[TranslatedCache, Float[Array, "B V"]]:
+    def _extend_psi(
+        self, params: TranslatedParams, cache: TranslatedCache, token: Int[Array, " B"]
+    ) -> tuple[TranslatedCache, Float[Array, "B V"]]:
         """The longer cache, and log psi of what follows the token."""
         ids, ends, cache = self._translated(params.tables, token[:, None], cache)
         root, own = self._read(params, ids, ends, cache.own)
         return cache._replace(own=own), self._psi(params, params.strings, root, own)
 
-    def _psi(self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], own: Cache
-             ) -> Float[Array, "B V"]:
+    def _psi(
+        self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], own: Cache
+    ) -> Float[Array, "B V"]:
         """log psi: each own text that goes on, times its next token, summed by where that leads."""
+
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
             return self.model.extend_branches(params.own, tokens, own, Branches(*tree))
@@ -211,15 +230,20 @@ class Translated:
         logits = logits.reshape(rows, -1, root.shape[-1])
         q = jax.nn.log_softmax(jnp.concatenate([root, logits[:, s.slot]], axis=1), axis=-1)
         step = jnp.where(jnp.arange(len(s.parent)) > 0, q[:, s.parent, s.token], 0.0)
-        mass = lax.fori_loop(0, jnp.max(s.depth), lambda _, mass: step.at[:, 1:].add(mass[:, s.parent[1:]]),
-                             jnp.zeros_like(step))
+        mass = lax.fori_loop(
+            0,
+            jnp.max(s.depth),
+            lambda _, mass: step.at[:, 1:].add(mass[:, s.parent[1:]]),
+            jnp.zeros_like(step),
+        )
         leaving = jnp.exp(q + mass[..., None]).reshape(rows, -1)
         psi = jax.vmap(lambda x: jax.ops.segment_sum(x, s.goes.reshape(-1), self.vocab_size + 1))(leaving)
         some = jnp.sum(psi[:, :-1], axis=-1, keepdims=True) > 0
         return jnp.where(some, jnp.log(psi[:, :-1]), 0.0)
 
-    def _extend_own(self, params: TranslatedParams, ids: Int[Array, "B T"], own: Cache
-                    ) -> tuple[Float[Array, "B T I"], Cache]:
+    def _extend_own(
+        self, params: TranslatedParams, ids: Int[Array, "B T"], own: Cache
+    ) -> tuple[Float[Array, "B T I"], Cache]:
         if params.head is None:
             return self.model.extend(params.own, ids, own)
         return self.model.extend(params.own, ids, own, table=params.head)
@@ -243,16 +267,18 @@ class Resized:
     def config(self) -> Any:
         return self.model.config
 
-    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, Cache]:
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Cache]:
         return self.model.prefill(params, inputs, input_length, max_length)
 
-    def extend(self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
-               ) -> tuple[Float[Array, "B T V"], Cache]:
+    def extend(
+        self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
         """What follows a token that the model has not, which verification has rejected, is never used."""
         logits, cache = self.model.extend(params, jnp.where(tokens < self.known, tokens, 0), cache)
         more = ((0, 0), (0, 0), (0, self.vocab_size - self.known))
-        return jnp.pad(logits[..., :self.known], more, constant_values=-jnp.inf), cache
+        return jnp.pad(logits[..., : self.known], more, constant_values=-jnp.inf), cache
 
     def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
         return self.model.roll_back(cache, length)

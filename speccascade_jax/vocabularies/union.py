@@ -14,9 +14,20 @@ def drafter_only(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " 
 
 def refusal(name: str, method: Method) -> tuple[str, str] | None:
     """A law that is not the verifier's may give mass to tokens that only the drafter has."""
-    return None if method.lossless else (f"{name} would write tokens that only the drafter has",
-                                         "take vocabulary tli, or speculative at the lowest level.")
+    return (
+        None
+        if method.lossless
+        else (
+            f"{name} would write tokens that only the drafter has",
+            "take vocabulary tli, or speculative at the lowest level.",
+        )
+    )
 
 
-UNION = Strategy("union", "the drafter writes all of its tokens, and the verifier refuses those it has not",
-                 others=drafter_only, refusal=refusal, smallest_only=True)
+UNION = Strategy(
+    "union",
+    "the drafter writes all of its tokens, and the verifier refuses those it has not",
+    others=drafter_only,
+    refusal=refusal,
+    smallest_only=True,
+)

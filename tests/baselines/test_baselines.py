@@ -33,10 +33,19 @@ def run(sampler, alpha, rows=ROWS, tables=TABLES, prompts=None, steps=STEPS, eos
     """The compiled loop's generation; its counts have been checked."""
     prompts = np.ones((rows, 1), np.int32) if prompts is None else prompts
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(7), jnp.arange(len(prompts)))
-    result = jax.device_get(generate(
-        sampler, tables, keys, prompts, np.full(len(prompts), prompts.shape[1], np.int32),
-        SamplingOptions(**{"temperature": 1.0, **options}), jnp.array([alpha]), max_new_tokens=steps,
-        eos_id=eos))
+    result = jax.device_get(
+        generate(
+            sampler,
+            tables,
+            keys,
+            prompts,
+            np.full(len(prompts), prompts.shape[1], np.int32),
+            SamplingOptions(**{"temperature": 1.0, **options}),
+            jnp.array([alpha]),
+            max_new_tokens=steps,
+            eos_id=eos,
+        )
+    )
     assert (result.counts.emitted == result.length).all()
     check_tally(result.counts)
     return result
@@ -102,7 +111,8 @@ def test_bent_random_numbers_are_seen(monkeypatch):
 def test_token_cascade_at_temperature_zero(alpha):
     result = run(TokenCascade(Autoregressive(MODEL), MODEL, 2), alpha, rows=8, temperature=0.0)
     assert {tuple(row[row >= 0].tolist()) for row in result.tokens} == set(
-        token_cascade_law(alpha, 2, temperature=0.0))
+        token_cascade_law(alpha, 2, temperature=0.0)
+    )
 
 
 def test_oracle_follows_the_law_of_diff():
@@ -110,12 +120,15 @@ def test_oracle_follows_the_law_of_diff():
     law = sequence_law(TABLES, ["diff"], [0.03], (1,), steps=STEPS, eos=EOS)
     assert chi_square(result.tokens, law) > FAIL_BELOW
     assert 0 < result.counts.deferred.sum() < result.counts.emitted.sum()
-    assert chi_square(result.tokens, sequence_law(TABLES, ["speculative"], [0.0], (1,), steps=STEPS,
-                                                  eos=EOS)) < FAIL_BELOW
+    assert (
+        chi_square(result.tokens, sequence_law(TABLES, ["speculative"], [0.0], (1,), steps=STEPS, eos=EOS))
+        < FAIL_BELOW
+    )
 
 
 def bild(tables, prompt, fallback, threshold, window, limit, eos, compat):
     """BiLD, a token at a time (`compat`: as it was released): the text, and how often the verifier read."""
+
     def law(which, ids):
         padded = (0, *ids)
         return softmax(tables[which][padded[-2], padded[-1]])
@@ -155,7 +168,7 @@ def bild(tables, prompt, fallback, threshold, window, limit, eos, compat):
         elif large() and compat and len(ids) - len(prompt) < limit:
             ids.append(int(law(1, ids).argmax()))
             fixed, calls = len(ids), calls + 1
-    return ids[len(prompt):], calls
+    return ids[len(prompt) :], calls
 
 
 PROMPTS = np.array(list(itertools.product(range(6), repeat=2)), np.int32)
@@ -174,10 +187,13 @@ def test_bild_is_the_pseudocode(fallback, window, compat):
             result = run(sampler, threshold, tables=tables, prompts=PROMPTS, steps=12, eos=5)
             for row, prompt in enumerate(PROMPTS):
                 text, calls = bild(tables, prompt.tolist(), fallback, threshold, window, 12, 5, compat)
-                assert result.tokens[row, :result.length[row]].tolist() == text
+                assert result.tokens[row, : result.length[row]].tolist() == text
                 assert result.counts.rounds[row] == calls
-                seen |= {("rolled back", result.counts.deferred[row] > 0), ("eos", text[-1] == 5),
-                         ("eos inside", 5 in text[:-1])}
+                seen |= {
+                    ("rolled back", result.counts.deferred[row] > 0),
+                    ("eos", text[-1] == 5),
+                    ("eos inside", 5 in text[:-1]),
+                }
     assert {("rolled back", True), ("rolled back", False), ("eos", True), ("eos", False)} <= seen
     if (fallback, window) == (0.3, 10):
         assert (("eos inside", True) in seen) == compat  # C.3, item 4
@@ -185,9 +201,19 @@ def test_bild_is_the_pseudocode(fallback, window, compat):
 
 def greedy(model, prompts, tables):
     keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts)))
-    return np.array(generate(Autoregressive(model), tables, keys, prompts,
-                               np.full(len(prompts), prompts.shape[1], np.int32), SamplingOptions(0.0),
-                               jnp.zeros(0), max_new_tokens=12, eos_id=5).tokens)
+    return np.array(
+        generate(
+            Autoregressive(model),
+            tables,
+            keys,
+            prompts,
+            np.full(len(prompts), prompts.shape[1], np.int32),
+            SamplingOptions(0.0),
+            jnp.zeros(0),
+            max_new_tokens=12,
+            eos_id=5,
+        ).tokens
+    )
 
 
 @pytest.mark.full
@@ -195,11 +221,18 @@ def test_limits_of_bild():
     """No lenience gives the verifier's greedy text; boundless trust the drafter's, after one token."""
     model, tables = TableLM(6), (table(1, 6), table(2, 6))
     for fallback, window in ((0.0, 20), (0.3, 10), (0.6, 4)):
-        strict = run(Bild(Autoregressive(model), model, fallback, window), 0.0, tables=tables,
-                     prompts=PROMPTS, steps=12, eos=5)
+        strict = run(
+            Bild(Autoregressive(model), model, fallback, window),
+            0.0,
+            tables=tables,
+            prompts=PROMPTS,
+            steps=12,
+            eos=5,
+        )
         np.testing.assert_array_equal(strict.tokens, greedy(model, PROMPTS, tables[1]))
-    lax = run(Bild(Autoregressive(model), model, 0.0, 20), np.inf, tables=tables, prompts=PROMPTS, steps=12,
-              eos=5)
+    lax = run(
+        Bild(Autoregressive(model), model, 0.0, 20), np.inf, tables=tables, prompts=PROMPTS, steps=12, eos=5
+    )
     first = greedy(model, PROMPTS, tables[1])[:, :1]
     np.testing.assert_array_equal(lax.tokens[:, :1], first)
     follow = greedy(model, np.concatenate([PROMPTS, first], axis=1), tables[0])[:, :11]
@@ -208,28 +241,36 @@ def test_limits_of_bild():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method,alpha", [("sequence", 0.9), ("sequence_mean", 0.6),
-                                          ("sequence_quantile", 0.6)])
+@pytest.mark.parametrize(
+    "method,alpha", [("sequence", 0.9), ("sequence_mean", 0.6), ("sequence_quantile", 0.6)]
+)
 def test_sequence_cascades_follow_their_law(method, alpha):
     """q(text) where q is sure of the text, else the verifier's law whatever the drafter had written."""
-    outputs = list(pair().generate(["1"] * 60_000, method=method, alpha=alpha, temperature=1.0,
-                                   batch_size=10_000))
+    outputs = list(
+        pair().generate(["1"] * 60_000, method=method, alpha=alpha, temperature=1.0, batch_size=10_000)
+    )
     prompt = (1, EOS)
     law = functools.partial(sequence_law, methods=[], alphas=[], prompt=prompt, steps=3, eos=EOS)
     small, large = law([TABLES[0]]), law([TABLES[1]])
 
     def confidence(text):
         context = (*prompt, *text)
-        log_q = np.array([np.log(softmax(TABLES[0][context[n], context[n + 1]])[token])
-                          for n, token in enumerate(text)])
-        return {"sequence": np.exp(log_q.sum()), "sequence_mean": np.exp(log_q.mean()),
-                "sequence_quantile": np.exp(np.quantile(log_q, QUANTILE))}[method]
+        log_q = np.array(
+            [np.log(softmax(TABLES[0][context[n], context[n + 1]])[token]) for n, token in enumerate(text)]
+        )
+        return {
+            "sequence": np.exp(log_q.sum()),
+            "sequence_mean": np.exp(log_q.mean()),
+            "sequence_quantile": np.exp(np.quantile(log_q, QUANTILE)),
+        }[method]
 
     deferred = {text: mass for text, mass in small.items() if confidence(text) < 1 - alpha}
     mass = sum(deferred.values())
     assert 0.1 < mass < 0.9
-    expected = {text: (0.0 if text in deferred else small.get(text, 0.0)) + mass * large.get(text, 0.0)
-                for text in {*small, *large}}
+    expected = {
+        text: (0.0 if text in deferred else small.get(text, 0.0)) + mass * large.get(text, 0.0)
+        for text in {*small, *large}
+    }
     texts = np.array([o.tokens + [-1] * (3 - len(o.tokens)) for o in outputs])
     assert chi_square(texts, expected) > FAIL_BELOW
     assert [o.index for o in outputs] == list(range(60_000))
@@ -249,13 +290,19 @@ def test_only_deferred_rows_reach_the_verifier(monkeypatch):
     real = Programs.call
 
     def spy(self, program, *arguments):
-        rows.extend((self.plan.sampler, int(np.sum(asked.input_length > 0)))
-                    for asked in arguments if isinstance(asked, Requests))
+        rows.extend(
+            (self.plan.sampler, int(np.sum(asked.input_length > 0)))
+            for asked in arguments
+            if isinstance(asked, Requests)
+        )
         return real(self, program, *arguments)
 
     monkeypatch.setattr(Programs, "call", spy)
-    outputs = list(cascade.generate(["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9,
-                                    temperature=1.0, batch_size=6))
+    outputs = list(
+        cascade.generate(
+            ["1", "12", "", "2", "21", "0"] * 8, method="sequence", alpha=0.9, temperature=1.0, batch_size=6
+        )
+    )
     verified = [size for sampler, size in rows if isinstance(sampler, Autoregressive)]
     deferred = sum(o.counts.get("rounds", 0) > 0 for o in outputs)
     assert 0 < deferred < 40 and sum(verified) == deferred
@@ -270,8 +317,9 @@ def test_rows_depend_neither_on_batch_nor_on_slot(method):
     options = {"method": method, "alpha": 0.7, "temperature": temperature}
     together = [o.tokens for o in pair().generate(texts, batch_size=6, **options)]
     assert together == [o.tokens for o in pair().generate(texts, **options)]
-    assert together[3:] == [o.tokens for o in pair().generate(texts[3:], first_index=3, batch_size=2,
-                                                              **options)]
+    assert together[3:] == [
+        o.tokens for o in pair().generate(texts[3:], first_index=3, batch_size=2, **options)
+    ]
     assert list(pair().stream("12", index=1, **options))[-1] == "".join(map(str, together[1]))
 
 
@@ -279,6 +327,7 @@ def test_rows_depend_neither_on_batch_nor_on_slot(method):
 @pytest.mark.parametrize("method", BASELINES)
 def test_limits_are_the_models_alone(method):
     """alpha 0: the verifier (or nearly); alpha 1: the drafter. Greedy, the whole API."""
+
     def tokens(**options):
         return [o.tokens for o in pair().generate(["1", "12", "2", "0"], batch_size=4, **options)]
 

@@ -22,15 +22,30 @@ MODEL = TableLM(VOCAB)
 def texts(sampler, alpha, rows, temperature, limits=None):
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(7), jnp.arange(rows))
     ones = np.ones((rows, 1), np.int32)
-    return np.asarray(generate(sampler, TABLES, keys, ones, ones[:, 0], SamplingOptions(temperature),
-                               jnp.array([alpha]), max_new_tokens=STEPS, eos_id=EOS, limits=limits).tokens)
+    return np.asarray(
+        generate(
+            sampler,
+            TABLES,
+            keys,
+            ones,
+            ones[:, 0],
+            SamplingOptions(temperature),
+            jnp.array([alpha]),
+            max_new_tokens=STEPS,
+            eos_id=EOS,
+            limits=limits,
+        ).tokens
+    )
 
 
 def reads_sampled_distributions(monkeypatch):
     """The oracle's rule reads q~ and p~ in place of q and p."""
     scores = oracle.Scores
-    monkeypatch.setattr(oracle, "Scores", lambda q, p, q_sampled, p_sampled, greedy: scores(
-        q_sampled, p_sampled, q_sampled, p_sampled, greedy))
+    monkeypatch.setattr(
+        oracle,
+        "Scores",
+        lambda q, p, q_sampled, p_sampled, greedy: scores(q_sampled, p_sampled, q_sampled, p_sampled, greedy),
+    )
 
 
 def ignores_its_room(monkeypatch):

@@ -30,8 +30,11 @@ from speccascade_jax.models.t5 import PRESETS
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 FIXTURES = Path(os.environ.get("SPECCASCADE_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")) / "t5x"
-CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0,
-           "table_a_layer": dataclasses.replace(TINY_T5, shared_position_bias=False)}
+CONFIGS = {
+    "t5_1_1": TINY_T5,
+    "t5_1_0": TINY_T5_1_0,
+    "table_a_layer": dataclasses.replace(TINY_T5, shared_position_bias=False),
+}
 
 
 def assert_equal(a, b):
@@ -76,15 +79,18 @@ def test_round_trip(kind, to, dtype, tmp_path):
 
 
 @pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"no fixtures at {FIXTURES}")
-@pytest.mark.parametrize("folder,reference", [("checkpoint_0", "reference.npz"),
-                                              ("scanned_checkpoint_0", "scanned_reference.npz")])
+@pytest.mark.parametrize(
+    "folder,reference", [("checkpoint_0", "reference.npz"), ("scanned_checkpoint_0", "scanned_reference.npz")]
+)
 def test_t5x_own_checkpoints_give_t5x_own_logits(folder, reference, tmp_path):
     expected = dict(np.load(FIXTURES / reference))
     source, target, logits = (expected.pop(name) for name in ("enc", "dec", "logits"))
     loaded = checkpoints.load(FIXTURES / folder)
     model, params = loaded.model, loaded.params
-    values = [np.sort(np.concatenate([np.ravel(x) for x in arrays]))
-              for arrays in (jax.tree.leaves(params), expected.values())]
+    values = [
+        np.sort(np.concatenate([np.ravel(x) for x in arrays]))
+        for arrays in (jax.tree.leaves(params), expected.values())
+    ]
     np.testing.assert_array_equal(*values)  # all values; the logits show that each is in its place
 
     source, target = jnp.asarray(source), jnp.asarray(target)
@@ -102,8 +108,10 @@ def test_t5x_own_checkpoints_give_t5x_own_logits(folder, reference, tmp_path):
     for name, array in expected.items():
         np.testing.assert_array_equal(again[name], array)
     # What T5X restores for inference, its InferenceState: written as T5X itself writes it.
-    theirs, ours = (serialization.msgpack_restore((place / "checkpoint").read_bytes())
-                    for place in (FIXTURES / folder, tmp_path / "again"))
+    theirs, ours = (
+        serialization.msgpack_restore((place / "checkpoint").read_bytes())
+        for place in (FIXTURES / folder, tmp_path / "again")
+    )
     assert ours["version"] == theirs["version"]
     assert ours["optimizer"]["target"] == theirs["optimizer"]["target"]
     assert ours["optimizer"]["state"]["step"] == theirs["optimizer"]["state"]["step"]
@@ -117,15 +125,16 @@ def renamed(name):
         return "lm_head.weight"
     mlp = "layer.2" if name.startswith("decoder") else "layer.1"
     for pattern, replacement in (
-            (r"^(\w+)/\1_norm/scale", r"\1.final_layer_norm"),
-            (r"/relpos_bias/rel_embedding", ".block.0.layer.0.SelfAttention.relative_attention_bias"),
-            (r"/layers_(\d+)/", r".block.\1."),
-            (r"pre_cross_attention_layer_norm/scale", "layer.1.layer_norm"),
-            (r"pre_(self_)?attention_layer_norm/scale", "layer.0.layer_norm"),
-            (r"pre_mlp_layer_norm/scale", f"{mlp}.layer_norm"),
-            (r"mlp/(\w+)/kernel", rf"{mlp}.DenseReluDense.\1"),
-            (r"encoder_decoder_attention/(\w)\w+/kernel", r"layer.1.EncDecAttention.\1"),
-            (r"(self_)?attention/(\w)\w+/kernel", r"layer.0.SelfAttention.\2")):
+        (r"^(\w+)/\1_norm/scale", r"\1.final_layer_norm"),
+        (r"/relpos_bias/rel_embedding", ".block.0.layer.0.SelfAttention.relative_attention_bias"),
+        (r"/layers_(\d+)/", r".block.\1."),
+        (r"pre_cross_attention_layer_norm/scale", "layer.1.layer_norm"),
+        (r"pre_(self_)?attention_layer_norm/scale", "layer.0.layer_norm"),
+        (r"pre_mlp_layer_norm/scale", f"{mlp}.layer_norm"),
+        (r"mlp/(\w+)/kernel", rf"{mlp}.DenseReluDense.\1"),
+        (r"encoder_decoder_attention/(\w)\w+/kernel", r"layer.1.EncDecAttention.\1"),
+        (r"(self_)?attention/(\w)\w+/kernel", r"layer.0.SelfAttention.\2"),
+    ):
         name = re.sub(pattern, replacement, name)
     return f"{name}.weight"
 
@@ -160,8 +169,9 @@ def test_a_t5_small_of_transformers_through_every_format(tmp_path):
 def old_t5x(folder, change):
     """Rewrites the file `checkpoint` of an export: change(name, spec) gives each array's new entry."""
     contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
-    target = traverse_util.flatten_dict(contents["optimizer"]["target"], sep="/",
-                                        is_leaf=lambda _, x: "driver" in x)
+    target = traverse_util.flatten_dict(
+        contents["optimizer"]["target"], sep="/", is_leaf=lambda _, x: "driver" in x
+    )
     target = {name: change(name, spec) for name, spec in target.items()}
     contents["optimizer"]["target"] = traverse_util.unflatten_dict(target, sep="/")
     contents["version"] = 2
@@ -180,14 +190,27 @@ def test_t5x_files_of_older_versions(tmp_path):
         if name.endswith("norm/scale"):
             return bits
         folder = tmp_path / "out" / path
-        tensorstore.open({"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}},
-                         dtype=tensorstore.uint16, shape=bits.shape, create=True, delete_existing=True
-                         ).result().write(bits).result()
+        tensorstore.open(
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}},
+            dtype=tensorstore.uint16,
+            shape=bits.shape,
+            create=True,
+            delete_existing=True,
+        ).result().write(bits).result()
         if name.startswith("encoder"):
-            return {"driver": "zarr", "dtype": "uint16", "metadata": spec["metadata"],
-                    "kvstore": {"driver": "gfile", "path": f"/elsewhere/checkpoint_1/{path}"}}
-        return {"driver": "zarr", "dtype": "uint16", "metadata": spec["metadata"], "path": path,
-                "kvstore": {"driver": "gcs", "bucket": "t5x-dummy-bucket"}}
+            return {
+                "driver": "zarr",
+                "dtype": "uint16",
+                "metadata": spec["metadata"],
+                "kvstore": {"driver": "gfile", "path": f"/elsewhere/checkpoint_1/{path}"},
+            }
+        return {
+            "driver": "zarr",
+            "dtype": "uint16",
+            "metadata": spec["metadata"],
+            "path": path,
+            "kvstore": {"driver": "gcs", "bucket": "t5x-dummy-bucket"},
+        }
 
     old_t5x(tmp_path / "out", change)
     assert_equal(checkpoints.load(tmp_path / "out", jnp.bfloat16).params, expected)
@@ -219,14 +242,22 @@ def test_gs_is_read_in_place(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
         server.folder = tmp_path
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        where = {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{server.server_port}",
-                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
-        run("from speccascade_jax import checkpoints\n"
+        where = {
+            "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{server.server_port}",
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        }
+        run(
+            "from speccascade_jax import checkpoints\n"
             "found = checkpoints.load('gs://some-bucket/checkpoint_1')\n"
-            f"checkpoints.save({str(tmp_path / 'copy')!r}, found, 'native')\nprint()", **where)
-        said = run("from speccascade_jax import checkpoints\n"
-                   "try: checkpoints.load('gs://some-bucket/checkpoint_2')\n"
-                   "except ValueError as error: print(error)", **where)
+            f"checkpoints.save({str(tmp_path / 'copy')!r}, found, 'native')\nprint()",
+            **where,
+        )
+        said = run(
+            "from speccascade_jax import checkpoints\n"
+            "try: checkpoints.load('gs://some-bucket/checkpoint_2')\n"
+            "except ValueError as error: print(error)",
+            **where,
+        )
         server.shutdown()
     assert_equal(checkpoints.load(tmp_path / "copy").params, jax.tree.map(jnp.asarray, original.params))
     assert "checkpoint_2 is no T5X checkpoint" in said or "neither" in said
@@ -250,8 +281,9 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
-    large = dataclasses.replace(TINY_T5, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6,
-                                num_decoder_layers=6)
+    large = dataclasses.replace(
+        TINY_T5, d_model=512, d_kv=64, num_heads=8, d_ff=2048, num_encoder_layers=6, num_decoder_layers=6
+    )
     for name, config in (("tiny", TINY_T5), ("large", large)):
         checkpoints.save(tmp_path / name, random_checkpoint(config), to)
     measured = MEASURE.format(tiny=str(tmp_path / "tiny"), large=str(tmp_path / "large"))
@@ -291,14 +323,16 @@ def write_tokenizer_json(spiece, path):
     processor = Tokenizer(spiece).processor
     scores = [(processor.id_to_piece(n), processor.get_score(n)) for n in range(processor.get_piece_size())]
     sentinels = [f"<extra_id_{n}>" for n in reversed(range(100))]
-    tokenizer = Json(models.Unigram([*scores, *((name, 0.0) for name in sentinels)], unk_id=2,
-                                    byte_fallback=True))
+    tokenizer = Json(
+        models.Unigram([*scores, *((name, 0.0) for name in sentinels)], unk_id=2, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in
-                                  ("<pad>", "</s>", "<unk>", *sentinels)])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("<pad>", "</s>", "<unk>", *sentinels)]
+    )
     tokenizer.enable_truncation(3)  # as published files may have it
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(path))

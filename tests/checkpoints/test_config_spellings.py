@@ -16,17 +16,35 @@ from speccascade_jax import checkpoints
 SPELLINGS = json.loads(Path(__file__).with_name("config_spellings.json").read_text())
 PLAIN = {"rope_type": "default", "rope_factor": 1.0, "rope_length": None}
 SHAPES = DECODERS | {
-    "llama, plain": dataclasses.replace(DECODERS["llama"], **PLAIN, query_bias=False, output_bias=False,
-                                        mlp_bias=False, tied_embeddings=True, more_eos=()),
+    "llama, plain": dataclasses.replace(
+        DECODERS["llama"],
+        **PLAIN,
+        query_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tied_embeddings=True,
+        more_eos=(),
+    ),
     "mistral, no window": dataclasses.replace(DECODERS["mistral"], window=None, local=()),
-    "qwen2, plain": dataclasses.replace(DECODERS["qwen2"], **PLAIN, window=None, local=(),
-                                        tied_embeddings=False, rope_low=1.0, rope_high=4.0,
-                                        rope_attention=1.0, rope_truncate=True),
-    "gemma3_text, untied": dataclasses.replace(DECODERS["gemma3_text"], **PLAIN, logit_softcap=3.0,
-                                               tied_embeddings=False),
+    "qwen2, plain": dataclasses.replace(
+        DECODERS["qwen2"],
+        **PLAIN,
+        window=None,
+        local=(),
+        tied_embeddings=False,
+        rope_low=1.0,
+        rope_high=4.0,
+        rope_attention=1.0,
+        rope_truncate=True,
+    ),
+    "gemma3_text, untied": dataclasses.replace(
+        DECODERS["gemma3_text"], **PLAIN, logit_softcap=3.0, tied_embeddings=False
+    ),
     "t5gemma": TINY_T5GEMMA,
-    "t5gemma, untied": dataclasses.replace(TINY_T5GEMMA, decoder=dataclasses.replace(
-        TINY_T5GEMMA.decoder, tied_embeddings=False))}
+    "t5gemma, untied": dataclasses.replace(
+        TINY_T5GEMMA, decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False)
+    ),
+}
 
 
 def test_every_shape_is_spelt_by_both():

@@ -29,77 +29,111 @@ def truncate(name, keep=0.6):
     def damage(folder):
         for path in folder.glob(name):
             os.truncate(path, int(path.stat().st_size * keep))
+
     return damage
 
 
 def rewrite(change):
     """Damage to model.safetensors: change() its dictionary of arrays."""
+
     def damage(folder):
         arrays = load_file(folder / "model.safetensors")
         change(arrays)
         save_file(arrays, folder / "model.safetensors")
+
     return damage
 
 
 def describe(file="config.json", **values):
     """Damage to what describes the model's shape."""
+
     def damage(folder):
         found = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps({**found, **values}))
+
     return damage
 
 
 def without(name):
     """Damage to T5X's msgpack: one array is not named any more."""
+
     def damage(folder):
         contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
-        target = traverse_util.flatten_dict(contents["optimizer"]["target"], sep="/",
-                                            is_leaf=lambda _, x: "driver" in x)
+        target = traverse_util.flatten_dict(
+            contents["optimizer"]["target"], sep="/", is_leaf=lambda _, x: "driver" in x
+        )
         del target[name]
         contents["optimizer"]["target"] = traverse_util.unflatten_dict(target, sep="/")
         (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+
     return damage
 
 
 def reshape(name, shape):
     """Damage to T5X's arrays: one has another shape."""
+
     def damage(folder):
         path = folder / f"target.{name.replace('/', '.')}"
-        tensorstore.open({"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}},
-                         dtype=tensorstore.float32, shape=shape, create=True, delete_existing=True
-                         ).result().write(np.ones(shape, np.float32)).result()
+        tensorstore.open(
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}},
+            dtype=tensorstore.float32,
+            shape=shape,
+            create=True,
+            delete_existing=True,
+        ).result().write(np.ones(shape, np.float32)).result()
+
     return damage
 
 
 def flip(name):
     """One bit changed in the middle of the largest file: a finite number becomes another."""
+
     def damage(folder):
         path = max(folder.glob(name), key=lambda path: path.stat().st_size)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
+
     return damage
 
 
 DAMAGE = {
     "safetensors truncated": ("huggingface", truncate("model.safetensors"), "truncated.*fetch it again"),
-    "safetensors header": ("huggingface", lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
-                           "no safetensors"),
+    "safetensors header": (
+        "huggingface",
+        lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
+        "no safetensors",
+    ),
     "safetensors gone": ("huggingface", lambda f: (f / "model.safetensors").unlink(), "is missing"),
-    "safetensors values": ("huggingface", rewrite(lambda a: a["shared.weight"].fill(np.nan)),
-                           "shared.weight.*not finite"),
-    "safetensors integers": ("huggingface", rewrite(lambda a: a.update({"shared.weight": a["shared.weight"]
-                                                                         .astype(np.int8)})), "int8 values"),
-    "array gone": ("huggingface", rewrite(lambda a: a.pop("encoder.block.1.layer.0.layer_norm.weight")),
-                   r"encoder\.block\.1.*missing"),
-    "index": ("huggingface", lambda f: (f / "model.safetensors.index.json").write_text("[]"),
-              "index.json is damaged"),
+    "safetensors values": (
+        "huggingface",
+        rewrite(lambda a: a["shared.weight"].fill(np.nan)),
+        "shared.weight.*not finite",
+    ),
+    "safetensors integers": (
+        "huggingface",
+        rewrite(lambda a: a.update({"shared.weight": a["shared.weight"].astype(np.int8)})),
+        "int8 values",
+    ),
+    "array gone": (
+        "huggingface",
+        rewrite(lambda a: a.pop("encoder.block.1.layer.0.layer_norm.weight")),
+        r"encoder\.block\.1.*missing",
+    ),
+    "index": (
+        "huggingface",
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        "index.json is damaged",
+    ),
     "width": ("huggingface", describe(d_model=32), r"\(97, 48\), config.json says \(97, 32\)"),
     "layers": ("huggingface", describe(num_layers=2), r"encoder\.block\.2.* has no place"),
     "no number": ("huggingface", describe(d_kv="many"), "d_kv is 'many', not a whole number"),
     "heads": ("huggingface", describe(num_heads=5), r"\(\d+, \d+\), config.json says \(\d+, \d+\)"),
-    "only a pickle": ("huggingface", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-                      "never read"),
+    "only a pickle": (
+        "huggingface",
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "never read",
+    ),
     "config": ("huggingface", lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "other model": ("huggingface", describe(model_type="bart"), "only t5"),
     "config gone": ("huggingface", lambda f: (f / "config.json").unlink(), "is no checkpoint"),
@@ -111,11 +145,17 @@ DAMAGE = {
     "chunk gone": ("t5x", lambda f: (f / EMBEDDING / "0.0").unlink(), "embedding is damaged"),
     "zarr header gone": ("t5x", lambda f: (f / EMBEDDING / ".zarray").unlink(), "embedding is missing"),
     "zarr header": ("t5x", truncate(f"{EMBEDDING}/.zarray"), "token_embedder/embedding is missing"),
-    "unnamed array": ("t5x", without("decoder/layers_1/mlp/wi_1/kernel"),
-                      "layers_1/mlp/wi_1/kernel is missing"),
+    "unnamed array": (
+        "t5x",
+        without("decoder/layers_1/mlp/wi_1/kernel"),
+        "layers_1/mlp/wi_1/kernel is missing",
+    ),
     "unnamed embedding": ("t5x", without("token_embedder/embedding"), "token_embedder/embedding is missing"),
-    "another shape": ("t5x", reshape("decoder/layers_1/mlp/wo/kernel", (81, 48)),
-                      r"\(81, 48\), but the other arrays ask for \(80, 48\)"),
+    "another shape": (
+        "t5x",
+        reshape("decoder/layers_1/mlp/wo/kernel", (81, 48)),
+        r"\(81, 48\), but the other arrays ask for \(80, 48\)",
+    ),
     "another rank": ("t5x", reshape("token_embedder/embedding", (97,)), "of another rank"),
     "model.json": ("native", lambda f: (f / "model.json").write_text("{}x"), "damaged"),
     "native width": ("native", describe("model.json", d_model=64), r"\(64, \d+\).*\(48, \d+\)"),
@@ -155,6 +195,7 @@ def test_another_shape_than_asked_for_names_both(intact):
 
 def test_nothing_is_left_by_threads_that_write_on(intact, tmp_path, monkeypatch):
     """A format's library may raise while its threads still write."""
+
     def fails(folder, *rest):
         def write_on():
             for n in range(20):
@@ -189,8 +230,12 @@ main([*sys.argv[1:], "--to=huggingface"])
 
 def test_what_a_killed_convert_leaves_goes_with_the_next(intact, tmp_path):
     """But not what another process is writing, nor what anybody else has put there."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(intact / "t5x"), str(tmp_path / "killed")],
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(intact / "t5x"), str(tmp_path / "killed")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".killed.") and (left / "model.safetensors").is_file()
@@ -200,7 +245,12 @@ def test_what_a_killed_convert_leaves_goes_with_the_next(intact, tmp_path):
     with checkpoints.locked_folder(tmp_path / ".busy.1.unfinished"):
         assert convert([str(intact / "t5x"), str(tmp_path / "out"), "--to=native"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".busy.1.unfinished", ".link.unfinished", ".mine", ".notes.unfinished", "out"]
+        ".busy.1.unfinished",
+        ".link.unfinished",
+        ".mine",
+        ".notes.unfinished",
+        "out",
+    ]
     assert convert([str(intact / "t5x"), str(tmp_path / "more"), "--to=native"]) == 0
     assert not (tmp_path / ".busy.1.unfinished").exists()
 
@@ -219,6 +269,6 @@ def test_nothing_is_left_of_an_output_that_cannot_be_written(to, intact, tmp_pat
 import resource
 from speccascade_jax.commands.convert import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-print(main([{str(intact / 't5x')!r}, {str(tmp_path / 'full')!r}, "--to={to}"]))"""
+print(main([{str(intact / "t5x")!r}, {str(tmp_path / "full")!r}, "--to={to}"]))"""
     assert run(script, JAX_ENABLE_COMPILATION_CACHE="false") == "2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"] and not list(taken.iterdir())

@@ -24,23 +24,46 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 
 # Every field differs from its default: a field that a format forgets shows.
 UNLIKE = {
-    "t5": [dataclasses.replace(TINY_T5, relative_max_distance=50, dropout_rate=0.25, layer_norm_epsilon=1e-3,
-                               pad_id=3, eos_id=4, num_heads=4),
-           dataclasses.replace(TINY_T5_1_0, relative_max_distance=50, layer_norm_epsilon=1e-5),
-           dataclasses.replace(TINY_T5, relative_max_distance=51, dropout_rate=0.0,
-                               shared_position_bias=False)],
-    "gemma2": [dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6,
-                                   bos_id=7),
-               dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None)]}
+    "t5": [
+        dataclasses.replace(
+            TINY_T5,
+            relative_max_distance=50,
+            dropout_rate=0.25,
+            layer_norm_epsilon=1e-3,
+            pad_id=3,
+            eos_id=4,
+            num_heads=4,
+        ),
+        dataclasses.replace(TINY_T5_1_0, relative_max_distance=50, layer_norm_epsilon=1e-5),
+        dataclasses.replace(TINY_T5, relative_max_distance=51, dropout_rate=0.0, shared_position_bias=False),
+    ],
+    "gemma2": [
+        dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6, bos_id=7),
+        dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
+    ],
+}
 UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
 UNLIKE |= {
-    "t5gemma": [TINY_T5GEMMA, dataclasses.replace(TINY_T5GEMMA, decoder=dataclasses.replace(
-        TINY_T5GEMMA.decoder, tied_embeddings=False, more_eos=(7,)))],
-    "exits": [ExitsConfig(UNLIKE["t5"][0], (1,)), ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),
-              ExitsConfig(UNLIKE["t5"][1], (1,), "own"),
-              ExitsConfig(UNLIKE["gemma2"][0], (1, 2), "adapter", 3)],
-    "shared_encoder": [SharedEncoderConfig(UNLIKE["t5"][0], dataclasses.replace(
-        UNLIKE["t5"][0], d_model=24, num_encoder_layers=0, gated=False))]}
+    "t5gemma": [
+        TINY_T5GEMMA,
+        dataclasses.replace(
+            TINY_T5GEMMA,
+            decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False, more_eos=(7,)),
+        ),
+    ],
+    "exits": [
+        ExitsConfig(UNLIKE["t5"][0], (1,)),
+        ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),
+        ExitsConfig(UNLIKE["t5"][1], (1,), "own"),
+        ExitsConfig(UNLIKE["gemma2"][0], (1, 2), "adapter", 3),
+    ],
+    "shared_encoder": [
+        SharedEncoderConfig(
+            UNLIKE["t5"][0],
+            dataclasses.replace(UNLIKE["t5"][0], d_model=24, num_encoder_layers=0, gated=False),
+        )
+    ],
+}
 CASES = [(config, to) for family in FAMILIES for config in UNLIKE[family] for to in FAMILIES[family].formats]
 
 
@@ -93,11 +116,13 @@ def test_t5x_folders_of_others_are_t5_1_1(tmp_path):
     (tmp_path / "out" / checkpoints.t5x.UNTOLD_FILE).unlink()
     found = checkpoints.load(tmp_path / "out").model.config
     usual = type(config)()
-    assert found == dataclasses.replace(config, **{
-        name: getattr(usual, name) for name in checkpoints.t5x.UNTOLD})
+    assert found == dataclasses.replace(
+        config, **{name: getattr(usual, name) for name in checkpoints.t5x.UNTOLD}
+    )
 
 
 # ---- where and how a checkpoint is written --------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -122,11 +147,18 @@ def test_out_is_looked_at_before_in_is_read(folder, tmp_path, capsys, monkeypatc
     before = everything(folder)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    for out, words in ((folder, "exists already"), (folder / "." , "exists already"),
-                       (f"{folder}/../in", "exists already"), (tmp_path / "file", "exists already"),
-                       (tmp_path / "nowhere", "exists already"), (tmp_path / "file" / "out", "is no folder"),
-                       ("\ud800", "UTF-8"), ("x" * 300, "too long"),
-                       ("/dev/null/out", "is no folder"), ("", "exists already")):
+    for out, words in (
+        (folder, "exists already"),
+        (folder / ".", "exists already"),
+        (f"{folder}/../in", "exists already"),
+        (tmp_path / "file", "exists already"),
+        (tmp_path / "nowhere", "exists already"),
+        (tmp_path / "file" / "out", "is no folder"),
+        ("\ud800", "UTF-8"),
+        ("x" * 300, "too long"),
+        ("/dev/null/out", "is no folder"),
+        ("", "exists already"),
+    ):
         refused([folder, out, "--to=native"], words, capsys)
     assert everything(folder) == before and (tmp_path / "file").read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "nowhere"]
@@ -147,7 +179,7 @@ def test_a_folder_one_may_not_write_in_is_said_beforehand(folder, tmp_path):
 import os
 from speccascade_jax import checkpoints
 os.setuid(65534)
-try: checkpoints.check_absent({str(tmp_path / 'out')!r})
+try: checkpoints.check_absent({str(tmp_path / "out")!r})
 except ValueError as error: print(error)"""
     tmp_path.chmod(0o755)
     assert "you may not write in" in run(code)
@@ -192,7 +224,7 @@ import resource
 from speccascade_jax import checkpoints
 found = checkpoints.load({str(folder)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-try: checkpoints.save({str(tmp_path / 'out')!r}, found, {to!r})
+try: checkpoints.save({str(tmp_path / "out")!r}, found, {to!r})
 except ValueError as error: print(ascii(str(error)))"""
     said = run(code, JAX_ENABLE_COMPILATION_CACHE="false")
     assert f"cannot write {tmp_path / 'out'}" in said and "too large" in said.lower() and len(said) < 900
@@ -221,5 +253,9 @@ def test_a_vocabulary_goes_along_or_is_refused(folder, tmp_path, capsys):
 def test_a_file_of_ours_tells_what_t5x_does_not(tmp_path):
     checkpoints.save(tmp_path / "out", random_checkpoint(UNLIKE["t5"][0]), "t5x")
     assert json.loads((tmp_path / "out" / "t5_config.json").read_text()) == {
-        "relative_max_distance": 50, "layer_norm_epsilon": 1e-3, "dropout_rate": 0.25, "pad_id": 3,
-        "eos_id": 4}
+        "relative_max_distance": 50,
+        "layer_norm_epsilon": 1e-3,
+        "dropout_rate": 0.25,
+        "pad_id": 3,
+        "eos_id": 4,
+    }

@@ -23,12 +23,17 @@ def test_every_format_brings_it_back(to, gemma_pair, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
-    ({"layer_types": ["full"] * 3}, "layer_types is"),
-    ({"hidden_activation": "relu"}, "relu"), ({"model_type": "gemma3"}, "only t5, .* nearest is gemma3_text"),
-    ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.2.* has no place"),
-    ({"sliding_window": None}, "sliding_window is None, but")])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
+        ({"layer_types": ["full"] * 3}, "layer_types is"),
+        ({"hidden_activation": "relu"}, "relu"),
+        ({"model_type": "gemma3"}, "only t5, .* nearest is gemma3_text"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.2.* has no place"),
+        ({"sliding_window": None}, "sliding_window is None, but"),
+    ],
+)
 def test_another_config_is_refused(change, words, gemma_pair, tmp_path):
     import json
     import shutil

@@ -41,9 +41,11 @@ def read(intact):
 @pytest.fixture
 def copy(intact, tmp_path):
     """copy(kind): a fresh copy of that folder."""
+
     def fresh(kind, name="damaged"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
         return Path(shutil.copytree(intact / kind, tmp_path / name))
+
     return fresh
 
 
@@ -54,21 +56,56 @@ def describe(folder, **values):
 
 # ---- the fields of a model's shape ----------------------------------------------------------------------
 
-WRONG = ["many", "", [1], [], {"a": 1}, True, -1, -10**9, 10**9, 10**30, float("nan"), float("inf"), 1.5,
-         [[[[[[[[1]]]]]]]], "\ud800"]
-SMALL = {"layer_norm_epsilon", "rms_norm_eps", "norm_epsilon", "rope_theta", "dropout_rate",
-         "attn_logit_softcapping", "final_logit_softcapping", "attention_softcap", "logit_softcap"}
+WRONG = [
+    "many",
+    "",
+    [1],
+    [],
+    {"a": 1},
+    True,
+    -1,
+    -(10**9),
+    10**9,
+    10**30,
+    float("nan"),
+    float("inf"),
+    1.5,
+    [[[[[[[[1]]]]]]]],
+    "\ud800",
+]
+SMALL = {
+    "layer_norm_epsilon",
+    "rms_norm_eps",
+    "norm_epsilon",
+    "rope_theta",
+    "dropout_rate",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_softcap",
+    "logit_softcap",
+}
 """Fields that may be any positive number."""
-FREE = {"relative_attention_max_distance", "relative_max_distance", "sliding_window", "window",
-        "query_pre_attn_scalar", "query_scalar", "max_positions", "max_position_embeddings"}
+FREE = {
+    "relative_attention_max_distance",
+    "relative_max_distance",
+    "sliding_window",
+    "window",
+    "query_pre_attn_scalar",
+    "query_scalar",
+    "max_positions",
+    "max_position_embeddings",
+}
 """Fields that may be any positive whole number: no array tells them."""
 
 
 def names_of(kind, folder):
     """The config's fields as the file that describes the folder spells them."""
     if kind.endswith("native"):
-        return [name for name, value in json.loads((folder / "model.json").read_text()).items()
-                if type(value) in (int, float) and not (name.startswith("rope_") and name != "rope_theta")]
+        return [
+            name
+            for name, value in json.loads((folder / "model.json").read_text()).items()
+            if type(value) in (int, float) and not (name.startswith("rope_") and name != "rope_theta")
+        ]
     return list((t5.CONFIG_KEYS if kind.startswith("t5") else decoder.SHARED | decoder.OF_GEMMA).values())
 
 
@@ -80,26 +117,43 @@ def test_a_field_that_is_no_size_is_refused(kind, intact, read, copy):
         folder = copy(kind)
         for value in (*WRONG, None, 0):
             optional = "softcap" in name or name in (
-                "num_decoder_layers", "pad_token_id", "bos_token_id", "query_pre_attn_scalar", "query_scalar")
-            fits = ((value is None and optional) or (value == [1] and name == "eos_token_id")
-                    or (value == 0 and (name == "dropout_rate" or name.endswith("_id")))
-                    or (value in (1.5, 10**9) and name in SMALL - {"dropout_rate"})
-                    or (value == 10**9 and name in FREE) or (value is True and name == "tie_word_embeddings"))
+                "num_decoder_layers",
+                "pad_token_id",
+                "bos_token_id",
+                "query_pre_attn_scalar",
+                "query_scalar",
+            )
+            fits = (
+                (value is None and optional)
+                or (value == [1] and name == "eos_token_id")
+                or (value == 0 and (name == "dropout_rate" or name.endswith("_id")))
+                or (value in (1.5, 10**9) and name in SMALL - {"dropout_rate"})
+                or (value == 10**9 and name in FREE)
+                or (value is True and name == "tie_word_embeddings")
+            )
             if fits:  # 10**9 of a free field may be refused for reasons of its own, but not this one's
                 continue
             describe(folder, **{name: value})
             outcome = read(folder)
             check_refused(outcome)
-            assert name in outcome.said or "array" in outcome.said or "shape" in outcome.said or (
-                "heads" in outcome.said or "relative" in outcome.said), (name, value, outcome)
+            assert (
+                name in outcome.said
+                or "array" in outcome.said
+                or "shape" in outcome.said
+                or ("heads" in outcome.said or "relative" in outcome.said)
+            ), (name, value, outcome)
 
 
 @pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
 def test_layers_that_are_not_there_cost_nothing(kind, read, copy):
     """10**9 is refused at once; 1,000, which a model may have, after the first array that is missing."""
     folder = copy(kind)
-    field = {"t5-huggingface": "num_layers", "gemma2-huggingface": "num_hidden_layers",
-             "t5-native": "num_encoder_layers", "gemma2-native": "num_layers"}[kind]
+    field = {
+        "t5-huggingface": "num_layers",
+        "gemma2-huggingface": "num_hidden_layers",
+        "t5-native": "num_encoder_layers",
+        "gemma2-native": "num_layers",
+    }[kind]
     describe(folder, layer_types=None) if kind == "gemma2-huggingface" else None
     describe(folder, **{field: 10**9})
     check_refused(read(folder), field)
@@ -108,34 +162,58 @@ def test_layers_that_are_not_there_cost_nothing(kind, read, copy):
     check_refused(read(folder), "missing")
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"feed_forward_proj": ["relu"]}, "feed_forward_proj"), ({"model_type": None}, "only t5"),
-    ({"model_type": ["t5"]}, "only t5"), ({"model_type": {"t5": 1}}, "only t5"),
-    ({"scale_decoder_outputs": "yes"}, "tie_word_embeddings"),
-    ({"relative_attention_num_buckets": 2}, "too few"),
-    ({"relative_attention_max_distance": 4}, "distance"), ({"dropout_rate": 1}, "dropout_rate"),
-    ({"vocab_size": 1}, "eos_token_id")])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"feed_forward_proj": ["relu"]}, "feed_forward_proj"),
+        ({"model_type": None}, "only t5"),
+        ({"model_type": ["t5"]}, "only t5"),
+        ({"model_type": {"t5": 1}}, "only t5"),
+        ({"scale_decoder_outputs": "yes"}, "tie_word_embeddings"),
+        ({"relative_attention_num_buckets": 2}, "too few"),
+        ({"relative_attention_max_distance": 4}, "distance"),
+        ({"dropout_rate": 1}, "dropout_rate"),
+        ({"vocab_size": 1}, "eos_token_id"),
+    ],
+)
 def test_a_t5_that_cannot_be_is_refused(change, words, read, copy):
     folder = copy("t5-huggingface")
     describe(folder, **change)
     check_refused(read(folder), words)
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"rope_parameters": "x"}, "rope_parameters"), ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
-    ({"num_key_value_heads": 4}, "heads"), ({"head_dim": 15}, "even"), ({"layer_types": "x"}, "layer_types"),
-    ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"layer_types": [[]] * 3}, "layer_types"),
-    ({"eos_token_id": []}, "eos_token_id"), ({"eos_token_id": [[1]]}, "eos_token_id"),
-    ({"eos_token_id": [97]}, "eos_token_id"), ({"tie_word_embeddings": False}, "lm_head.weight is missing")])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"rope_parameters": "x"}, "rope_parameters"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling"),
+        ({"num_key_value_heads": 4}, "heads"),
+        ({"head_dim": 15}, "even"),
+        ({"layer_types": "x"}, "layer_types"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"layer_types": [[]] * 3}, "layer_types"),
+        ({"eos_token_id": []}, "eos_token_id"),
+        ({"eos_token_id": [[1]]}, "eos_token_id"),
+        ({"eos_token_id": [97]}, "eos_token_id"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ],
+)
 def test_a_gemma_that_cannot_be_is_refused(change, words, read, copy):
     folder = copy("gemma2-huggingface")
     describe(folder, **change)
     check_refused(read(folder), words)
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"family": ["t5"]}, "only t5"), ({"family": "t6"}, "only t5"), ({"color": "red"}, "color"),
-    ({"gated": "no"}, "gated"), ({"shared_position_bias": 1}, "shared_position_bias")])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"family": ["t5"]}, "only t5"),
+        ({"family": "t6"}, "only t5"),
+        ({"color": "red"}, "color"),
+        ({"gated": "no"}, "gated"),
+        ({"shared_position_bias": 1}, "shared_position_bias"),
+    ],
+)
 def test_a_run_of_no_known_model_is_refused(change, words, read, copy):
     folder = copy("t5-native")
     describe(folder, **change)
@@ -146,9 +224,14 @@ def test_a_run_of_no_known_model_is_refused(change, words, read, copy):
 
 NEEDED = {
     "t5-huggingface": ["config.json", "model.safetensors"],
-    "t5-t5x": ["checkpoint", "t5_config.json", "target.token_embedder.embedding/.zarray",
-               "target.token_embedder.embedding/0.0"],
-    "t5-native": ["model.json", "latest/0/_CHECKPOINT_METADATA", "latest/0/params/manifest.ocdbt"]}
+    "t5-t5x": [
+        "checkpoint",
+        "t5_config.json",
+        "target.token_embedder.embedding/.zarray",
+        "target.token_embedder.embedding/0.0",
+    ],
+    "t5-native": ["model.json", "latest/0/_CHECKPOINT_METADATA", "latest/0/params/manifest.ocdbt"],
+}
 
 
 @pytest.mark.parametrize("instead", INSTEAD)
@@ -176,8 +259,9 @@ def test_a_folder_of_nothing_else_is_refused(name, instead, read, tmp_path):
 @pytest.mark.parametrize("instead", ["a pipe", "a folder", "an endless device"])
 def test_any_other_file_of_a_run_may_be_replaced(instead, intact, read, copy):
     """Orbax opens what it finds: of every file a run has, none hangs."""
-    files = [path.relative_to(intact / "t5-native") for path in (intact / "t5-native").rglob("*")
-             if path.is_file()]
+    files = [
+        path.relative_to(intact / "t5-native") for path in (intact / "t5-native").rglob("*") if path.is_file()
+    ]
     assert len(files) > 5
     for name in files:
         folder = copy("t5-native")
@@ -188,11 +272,30 @@ def test_any_other_file_of_a_run_may_be_replaced(instead, intact, read, copy):
         assert outcome.gigabytes < GIGABYTES
 
 
-@pytest.mark.parametrize("names", [
-    ["pipe"], ["../outside"], ["OUTSIDE"], [""], ["."], [".."], [None], [3], [["model.safetensors"]],
-    ["nowhere"], ["folder"], ["a\0b"], ["\ud800"], ["folder/../model.safetensors"], "model.safetensors", [],
-    None, ["x" * 5000]],
-    ids=lambda names: ascii(names)[:40])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pipe"],
+        ["../outside"],
+        ["OUTSIDE"],
+        [""],
+        ["."],
+        [".."],
+        [None],
+        [3],
+        [["model.safetensors"]],
+        ["nowhere"],
+        ["folder"],
+        ["a\0b"],
+        ["\ud800"],
+        ["folder/../model.safetensors"],
+        "model.safetensors",
+        [],
+        None,
+        ["x" * 5000],
+    ],
+    ids=lambda names: ascii(names)[:40],
+)
 def test_an_index_names_files_of_its_folder_only(names, read, copy):
     folder = copy("t5-huggingface")
     shutil.copy(folder / "model.safetensors", folder.parent / "outside")
@@ -213,7 +316,8 @@ def test_an_index_of_links_inside_its_folder_is_read(read, copy):
     (folder / "a.safetensors").symlink_to(folder.parent / "blob")
     arrays = load_file(folder / "a.safetensors")
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(arrays, "a.safetensors")}))
+        json.dumps({"weight_map": dict.fromkeys(arrays, "a.safetensors")})
+    )
     assert read(folder).kind == "loaded"
 
 
@@ -257,21 +361,30 @@ def test_safetensors_of_unknown_kinds_of_numbers_are_refused(read, copy):
     folder = copy("t5-huggingface")
     raw = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:8 + size])
+    header = json.loads(raw[8 : 8 + size])
     for dtype in ("F8_E4M3", "I32", "BOOL", "U32"):
         shape = header["shared.weight"]["shape"]
         factor = 4 if dtype in ("F8_E4M3", "BOOL") else 1
-        changed = {**header, "shared.weight": {**header["shared.weight"], "dtype": dtype,
-                                               "shape": [shape[0], shape[1] * factor]}}
+        changed = {
+            **header,
+            "shared.weight": {
+                **header["shared.weight"],
+                "dtype": dtype,
+                "shape": [shape[0], shape[1] * factor],
+            },
+        }
         text = json.dumps(changed).encode()
-        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size:])
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
         check_refused(read(folder))
 
 
 def test_a_checksum_that_is_no_number_differs(read, copy):
     folder = copy("t5-huggingface")
-    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors",
-              metadata={"crc32 shared.weight": "many"})
+    save_file(
+        load_file(folder / "model.safetensors"),
+        folder / "model.safetensors",
+        metadata={"crc32 shared.weight": "many"},
+    )
     check_refused(read(folder), "checksum")
     folder = copy("t5-native")
     for value in ("x", [], {"crc32": [1]}, {"crc32": {"embedding": "x"}}, {"crc32": "x"}, 3):
@@ -281,10 +394,27 @@ def test_a_checksum_that_is_no_number_differs(read, copy):
 
 # ---- paths ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("path", ["\ud800", "\udcff", "a\0b", "x" * 5000, "/dev/zero", "/nowhere/at/all", "",
-                                  "hf://\ud800", "hf://", "gs://", "gs://\ud800/x", "{folder}/config.json",
-                                  "{folder}/config.json/x", "{folder}/pipe"],
-                         ids=lambda path: ascii(path)[:30])
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "\ud800",
+        "\udcff",
+        "a\0b",
+        "x" * 5000,
+        "/dev/zero",
+        "/nowhere/at/all",
+        "",
+        "hf://\ud800",
+        "hf://",
+        "gs://",
+        "gs://\ud800/x",
+        "{folder}/config.json",
+        "{folder}/config.json/x",
+        "{folder}/pipe",
+    ],
+    ids=lambda path: ascii(path)[:30],
+)
 @pytest.mark.parametrize("what", ["load", "config_of", "tokenizer"])
 def test_a_path_that_is_no_folder_is_refused(path, what, read, copy):
     folder = copy("t5-huggingface")
@@ -302,21 +432,24 @@ def test_what_one_may_not_read_is_refused(intact):
         for n, name in enumerate(names):
             folder = Path(shutil.copytree(intact / "t5-huggingface", f"{where}/{n}"))
             (folder / name).chmod(0)
-        said = json.loads(run(f"""
+        said = json.loads(
+            run(f"""
 import json, os
 from speccascade_jax import checkpoints
-checkpoints.load({str(intact / 't5-huggingface')!r})
+checkpoints.load({str(intact / "t5-huggingface")!r})
 if os.geteuid() == 0: os.setuid(65534)
 said = []
 for n in range({len(names)}):
     try: checkpoints.load(f"{where}/{{n}}")
     except ValueError as error: said.append(str(error))
-print(json.dumps(said))"""))
+print(json.dumps(said))""")
+        )
         Path(where, "0").chmod(0o755)
     assert len(said) == len(names) and all("Permission denied" in words for words in said), said
 
 
 # ---- vocabularies ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
@@ -325,8 +458,7 @@ def test_a_tokenizer_that_is_none_is_refused(name, instead, read, tmp_path):
     check_refused(read(tmp_path / name, "tokenizer"))
 
 
-@pytest.mark.parametrize("ids", [{}, {"<pad>": 0}, {"<pad>": 0, "</s>": 5}, {"<pad>": 0, "</s>": 0}],
-                         ids=str)
+@pytest.mark.parametrize("ids", [{}, {"<pad>": 0}, {"<pad>": 0, "</s>": 5}, {"<pad>": 0, "</s>": 0}], ids=str)
 def test_a_tokenizer_json_without_its_special_pieces_is_refused(ids, read, tmp_path):
     model = {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
@@ -345,18 +477,36 @@ OTHER = {"Sequence": {"id": "B", "type_id": 0}}
 
 def template(single=(TEXT, END), ids=(1,), **changes):
     special = {"</s>": {"id": "</s>", "ids": list(ids), "tokens": ["</s>"]}}
-    return {"post_processor": {"type": "TemplateProcessing", "single": list(single), "pair": [TEXT, OTHER],
-                               "special_tokens": special, **changes}}
+    return {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": list(single),
+            "pair": [TEXT, OTHER],
+            "special_tokens": special,
+            **changes,
+        }
+    }
 
 
 def charsmap(table):
-    return {"normalizer": {"type": "Sequence", "normalizers": [
-        {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}]}}
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+            ],
+        }
+    }
 
 
 def vocabulary(**more):
-    return {"model": {"type": "WordLevel", "unk_token": "<unk>",
-                      "vocab": {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, **more}}}
+    return {
+        "model": {
+            "type": "WordLevel",
+            "unk_token": "<unk>",
+            "vocab": {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, **more},
+        }
+    }
 
 
 DAMAGED_JSON = {  # parts of a tokenizer.json that end the library's process, or raise what is no Exception
@@ -369,9 +519,22 @@ DAMAGED_JSON = {  # parts of a tokenizer.json that end the library's process, or
     "characters without end": (charsmap(b"\xff" * 8), "precompiled_charsmap"),
     "a table of wrong units": (charsmap(b"\4\0\0\0" + b"\xff" * 4 + b"a\0"), "cannot read"),
     "a large id": (vocabulary(b=4_000_000_000), "4000000000"),
-    "an added token's id": ({"added_tokens": [
-        {"id": 4_000_000_000, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": True}]}, "4000000000"),
+    "an added token's id": (
+        {
+            "added_tokens": [
+                {
+                    "id": 4_000_000_000,
+                    "content": "<x>",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ]
+        },
+        "4000000000",
+    ),
     "a strip": ({"decoder": {"type": "Strip", "content": "a", "start": 10**18, "stop": 10**18}}, "Strip"),
 }
 
@@ -383,19 +546,27 @@ def test_a_part_that_would_end_the_process_is_refused(case, read, tmp_path):
     check_refused(read(tmp_path / "tokenizer.json", "tokenizer"), words)
 
 
-PADDED = {"strategy": {"Fixed": 10**18}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-          "pad_type_id": 0, "pad_token": "<pad>"}
+PADDED = {
+    "strategy": {"Fixed": 10**18},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "<pad>",
+}
 CUT = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}
 WORDS = {"normalizer": {"type": "Prepend", "prepend": "a "}, "pre_tokenizer": {"type": "Whitespace"}}
 """Every text has two tokens or more: one of them would be cut."""
 
 
-@pytest.mark.parametrize("part", [{"padding": PADDED}, {"truncation": CUT}, {"padding": 7, "truncation": 7}],
-                         ids=["padding", "truncation", "numbers"])
+@pytest.mark.parametrize(
+    "part",
+    [{"padding": PADDED}, {"truncation": CUT}, {"padding": 7, "truncation": 7}],
+    ids=["padding", "truncation", "numbers"],
+)
 def test_truncation_and_padding_are_not_read(part, read, tmp_path):
     """They are the caller's: a fixed padding of 10**18 tokens ended the process."""
-    (tmp_path / "tokenizer.json").write_text(json.dumps(
-        {"version": "1.0", **vocabulary(), **WORDS, **part}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **vocabulary(), **WORDS, **part}))
     outcome = read(tmp_path / "tokenizer.json", "tokenizer")
     assert outcome.kind == "loaded" and outcome.gigabytes < GIGABYTES, outcome
 
@@ -404,7 +575,7 @@ def test_a_damaged_vocabulary_is_refused_or_a_vocabulary(spiece, read, tmp_path)
     """One byte changed, or the end lost: never a crash."""
     whole = spiece.read_bytes()
     for n in range(0, len(whole), max(len(whole) // 60, 1)):
-        for damaged in (whole[:n], whole[:n] + bytes([whole[n] ^ 0xff]) + whole[n + 1:]):
+        for damaged in (whole[:n], whole[:n] + bytes([whole[n] ^ 0xFF]) + whole[n + 1 :]):
             (tmp_path / "spiece.model").write_bytes(damaged)
             outcome = read(tmp_path / "spiece.model", "tokenizer")
             assert outcome.kind in ("loaded", "ValueError"), (n, outcome)

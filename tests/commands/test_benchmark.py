@@ -24,8 +24,9 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import PRESETS, T5Config, T5Model
 from speccascade_jax.settings import Settings
 
-TINY = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2,
-                num_decoder_layers=3)
+TINY = T5Config(
+    vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_encoder_layers=2, num_decoder_layers=3
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -47,8 +48,15 @@ def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, mo
     benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), block_sizes=(2,), output=str(path)))
     lines = list(map(json.loads, path.read_text().splitlines()))
     own = figures_of(path)["parts, batch 1, speculative, block size 2"]
-    wanted = {"drafter step, ms", "verifier step, ms", "scoring 3 tokens, ms", "round, ms",
-              "drafter prefill, ms", "verifier prefill, ms", f"{profiling.OVERHEAD}, ms"}
+    wanted = {
+        "drafter step, ms",
+        "verifier step, ms",
+        "scoring 3 tokens, ms",
+        "round, ms",
+        "drafter prefill, ms",
+        "verifier prefill, ms",
+        f"{profiling.OVERHEAD}, ms",
+    }
     assert wanted <= set(own)
     assert 0 < own[f"{profiling.OVERHEAD}, share of a round"] < 1.5
     assert all(line["jax"] == jax.__version__ and line["dtype"] == "float32" for line in lines)
@@ -67,6 +75,7 @@ def figures_of(path) -> dict[str, dict[str, object]]:
 def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     """A machine whose prefill takes 0.5 s and 0.1 a column of the padded input, a drafter step 0.1, a
     verifier step 1 and a round 2: what is reported must be these, whatever the texts' lengths."""
+
     def timed(cascade, settings, index, text):
         output = next(iter(cascade.generate([text], settings, first_index=index)))
         passes = {"verifier": 1.0, "drafter": 0.1}.get(settings.method, 0.0) * len(output.tokens)
@@ -77,8 +86,13 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
         seconds, output = timed(cascade, Settings(method="verifier"), index, text)
         return 2 * seconds, dataclasses.replace(output, tokens=[*output.tokens, 0])
 
-    known = {"drafter step": 0.1, "verifier step": 1.0, profiling.scoring(2): 1.5, profiling.OVERHEAD: 0.2,
-             "round": 2.5}
+    known = {
+        "drafter step": 0.1,
+        "verifier step": 1.0,
+        profiling.scoring(2): 1.5,
+        profiling.OVERHEAD: 0.2,
+        "round": 2.5,
+    }
     cascade = dataclasses.replace(pair(), max_source_length=64, max_new_tokens=12)
     monkeypatch.setattr(type(cascade.verifier), "dtype", "float32", raising=False)
     monkeypatch.setattr(benchmark, "timed", timed)
@@ -88,12 +102,19 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark.Cascade, "from_config", lambda *_: cascade)
     monkeypatch.setattr(profiling, "measure", lambda *_, **__: {n: Timing(t, t, t) for n, t in known.items()})
     texts = [f"{a}{b}" * (1 + 9 * b) for a in range(4) for b in range(4)]
-    (tmp_path / "in.jsonl").write_text("".join(
-        json.dumps({"source": t, "target": t}) + "\n" for t in texts))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source": t, "target": t}) + "\n" for t in texts))
     path = tmp_path / "figures.jsonl"
-    benchmark.benchmark(benchmark.Arguments(
-        input=str(tmp_path / "in.jsonl"), vs=("hf",), min_tokens=1, method="token_v3", alpha=0.3,
-        block_sizes=(2,), output=str(path)))
+    benchmark.benchmark(
+        benchmark.Arguments(
+            input=str(tmp_path / "in.jsonl"),
+            vs=("hf",),
+            min_tokens=1,
+            method="token_v3",
+            alpha=0.3,
+            block_sizes=(2,),
+            output=str(path),
+        )
+    )
     found = figures_of(path)
     assert found["one model alone"]["verifier step, ms"] == pytest.approx(1000)
     assert found["one model alone"]["drafter step, ms"] == pytest.approx(100)
@@ -103,7 +124,8 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     assert own["relative cost without prefill, measured"] == pytest.approx(2 / calls)
     assert own["predicted, a scoring call as one step"] == pytest.approx(relative_cost(acceptance, 2, 0.1))
     assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
-        relative_cost(acceptance, 2, 0.1, 0.7))
+        relative_cost(acceptance, 2, 0.1, 0.7)
+    )
     assert own["the same, by the tokens a call as counted"] == pytest.approx(2 / calls)
     assert own["and with whole rounds as timed"] == pytest.approx(2.5 / calls)
     assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
@@ -129,8 +151,9 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark.other_libraries, "transformers_decoders", transformers_decoders)
     monkeypatch.setattr(benchmark.loop, "generate", generate)
     path = tmp_path / "figures.jsonl"
-    benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), vs=("hf",), tokens=7, repetitions=2,
-                                            output=str(path)))
+    benchmark.benchmark(
+        benchmark.Arguments(preset=("tiny", "tiny"), vs=("hf",), tokens=7, repetitions=2, output=str(path))
+    )
     jax.effects_barrier()
     assert asked == [{"max_new_tokens": 7, "min_new_tokens": 7}] * 2
     assert written == [7] * 6
@@ -148,16 +171,25 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
     params = [model.init(n) for n, model in enumerate(models)]
     small, large = (
         other_libraries.exported(checkpoints.Checkpoint(model, own, tokenizer, ""), tmp_path / str(n))
-        for n, (model, own) in enumerate(zip(models, params, strict=True)))
+        for n, (model, own) in enumerate(zip(models, params, strict=True))
+    )
     source = [5, 6, 7, 1]
     ours = loop.generate(
-        Autoregressive(models[1]), params[1], jax.random.key(0)[None], jnp.array([source]), jnp.array([4]),
-        SamplingOptions(jnp.float32(0)), jnp.zeros(0), max_new_tokens=8, eos_id=1)
+        Autoregressive(models[1]),
+        params[1],
+        jax.random.key(0)[None],
+        jnp.array([source]),
+        jnp.array([4]),
+        SamplingOptions(jnp.float32(0)),
+        jnp.zeros(0),
+        max_new_tokens=8,
+        eos_id=1,
+    )
     decoders = other_libraries.transformers_decoders(large, 8, drafter=small, block_size=3)
     assert [name.split()[-1] for name in decoders] == ["verifier", "assisted"]
     for decode in decoders.values():
         seconds, tokens = decode(source)
-        assert tokens == ours.tokens[0, :int(ours.length[0])].tolist() and seconds > 0
+        assert tokens == ours.tokens[0, : int(ours.length[0])].tolist() and seconds > 0
 
 
 def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
@@ -167,41 +199,59 @@ def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
         benchmark.benchmark(benchmark.Arguments(preset=("t5_1_1_small", "t5_1_1_large"), vs=("hf",)))
 
 
-BAD = [(["--vs", "hf"], "vs", ("hf",)), (["--method=none"], "method", "none"),
-       (["--preset", "t5_1_1_small", "huge"], "preset", "huge"),
-       (["--preset", "t5_1_1_small", "t5_1_1_large", "--input=x"], "preset",
-        ("t5_1_1_small", "t5_1_1_large")),
-       (["--block-sizes", "0"], "block_sizes", 0), (["--block-sizes", "3", "-2"], "block_sizes", -2),
-       (["--block-sizes"], "block_sizes", ()), (["--batch-sizes", "0"], "batch_sizes", 0),
-       (["--batch-sizes"], "batch_sizes", ()), (["--repetitions=0"], "repetitions", 0),
-       (["--tokens=0"], "tokens", 0), (["--min-tokens=-1"], "min_tokens", -1), (["--limit=0"], "limit", 0),
-       (["--join=0"], "join", 0), (["--alpha=nan"], "alpha", float("nan")), (["--alpha=-1"], "alpha", -1.0),
-       (["--temperature=nan"], "temperature", float("nan")), (["--dtype=float8"], "dtype", "float8"),
-       (["--config=demo_verifier"], None, "demo_verifier"),
-       (["--output=/no/such/folder/x"], "output", "/no/such/folder/x"),
-       (["--block-sizes", "1000000"], "block_sizes", 1000000),
-       (["--batch-sizes", "1000000"], "batch_sizes", 1000000), (["--tokens=1000000000"], "tokens", 10**9),
-       (["--repetitions=1000000000"], "repetitions", 10**9),
-       (["--input=/no/such/file.jsonl"], None, "/no/such/file.jsonl"),
-       (["--output=/dev/null"], "output", "/dev/null"), (["--output=."], "output", "."),
-       (["--tpu=v5e"], None, "--tpu is 'v5e'"), (["--tpu=h100:8"], None, "--tpu is 'h100:8'"),
-       (["--tpu=v5e:2x2", "--input=x.jsonl"], "tpu", "v5e:2x2"),
-       (["--tpu=v5e:2x2", "--acceptance=2"], "acceptance", 2.0),
-       (["--tpu=v5e:2x2", "--source-length=0"], "source_length", 0),
-       (["--tpu=v5e:2x2", "--tensor-parallel", "4", "0"], "tensor_parallel", 0),
-       (["--tpu=v5e:2x2", "--new-tokens=9999999"], "new_tokens", 9999999),
-       (["--preset", "gemma2_2b", "gemma2_9b", "--vs", "hf"], "vs", ("hf",)),
-       (["--config=demo_foreign", "--vocabulary=slem", "--method=opt", "--input=x"], "method", "opt")]
+BAD = [
+    (["--vs", "hf"], "vs", ("hf",)),
+    (["--method=none"], "method", "none"),
+    (["--preset", "t5_1_1_small", "huge"], "preset", "huge"),
+    (["--preset", "t5_1_1_small", "t5_1_1_large", "--input=x"], "preset", ("t5_1_1_small", "t5_1_1_large")),
+    (["--block-sizes", "0"], "block_sizes", 0),
+    (["--block-sizes", "3", "-2"], "block_sizes", -2),
+    (["--block-sizes"], "block_sizes", ()),
+    (["--batch-sizes", "0"], "batch_sizes", 0),
+    (["--batch-sizes"], "batch_sizes", ()),
+    (["--repetitions=0"], "repetitions", 0),
+    (["--tokens=0"], "tokens", 0),
+    (["--min-tokens=-1"], "min_tokens", -1),
+    (["--limit=0"], "limit", 0),
+    (["--join=0"], "join", 0),
+    (["--alpha=nan"], "alpha", float("nan")),
+    (["--alpha=-1"], "alpha", -1.0),
+    (["--temperature=nan"], "temperature", float("nan")),
+    (["--dtype=float8"], "dtype", "float8"),
+    (["--config=demo_verifier"], None, "demo_verifier"),
+    (["--output=/no/such/folder/x"], "output", "/no/such/folder/x"),
+    (["--block-sizes", "1000000"], "block_sizes", 1000000),
+    (["--batch-sizes", "1000000"], "batch_sizes", 1000000),
+    (["--tokens=1000000000"], "tokens", 10**9),
+    (["--repetitions=1000000000"], "repetitions", 10**9),
+    (["--input=/no/such/file.jsonl"], None, "/no/such/file.jsonl"),
+    (["--output=/dev/null"], "output", "/dev/null"),
+    (["--output=."], "output", "."),
+    (["--tpu=v5e"], None, "--tpu is 'v5e'"),
+    (["--tpu=h100:8"], None, "--tpu is 'h100:8'"),
+    (["--tpu=v5e:2x2", "--input=x.jsonl"], "tpu", "v5e:2x2"),
+    (["--tpu=v5e:2x2", "--acceptance=2"], "acceptance", 2.0),
+    (["--tpu=v5e:2x2", "--source-length=0"], "source_length", 0),
+    (["--tpu=v5e:2x2", "--tensor-parallel", "4", "0"], "tensor_parallel", 0),
+    (["--tpu=v5e:2x2", "--new-tokens=9999999"], "new_tokens", 9999999),
+    (["--preset", "gemma2_2b", "gemma2_9b", "--vs", "hf"], "vs", ("hf",)),
+    (["--config=demo_foreign", "--vocabulary=slem", "--method=opt", "--input=x"], "method", "opt"),
+]
 
 
-@pytest.mark.parametrize("arguments,field,value", BAD,
-                         ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    "arguments,field,value", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else ""
+)
 def test_bad_flags_are_one_sentence(arguments, field, value, monkeypatch, capsys):
     """Also where no other library is installed: none is asked for by what cannot be compared. field: None
     where an error has none, and its sentence is looked at."""
     monkeypatch.setattr(other_libraries, "find_spec", lambda name: None)
-    for home, name in ((Cascade, "load"), (profiling, "measure"), (profiling, "random_model"),
-                       (profiling, "read_bandwidth")):
+    for home, name in (
+        (Cascade, "load"),
+        (profiling, "measure"),
+        (profiling, "random_model"),
+        (profiling, "read_bandwidth"),
+    ):
         monkeypatch.setattr(home, name, lambda *_, **__: pytest.fail("work began"))
     with refusals() as errors:
         assert benchmark.main(arguments) == 2
@@ -219,10 +269,12 @@ def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
     monkeypatch.setattr(tpus, "find_spec", lambda name: name)
     monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
     monkeypatch.setattr(tpus, "Pair", lambda *_: pytest.fail("compiled"))
-    for flags, said in ((["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
-                        (["--preset", "t5_1_1_small", "gemma2_2b"], "the drafter has 32128 tokens"),
-                        (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
-                        (["--config=demo_shared"], "member of the network")):
+    for flags, said in (
+        (["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
+        (["--preset", "t5_1_1_small", "gemma2_2b"], "the drafter has 32128 tokens"),
+        (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
+        (["--config=demo_shared"], "member of the network"),
+    ):
         assert benchmark.main(["--tpu=v5e:2x2", *flags]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1

@@ -22,8 +22,15 @@ SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
 
 def run(t5_pair, *flags):
     """decode.py on the tiny pair: the exit code."""
-    return decode.main([f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-                        "--max-source-length=32", "--max-new-tokens=24", *map(str, flags)])
+    return decode.main(
+        [
+            f"--drafter={t5_pair / 'drafter'}",
+            f"--verifier={t5_pair / 'verifier'}",
+            "--max-source-length=32",
+            "--max-new-tokens=24",
+            *map(str, flags),
+        ]
+    )
 
 
 def lines(path):
@@ -39,8 +46,26 @@ def inputs(tmp_path):
 
 def test_writes_every_field_in_input_order(t5_pair, inputs, tmp_path):
     out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
-    assert run(t5_pair, "--input", inputs, "--output", out, "--summary", summary, "--method", "token_v3",
-               "--alpha", 0.3, "--temperature", 1, "--batch-size", 4) == 0
+    assert (
+        run(
+            t5_pair,
+            "--input",
+            inputs,
+            "--output",
+            out,
+            "--summary",
+            summary,
+            "--method",
+            "token_v3",
+            "--alpha",
+            0.3,
+            "--temperature",
+            1,
+            "--batch-size",
+            4,
+        )
+        == 0
+    )
     written = lines(out)
     assert [(x["index"], x["source"]) for x in written] == list(enumerate(SENTENCES))
     for x in written:
@@ -53,8 +78,10 @@ def test_writes_every_field_in_input_order(t5_pair, inputs, tmp_path):
         else:
             assert (x["text"], x["tokens"], x["counts"]) == ("", [], {})
     figures = json.loads(summary.read_text())
-    total = {name: sum(x["counts"].get(name, 0) for x in written)
-             for name in ("accepted", "drafted", "emitted", "rounds")}
+    total = {
+        name: sum(x["counts"].get(name, 0) for x in written)
+        for name in ("accepted", "drafted", "emitted", "rounds")
+    }
     assert figures["acceptance_rate"] == total["accepted"] / total["drafted"]
     assert figures["tokens_per_verifier_call"] == total["emitted"] / total["rounds"]
     assert figures["compile_seconds"] > 0 and figures["decode_seconds"] > 0
@@ -88,8 +115,9 @@ def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_p
     assert out.read_bytes() == whole
 
 
-@pytest.mark.parametrize("line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"],
-                         ids=["number", "fields", "json", "utf-8"])
+@pytest.mark.parametrize(
+    "line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"], ids=["number", "fields", "json", "utf-8"]
+)
 def test_an_output_with_a_damaged_line_is_left_alone(line, t5_pair, inputs, tmp_path, capsys):
     """Not the last one, which a kill explains: what follows it may be worth keeping."""
     out = tmp_path / "out.jsonl"
@@ -128,8 +156,15 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_and_exit_code_two(t5_pair, case, capsys):
     flags, about = BAD[case]
-    overrides = [] if "config" in case or "checkpoint" in case else [
-        f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}", "--max-source-length=32"]
+    overrides = (
+        []
+        if "config" in case or "checkpoint" in case
+        else [
+            f"--drafter={t5_pair / 'drafter'}",
+            f"--verifier={t5_pair / 'verifier'}",
+            "--max-source-length=32",
+        ]
+    )
     with refusals() as errors:
         assert decode.main([*overrides, *flags]) == 2
     said = capsys.readouterr().err
@@ -161,18 +196,32 @@ def test_truncation_is_asked_for_and_counted(t5_pair, tmp_path):
 
 def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
-    train_tokenizer(["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50,
-                    tmp_path / "spiece.model", 300)
-    model = T5Model(T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                             num_decoder_layers=1))
+    train_tokenizer(
+        ["eins zwei drei vier fuenf sechs sieben acht neun zehn"] * 50, tmp_path / "spiece.model", 300
+    )
+    model = T5Model(
+        T5Config(
+            vocab_size=320,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_heads=4,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+        )
+    )
     huggingface.save(other, model, model.init(0), np.float32)
     (other / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes())
     assert run(t5_pair, f"--drafter={other}", "--text", "a dog") == 0
     assert "tli; shared: " in capsys.readouterr().out
     # What the tokenizers tell is refused before the models are read.
     monkeypatch.setattr(decode.Cascade, "from_config", lambda *_: pytest.fail("the models were read"))
-    for vocabulary, field, value in (("slem", "method", "opt"), ("slem", "method", "typical"),
-                                     ("slem", "block_size", "adaptive"), ("union", "method", "opt")):
+    for vocabulary, field, value in (
+        ("slem", "method", "opt"),
+        ("slem", "method", "typical"),
+        ("slem", "block_size", "adaptive"),
+        ("union", "method", "opt"),
+    ):
         flags = [f"--vocabulary={vocabulary}", f"--{field.replace('_', '-')}={value}"]
         flags += ["--alpha=0.3"] if field == "method" else []
         with refusals() as errors:

@@ -17,7 +17,7 @@ from refusals import check_about, refusals
 from speccascade_jax.commands import evaluate
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
-CONFIG = '''
+CONFIG = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
@@ -25,7 +25,7 @@ data = "{data}"
 task = Task(train=data, validation=data, test=data, metric="{metric}", max_source_length=32,
             max_target_length=24)
 config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,35 @@ def tiny(t5_pair, tmp_path_factory):
     def text():
         return " ".join(rng.choice(WORDS, rng.integers(1, 7)))
 
-    lines = [{"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
-             for n in range(48)]
+    lines = [
+        {"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
+        for n in range(48)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for metric in ("bleu", "rouge2"):
         (folder / f"{metric}.py").write_text(CONFIG.format(data=folder / "data.jsonl", metric=metric))
-    return folder, [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-                    "--max-source-length=32", "--max-new-tokens=24", "--temperature=1", "--alpha=0.2",
-                    "--block-size=3"]
+    return folder, [
+        f"--drafter={t5_pair / 'drafter'}",
+        f"--verifier={t5_pair / 'verifier'}",
+        "--max-source-length=32",
+        "--max-new-tokens=24",
+        "--temperature=1",
+        "--alpha=0.2",
+        "--block-size=3",
+    ]
 
 
 def flags(tiny, output, *more, metric="bleu"):
     folder, shared = tiny
-    return [*shared, f"--task={folder / metric}.py", "--methods", "token_v3", "sequence_mean",
-            f"--output={output}", *more]
+    return [
+        *shared,
+        f"--task={folder / metric}.py",
+        "--methods",
+        "token_v3",
+        "sequence_mean",
+        f"--output={output}",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +80,28 @@ def texts(output):
 
 
 def environment(tmp_path, count=1):
-    return {**os.environ, "XLA_FLAGS": devices(count),
-            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {
+        **os.environ,
+        "XLA_FLAGS": devices(count),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def start(arguments, environment):
-    return subprocess.Popen([sys.executable, SCRIPTS / "evaluate.py", *arguments], env=environment,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, SCRIPTS / "evaluate.py", *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.full
 def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_path):
     """SIGKILL once the texts have grown by a random number of bytes, six times."""
+
     def size():
         return sum(p.stat().st_size for p in (tmp_path / "texts").glob("*.jsonl"))
 
@@ -108,8 +132,13 @@ def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [start(flags(tiny, tmp_path / "texts", "--batch-size=4", f"--cluster={address},2,{n}"),
-                       environment(tmp_path)) for n in range(2)]
+    processes = [
+        start(
+            flags(tiny, tmp_path / "texts", "--batch-size=4", f"--cluster={address},2,{n}"),
+            environment(tmp_path),
+        )
+        for n in range(2)
+    ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     assert texts(tmp_path / "texts") == alone
@@ -119,8 +148,15 @@ def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
 def test_a_ray_cluster_writes_the_same_texts(tiny, alone, tmp_path, capsys):
     """In shards of 20, by two workers; then all is there, and nothing is decoded again."""
     pytest.importorskip("ray")
-    arguments = flags(tiny, tmp_path / "texts", "--batch-size=4", "--ray=local", "--ray-workers=2",
-                      "--shard-size=20", f"--summary={tmp_path / 'summary.json'}")
+    arguments = flags(
+        tiny,
+        tmp_path / "texts",
+        "--batch-size=4",
+        "--ray=local",
+        "--ray-workers=2",
+        "--shard-size=20",
+        f"--summary={tmp_path / 'summary.json'}",
+    )
     process = start(arguments, environment(tmp_path) | {"JAX_PLATFORMS": "cpu"})
     assert process.wait(timeout=300) == 0, process.stderr.read()
     assert texts(tmp_path / "texts") == alone
@@ -140,35 +176,56 @@ def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_pat
     lines = {}
     for metric in ("bleu", "rouge2"):
         summary = tmp_path / f"{metric}.json"
-        assert evaluate.main(flags(tiny, tmp_path / metric, "--batch-size=4", f"--summary={summary}",
-                                   metric=metric)) == 0
+        assert (
+            evaluate.main(
+                flags(tiny, tmp_path / metric, "--batch-size=4", f"--summary={summary}", metric=metric)
+            )
+            == 0
+        )
         lines[metric] = json.loads(summary.read_text().splitlines()[0])
         assert lines[metric]["method"] == "token_v3"
     outputs = [json.loads(line) for line in (tmp_path / "bleu" / "token_v3.jsonl").read_text().splitlines()]
     references = [json.loads(line)["targets"] for line in (tiny[0] / "data.jsonl").read_text().splitlines()]
-    order = [next(r for s, r in zip(sources(tiny), references, strict=True) if s == o["source"])
-             for o in outputs]
+    order = [
+        next(r for s, r in zip(sources(tiny), references, strict=True) if s == o["source"]) for o in outputs
+    ]
 
     def write(name, rows):  # a line each: a tiny model writes line breaks too
         (tmp_path / name).write_text("".join(" ".join(row.split()) + "\n" for row in rows))
         return tmp_path / name
 
     own = write("own.txt", [o["text"] for o in outputs])
-    first, second = write("first.txt", [r[0] for r in order]), write("second.txt", [
-        r[1] if len(r) > 1 else "" for r in order])
+    first, second = (
+        write("first.txt", [r[0] for r in order]),
+        write("second.txt", [r[1] if len(r) > 1 else "" for r in order]),
+    )
     for tokenizer in ("13a", "intl"):
-        said = subprocess.run([sys.executable, "-m", "sacrebleu", first, second, "-i", own, "-tok", tokenizer,
-                               "-b", "-w", "2"], capture_output=True, text=True, check=True).stdout.strip()
+        said = subprocess.run(
+            [sys.executable, "-m", "sacrebleu", first, second, "-i", own, "-tok", tokenizer, "-b", "-w", "2"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
         assert lines["bleu"][f"BLEU {tokenizer}"].split()[0] == said
         assert f"tok:{tokenizer}" in lines["bleu"][f"BLEU {tokenizer}"]
     assert f"{lines['bleu']['bleu']:.2f}" == lines["bleu"]["BLEU 13a"].split()[0]
 
     # rouge_score's command takes one reference: only the single-reference examples.
     single = [n for n, r in enumerate(order) if len(r) == 1]
-    subprocess.run([sys.executable, "-m", "rouge_score.rouge", "--rouge_types=rouge2", "--aggregate=False",
-                    f"--target_filepattern={write('t.txt', [order[n][0] for n in single])}",
-                    f"--prediction_filepattern={write('p.txt', [outputs[n]['text'] for n in single])}",
-                    f"--output_filename={tmp_path / 'rouge.csv'}"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rouge_score.rouge",
+            "--rouge_types=rouge2",
+            "--aggregate=False",
+            f"--target_filepattern={write('t.txt', [order[n][0] for n in single])}",
+            f"--prediction_filepattern={write('p.txt', [outputs[n]['text'] for n in single])}",
+            f"--output_filename={tmp_path / 'rouge.csv'}",
+        ],
+        check=True,
+        capture_output=True,
+    )
     said = [float(line.split(",")[-1]) for line in (tmp_path / "rouge.csv").read_text().splitlines()[1:]]
     ours = evaluate.statistics("rouge2", [outputs[n]["text"] for n in single], [order[n] for n in single])
     np.testing.assert_allclose(ours[:, 0], said, atol=1e-6)

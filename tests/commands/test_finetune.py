@@ -23,7 +23,7 @@ from speccascade_jax.training.reporting import read_events
 
 pytestmark = pytest.mark.full  # the quick suite trains in tests/training
 SCRIPT = SCRIPTS / "finetune.py"
-CONFIG = '''
+CONFIG = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
@@ -35,7 +35,7 @@ config = TrainConfig(
                    num_decoder_layers=1),
     steps=20, batch_tokens=128, dtype="float32", eval_every=10, save_every=10, log_every=1,
     validation_examples=8)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,18 @@ def command(toy, run, *flags):
 
 
 def environment(toy, count=1):
-    return os.environ | {"XLA_FLAGS": devices(count),
-                         "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(toy / "compiled"),
-                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | {
+        "XLA_FLAGS": devices(count),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(toy / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def finetune(toy, run, *flags, devices=1):
-    return subprocess.run(command(toy, run, *flags), env=environment(toy, devices), capture_output=True,
-                          text=True, timeout=300)
+    return subprocess.run(
+        command(toy, run, *flags), env=environment(toy, devices), capture_output=True, text=True, timeout=300
+    )
 
 
 def parameters(run):
@@ -78,8 +82,10 @@ def losses(run):
 
 def test_evaluate_gives_the_quality_that_training_logged(toy, alone, tmp_path):
     """And greedy lossless decoding gives the verifier's."""
-    best = min((e for e in read_events(alone / "metrics.jsonl") if e["event"] == "evaluation"),
-               key=lambda e: e["loss"])
+    best = min(
+        (e for e in read_events(alone / "metrics.jsonl") if e["event"] == "evaluation"),
+        key=lambda e: e["loss"],
+    )
     pair = [f"--drafter={alone}", f"--verifier={alone}", "--max-source-length=16", "--max-new-tokens=16"]
     scored = ["--split=validation", "--limit=8", "--methods", "verifier", "speculative"]
     assert evaluate.main([*pair, f"--task={toy / 'toy.py'}", *scored, f"--summary={tmp_path / 'out'}"]) == 0
@@ -153,7 +159,7 @@ def test_eight_devices_train_as_one(toy, alone, flags):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-MEMORY = '''
+MEMORY = """
 import sys
 import jax, jax.numpy as jnp
 import dataclasses
@@ -182,13 +188,18 @@ def report(trees):
 
 report((params, state, grads))
 report(steps.update(params, state, grads, count)[:2])
-'''
+"""
 
 
 def test_fsdp_splits_parameters_state_and_gradients(toy, alone):
     """Each of eight devices holds about an eighth, before and after an update."""
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(toy / "toy.py")], env=environment(toy, 8),
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(toy / "toy.py")],
+        env=environment(toy, 8),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     shares = [float(line) for line in done.stdout.split()]
     assert len(shares) == 2 and all(0.12 < share < 0.16 for share in shares), shares
@@ -199,9 +210,15 @@ def test_two_processes_train_as_one(toy, alone):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [subprocess.Popen(command(toy, run, f"--cluster={address},2,{n}", "--split-parameters"),
-                                  env=environment(toy, 2), stderr=subprocess.PIPE, text=True)
-                 for n in range(2)]
+    processes = [
+        subprocess.Popen(
+            command(toy, run, f"--cluster={address},2,{n}", "--split-parameters"),
+            env=environment(toy, 2),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     np.testing.assert_allclose(losses(run), losses(alone), rtol=2e-5)
@@ -228,19 +245,23 @@ def test_rematerialisation_changes_no_step(toy, alone):
     np.testing.assert_allclose(losses(toy / "remat"), losses(alone), rtol=1e-5)
 
 
-@pytest.mark.parametrize("flags,said", [
-    (["--learning-rate=1e30"], "not a number at step"),
-    (["--optimizer=sgd"], "unknown optimizer 'sgd'"),
-    (["--train=missing.jsonl"], "missing.jsonl"),
-    (["--source-field=text"], "line 1: no text in field 'text'"),
-    (["--metric=accuracy"], "unknown metric 'accuracy'"),
-    (["--max-target-length=2"], "raise the limits"),
-    (["--divergence=js"], "unknown divergence"),
-    (["--vocab-size=100"], "set model.vocab_size"),
-    (["--cluster=me"], "HOST:PORT,PROCESSES,NUMBER"),
-    (["--init=/nowhere"], "no checkpoint folder"),
-    (["--output-dir=/dev/null/run"], "Not a directory"),
-], ids=lambda x: x[0].split("=")[0] if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        (["--learning-rate=1e30"], "not a number at step"),
+        (["--optimizer=sgd"], "unknown optimizer 'sgd'"),
+        (["--train=missing.jsonl"], "missing.jsonl"),
+        (["--source-field=text"], "line 1: no text in field 'text'"),
+        (["--metric=accuracy"], "unknown metric 'accuracy'"),
+        (["--max-target-length=2"], "raise the limits"),
+        (["--divergence=js"], "unknown divergence"),
+        (["--vocab-size=100"], "set model.vocab_size"),
+        (["--cluster=me"], "HOST:PORT,PROCESSES,NUMBER"),
+        (["--init=/nowhere"], "no checkpoint folder"),
+        (["--output-dir=/dev/null/run"], "Not a directory"),
+    ],
+    ids=lambda x: x[0].split("=")[0] if isinstance(x, list) else "",
+)
 def test_bad_input_is_one_sentence(toy, alone, tmp_path, capsys, flags, said):
     assert here(toy, tmp_path / "run", *flags) == 2
     error = capsys.readouterr().err
@@ -293,6 +314,9 @@ def test_a_full_disk_loses_nothing(toy, alone, tmp_path):
 
 
 def test_metrics_hold_the_config(alone):
-    (start,) = [e for e in map(json.loads, (alone / "metrics.jsonl").read_text().splitlines())
-                if e["event"] == "start"]
+    (start,) = [
+        e
+        for e in map(json.loads, (alone / "metrics.jsonl").read_text().splitlines())
+        if e["event"] == "start"
+    ]
     assert start["config"]["optimizer"] == "adafactor" and str(alone.parent) not in json.dumps(start)

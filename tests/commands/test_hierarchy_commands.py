@@ -31,20 +31,40 @@ def run(t5_pair, tmp_path_factory):
         "from speccascade_jax.config import Task, TrainConfig\n"
         "from speccascade_jax.models.t5 import T5Config\n"
         f"config = TrainConfig(name='x', output_dir='x', model=T5Config(), "
-        f"task=Task(train={split!r}, validation={split!r}, test={split!r}))\n")
+        f"task=Task(train={split!r}, validation={split!r}, test={split!r}))\n"
+    )
     models = tuple(str(t5_pair / name) for name in ("drafter", "middle", "verifier"))
     (folder / "three.py").write_text(
         "from speccascade_jax.config import DecodeConfig\n"
         f"config = DecodeConfig(models={models!r}, block_size=(2, 3), max_source_length=48, "
-        f"max_new_tokens=24, task={str(folder / 'task.py')!r}, examples=({SENTENCES[0]!r},))\n")
+        f"max_new_tokens=24, task={str(folder / 'task.py')!r}, examples=({SENTENCES[0]!r},))\n"
+    )
     return folder / "three.py"
 
 
 def test_decode(run, tmp_path, capsys):
     out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
-    assert decode.main([f"--config={run}", f"--output={out}", f"--summary={summary}",
-                        "--temperature", "1", "--method", "opt", "speculative", "--alpha", "0.1", "0.0",
-                        "--block-size", "3", "4"]) == 0
+    assert (
+        decode.main(
+            [
+                f"--config={run}",
+                f"--output={out}",
+                f"--summary={summary}",
+                "--temperature",
+                "1",
+                "--method",
+                "opt",
+                "speculative",
+                "--alpha",
+                "0.1",
+                "0.0",
+                "--block-size",
+                "3",
+                "4",
+            ]
+        )
+        == 0
+    )
     [line] = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(line["level"]) == len(line["tokens"]) and set(line["level"]) <= {0, 1, 2}
     levels = json.loads(summary.read_text())["levels"]
@@ -68,8 +88,19 @@ def test_models_by_flag(run, t5_pair, capsys):
 @pytest.mark.full
 def test_evaluate(run, tmp_path):
     summary = tmp_path / "summary.jsonl"
-    assert evaluate.main([f"--config={run}", "--methods", "verifier", "speculative", "speculative+opt",
-                          f"--summary={summary}"]) == 0
+    assert (
+        evaluate.main(
+            [
+                f"--config={run}",
+                "--methods",
+                "verifier",
+                "speculative",
+                "speculative+opt",
+                f"--summary={summary}",
+            ]
+        )
+        == 0
+    )
     alone, lossless, mixed = [json.loads(line) for line in summary.read_text().splitlines()]
     assert alone["bleu"] == lossless["bleu"] and "levels" not in alone
     assert len(lossless["levels"]) == len(mixed["levels"]) == 3
@@ -77,8 +108,21 @@ def test_evaluate(run, tmp_path):
 
 @pytest.mark.full
 def test_tradeoff(run, tmp_path):
-    flags = [f"--config={run}", "--methods", "speculative", "opt", "--alphas", "0.1", "--temperatures", "0",
-             "--timed", "2", "--trials", "1", f"--output={tmp_path}"]
+    flags = [
+        f"--config={run}",
+        "--methods",
+        "speculative",
+        "opt",
+        "--alphas",
+        "0.1",
+        "--temperatures",
+        "0",
+        "--timed",
+        "2",
+        "--trials",
+        "1",
+        f"--output={tmp_path}",
+    ]
     assert tradeoff.main(flags) == 0
     again = (tmp_path / "table.txt").read_text()
     assert "(2, 3)" in again
@@ -89,8 +133,21 @@ def test_tradeoff(run, tmp_path):
 @pytest.mark.full
 def test_benchmark(run, tmp_path, capsys):
     out = tmp_path / "figures.jsonl"
-    assert benchmark.main([f"--config={run}", "--input", str(run.with_name("split.jsonl.gz")),
-                           "--min-tokens", "1", "--block-sizes", "2", f"--output={out}"]) == 0
+    assert (
+        benchmark.main(
+            [
+                f"--config={run}",
+                "--input",
+                str(run.with_name("split.jsonl.gz")),
+                "--min-tokens",
+                "1",
+                "--block-sizes",
+                "2",
+                f"--output={out}",
+            ]
+        )
+        == 0
+    )
     figures = [json.loads(line) for line in out.read_text().splitlines()]
     assert {f["of"].split(",")[1].strip() for f in figures if f["figure"] == "levels"} >= {"block size 2"}
     with refusals() as errors:
@@ -107,31 +164,66 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
     alone = [SimpleNamespace(counts={"model_passes": 7}, tokens=[0] * 7) for _ in counts]
     calls = np.array([9 * 1 + 2 * 17, 4 * 1 + 1 * 17]) / 1000  # a scoring call reads 4 drafts and one more
     monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
-    monkeypatch.setattr(plan, "in_turn_here", lambda contestants, *rest: {
-        "small": (2 * calls + 0.007, outputs), "large": (np.full(2, 2 * 0.070 + 0.005), alone),
-        plan.STEP: (np.full(2, contestants[plan.STEP](0, "a")[0]), [])})
+    monkeypatch.setattr(
+        plan,
+        "in_turn_here",
+        lambda contestants, *rest: {
+            "small": (2 * calls + 0.007, outputs),
+            "large": (np.full(2, 2 * 0.070 + 0.005), alone),
+            plan.STEP: (np.full(2, contestants[plan.STEP](0, "a")[0]), []),
+        },
+    )
     rounds = np.array([[0, 0.003], [0, 0]])
-    pace, found = plan.text_seconds(None, ("small", "large"), seconds, rounds, Settings(), ["a", "b"],
-                                    lambda index, text: (0.020, None), None)
+    pace, found = plan.text_seconds(
+        None,
+        ("small", "large"),
+        seconds,
+        rounds,
+        Settings(),
+        ["a", "b"],
+        lambda index, text: (0.020, None),
+        None,
+    )
     assert pace == pytest.approx(2)
     np.testing.assert_allclose(found, [0.002, 0.005])
 
 
 def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
     """Rounds of 4 drafts: 9 ms of models 0 and 1, 2 and 7 of those with the last; a negative one is none."""
-    seconds = iter([{"1": 0.005, "5": 0.006},
-                    {"1": 0.020, "5": 0.028, "with 0": 4 * 0.005 + 0.028 + 0.009},
-                    {"1": 0.030, "5": 0.030, "with 0": 4 * 0.005 + 0.030 + 0.002,
-                     "with 1": 4 * 0.020 + 0.030 + 0.007},
-                    {"1": 0.040, "5": 0.040, "with 0": 0.061, "with 1": 0.0, "with 2": 4 * 0.030 + 0.045}])
+    seconds = iter(
+        [
+            {"1": 0.005, "5": 0.006},
+            {"1": 0.020, "5": 0.028, "with 0": 4 * 0.005 + 0.028 + 0.009},
+            {
+                "1": 0.030,
+                "5": 0.030,
+                "with 0": 4 * 0.005 + 0.030 + 0.002,
+                "with 1": 4 * 0.020 + 0.030 + 0.007,
+            },
+            {"1": 0.040, "5": 0.040, "with 0": 0.061, "with 1": 0.0, "with 2": 4 * 0.030 + 0.045},
+        ]
+    )
     monkeypatch.setattr(costs, "_part", lambda *arguments: None)
-    monkeypatch.setattr(costs, "time_parts", lambda parts, repetitions: {
-        name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts})
+    monkeypatch.setattr(
+        costs,
+        "time_parts",
+        lambda parts, repetitions: {
+            name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts
+        },
+    )
     cascade = Cascade((FixedLogits(9),) * 4, (None,) * 4, Tokenizer(t5_pair / "verifier" / "spiece.model"))
     calls, besides = costs.call_seconds(cascade, (1, 5), Settings(method="opt"), source_length=8)
     np.testing.assert_allclose(1e3 * calls[:2], [[0, 5, 5.25, 5.5, 5.75, 6], [0, 20, 22, 24, 26, 28]])
-    np.testing.assert_allclose(1e3 * besides, [  # 0 with 2 was not timed: as its neighbour
-        [0, 9, 7, 1], [0, 0, 7, 0], [0, 0, 0, 5], [0, 0, 0, 0]], atol=1e-9)
+    np.testing.assert_allclose(
+        1e3 * besides,
+        [  # 0 with 2 was not timed: as its neighbour
+            [0, 9, 7, 1],
+            [0, 0, 7, 0],
+            [0, 0, 0, 5],
+            [0, 0, 0, 0],
+        ],
+        atol=1e-9,
+    )
 
 
 def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_pair, tmp_path):
@@ -147,16 +239,23 @@ def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_
     slower = dict.fromkeys(runs, measured(2 * texts)) | dict.fromkeys(("hierarchy", "pair"), measured(texts))
     assert plan.fastest(runs, slower) == "hierarchy"
     noisy = texts * np.where(np.arange(40) % 2, 1.2, 0.75)  # on the whole faster, but not surely
-    assert noisy.sum() < texts.sum() and plan.fastest(
-        runs, slower | {"adaptive, 0.06": measured(noisy)}) == "hierarchy"
+    assert (
+        noisy.sum() < texts.sum()
+        and plan.fastest(runs, slower | {"adaptive, 0.06": measured(noisy)}) == "hierarchy"
+    )
     faster = slower | {"adaptive, 0.12": measured(0.95 * texts), "adaptive, 0.06": measured(0.9 * texts)}
     name = plan.fastest(runs, faster)
     assert name == "adaptive, 0.06"
     assert plan.fastest(runs, faster | {"pair": measured(0.9 * texts)}) == "hierarchy"
     out, chosen = tmp_path / "planned.py", runs[name][1]
-    plan.write_config(str(out), plan.Arguments(configs.load(run), str(run)), pair,
-                      {model: str(t5_pair / model) for model in pair.models}, name,
-                      {field: getattr(chosen, field) for field in plan.BLOCKS})
+    plan.write_config(
+        str(out),
+        plan.Arguments(configs.load(run), str(run)),
+        pair,
+        {model: str(t5_pair / model) for model in pair.models},
+        name,
+        {field: getattr(chosen, field) for field in plan.BLOCKS},
+    )
     written = configs.load(out)
     assert (written.block_size, written.max_block_size, written.stop_below) == ("adaptive", 9, 0.06)
     assert written.models == tuple(str(t5_pair / model) for model in pair.models)
@@ -168,8 +267,10 @@ def test_plan(run, tmp_path, capsys):
     flags = [f"--config={run}", "--limit", "3", "--max-block", "2", "--repetitions", "1"]
     assert plan.main([*flags, f"--output={out}", "--check"]) == 0
     printed = capsys.readouterr().out
-    assert all(f" {name} " in printed for name in (
-        "hierarchy", "pair", "target", "middle", "adaptive, 0.25", "up to 2"))
+    assert all(
+        f" {name} " in printed
+        for name in ("hierarchy", "pair", "target", "middle", "adaptive, 0.25", "up to 2")
+    )
     assert "a text besides" in " ".join(printed.split())
     planned = configs.load(out)
     assert planned.models[-1].endswith("verifier")

@@ -16,12 +16,12 @@ from refusals import check_about, refusals
 from speccascade_jax import commands
 from speccascade_jax.inference.outputs import OutputFile
 
-TASK = '''
+TASK = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 task = Task(train="{0}/empty.jsonl", validation="{0}/empty.jsonl", test="{0}/data.jsonl")
 config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
-'''
+"""
 
 
 def call(command, *flags):
@@ -34,8 +34,12 @@ def call(command, *flags):
 
 @pytest.fixture(scope="module")
 def flags(t5_pair):
-    return [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-            "--max-source-length=32", "--max-new-tokens=24"]
+    return [
+        f"--drafter={t5_pair / 'drafter'}",
+        f"--verifier={t5_pair / 'verifier'}",
+        "--max-source-length=32",
+        "--max-new-tokens=24",
+    ]
 
 
 @pytest.fixture
@@ -71,12 +75,17 @@ def refused(capsys, about, command, *flags):
 
 
 SAME_FILE = {
-    "the input": ["--summary=in.txt"], "the input, by a link": ["--summary=link"],
-    "the input, by another way": ["--summary=../{}/in.txt"], "the output": ["--output=o", "--summary=o"],
-    "the settings": ["--output=o", "--summary=o.settings.json"], "output and input": ["--output=in.txt"],
+    "the input": ["--summary=in.txt"],
+    "the input, by a link": ["--summary=link"],
+    "the input, by another way": ["--summary=../{}/in.txt"],
+    "the output": ["--output=o", "--summary=o"],
+    "the settings": ["--output=o", "--summary=o.settings.json"],
+    "output and input": ["--output=in.txt"],
     "settings and input": ["--output=n", "--input=n.settings.json"],
-    "notes": ["--summary=notes.txt"], "the notes are an output": ["--output=notes.txt"],
-    "a task": ["--config=pair.py", "--summary=pair.py"], "a vocabulary": ["--tokenizer=v", "--summary=v"],
+    "notes": ["--summary=notes.txt"],
+    "the notes are an output": ["--output=notes.txt"],
+    "a task": ["--config=pair.py", "--summary=pair.py"],
+    "a vocabulary": ["--tokenizer=v", "--summary=v"],
 }
 
 
@@ -87,8 +96,14 @@ def test_no_file_of_the_users_is_written_over(case, flags, folder, capsys):
     (folder / "v").write_text("pieces")
     (folder / "pair.py").write_text("from speccascade_jax.config import load\nconfig = load('demo')\n")
     before = contents(folder)
-    refused(capsys, "", "decode", "--input=in.txt", *flags,
-            *(flag.format(folder.name) for flag in SAME_FILE[case]))
+    refused(
+        capsys,
+        "",
+        "decode",
+        "--input=in.txt",
+        *flags,
+        *(flag.format(folder.name) for flag in SAME_FILE[case]),
+    )
     assert contents(folder) == before
 
 
@@ -105,8 +120,10 @@ def test_evaluate_writes_over_nothing(flags, folder, capsys):
 def test_method_names_are_no_paths(command, flags, folder, capsys):
     (folder / "inside").mkdir()
     inside = contents(folder)
-    own = {"evaluate": ["--task=task.py", "--output=inside/texts"],
-           "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=inside/out"]}
+    own = {
+        "evaluate": ["--task=task.py", "--output=inside/texts"],
+        "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=inside/out"],
+    }
     refused(capsys, ("method", "../../x"), command, *flags, *own[command], "--methods", "../../x")
     assert contents(folder) == inside
 
@@ -133,8 +150,10 @@ def test_one_output_has_one_writer(flags, folder, capsys):
 def test_of_two_processes_on_one_output_one_writes_it(flags, folder):
     (folder / "many.txt").write_text("the cat sat on the mat\n" * 300)
     command = [sys.executable, SCRIPTS / "decode.py", *flags, "--input=many.txt", "--output=out.jsonl"]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     said = [process.communicate(timeout=300)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], said
     assert sum("is being written by another process" in words for words in said) == 1
@@ -154,10 +173,13 @@ sys.exit(commands.main(["decode", *sys.argv[1:]]))
 @pytest.mark.full
 def test_a_full_disk_is_named(flags, folder):
     """A limit on the size of files stops the second line in its middle."""
-    done = subprocess.run([sys.executable, "-c", FULL, *flags, "--input=data.jsonl", "--output=out.jsonl"],
-                          capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false",
-                               "PYTHONPATH": str(SCRIPTS.parent)})
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *flags, "--input=data.jsonl", "--output=out.jsonl"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(SCRIPTS.parent)},
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "out.jsonl: File too large; what was saved before stays whole" in " ".join(done.stderr.split())
     assert call("decode", *flags, "--input=data.jsonl", "--output=out.jsonl") == 0
@@ -226,8 +248,11 @@ BAD_TASKS = {
     "nothing to ask": ("fewshot", ["--inputs=empty.jsonl"], "has no examples to ask"),
     "few-shot limit": ("fewshot", ["--limit=0"], ("limit", 0)),
     "no field": ("fewshot", ["--task=triviaqa"], "data.jsonl, line 1: `question` is None; it must be a text"),
-    "a text for texts": ("fewshot", ["--task=triviaqa", "--shot-pool=text.jsonl"],
-                         "text.jsonl, line 1: `answers` is 'abc'; it must be a list of texts"),
+    "a text for texts": (
+        "fewshot",
+        ["--task=triviaqa", "--shot-pool=text.jsonl"],
+        "text.jsonl, line 1: `answers` is 'abc'; it must be a list of texts",
+    ),
     "no answers": ("fewshot", ["--task=triviaqa", "--shot-pool=none.jsonl"], "`answers` is []; it must be"),
     "numbers": ("fewshot", ["--task=triviaqa", "--shot-pool=number.jsonl"], "`answers`, entry 2 is 3"),
     "no objects": ("fewshot", ["--shot-pool=list.jsonl"], "list.jsonl, line 1 is [1]"),
@@ -241,8 +266,10 @@ def test_tasks_are_checked_before_models_are_loaded(case, flags, folder, capsys,
         (folder / f"{name}.jsonl").write_text(json.dumps({"question": "who", "answers": answers}) + "\n")
     (folder / "list.jsonl").write_text("[1]\n")
     command, more, words = BAD_TASKS[case]
-    own = {"evaluate": ["--task=task.py", "--output=texts"],
-           "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=out"]}
+    own = {
+        "evaluate": ["--task=task.py", "--output=texts"],
+        "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=out"],
+    }
     missing = ["--drafter=/nowhere", "--verifier=/nowhere"]  # a check that comes too late speaks of these
     assert "nowhere" not in refused(capsys, words, command, *flags, *missing, *own[command], *more)
     assert not (folder / "out").exists() or not (folder / "out").read_bytes()
@@ -252,15 +279,22 @@ def test_a_broken_config_is_listed_as_broken(folder, capsys):
     (folder / "configs").mkdir()
     (folder / "configs" / "mine[red].py").write_text("raise SystemExit(3)")
     (folder / "configs" / "[bold]right.py").write_text(
-        "'''Mine: [/] :smile:'''\nfrom speccascade_jax.config import load\nconfig = load('demo')\n")
+        "'''Mine: [/] :smile:'''\nfrom speccascade_jax.config import load\nconfig = load('demo')\n"
+    )
     (folder / "configs" / "bare.py").write_text(
-        "from speccascade_jax.config import load\nconfig = load('demo')\n")
+        "from speccascade_jax.config import load\nconfig = load('demo')\n"
+    )
     (folder / "configs" / "folder.py").mkdir()
     (folder / "configs" / os.fsdecode(b"caf\xe9.py")).write_text("config = 1")
     assert call("decode", "--list") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("│ mine[red] │ broken: configs/mine[red].py, line 1:",
-                  "│ [bold]right │ Mine: [/] :smile: │", "│ bare │", "│ demo │", "│ token_v3 │"):
+    for words in (
+        "│ mine[red] │ broken: configs/mine[red].py, line 1:",
+        "│ [bold]right │ Mine: [/] :smile: │",
+        "│ bare │",
+        "│ demo │",
+        "│ token_v3 │",
+    ):
         assert words in shown
     refused(capsys, "configs/mine[red].py, line 1: SystemExit: 3.", "decode", "--config=mine[red]")
 
@@ -295,9 +329,13 @@ def test_an_interrupt_while_modules_load_is_quiet(folder):
     """From the moment the script itself runs: before that, Python is on its own."""
     codes = []
     for delay in (0.05, 0.2, 0.3, 0.4, 0.6, 1.0, 1.6):
-        process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True,
-                                   env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)})
+        process = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
+        )
         assert process.stdout.readline() == "begun\n"
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
@@ -319,8 +357,13 @@ sys.exit(commands.main(["decode", "--list"]))
 
 
 def test_an_interrupt_at_a_collection_of_garbage_is_not_lost():
-    process = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60,
-                             env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)})
+    process = subprocess.run(
+        [sys.executable, "-c", COLLECTING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
+    )
     assert (process.returncode, process.stderr) == (130, "interrupted.\n")
 
 
@@ -345,8 +388,17 @@ sys.exit(commands.main(["plan"]))
 def few(flags, folder):
     lines = [{"question": f"who {n}", "answers": ["the cat"]} for n in range(6)]
     (folder / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return [*flags, "--config=demo", "--task=triviaqa", "--inputs=few.jsonl", "--shot-pool=few.jsonl",
-            "--shots=1", "--output=out.jsonl", "--temperature=1", "--max-source-length=80"]
+    return [
+        *flags,
+        "--config=demo",
+        "--task=triviaqa",
+        "--inputs=few.jsonl",
+        "--shot-pool=few.jsonl",
+        "--shots=1",
+        "--output=out.jsonl",
+        "--temperature=1",
+        "--max-source-length=80",
+    ]
 
 
 @pytest.mark.full
@@ -372,8 +424,14 @@ def test_fewshot_goes_on_where_its_output_ends(few, folder, capsys):
 def test_fewshot_refuses_damaged_lines(few, folder, capsys):
     assert call("fewshot", *few, "--methods", "drafter") == 0
     out, lines = folder / "out.jsonl", (folder / "out.jsonl").read_text().splitlines(keepends=True)
-    for damaged in ([lines[1], *lines[1:]], [*lines, lines[0]], ["[]\n", *lines], lines[:-2] + lines[-1:],
-                    [*lines[:3], "{}\n"], [lines[0].replace('"answer"', '"answers"'), *lines[1:]]):
+    for damaged in (
+        [lines[1], *lines[1:]],
+        [*lines, lines[0]],
+        ["[]\n", *lines],
+        lines[:-2] + lines[-1:],
+        [*lines[:3], "{}\n"],
+        [lines[0].replace('"answer"', '"answers"'), *lines[1:]],
+    ):
         out.write_text("".join(damaged))
         refused(capsys, "out.jsonl, line ", "fewshot", *few, "--methods", "drafter")
         assert out.read_text() == "".join(damaged)

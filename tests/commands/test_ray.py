@@ -30,11 +30,16 @@ def test_shards_are_cut_in_order(tmp_path, capsys):
     assert read_shards(str(tmp_path / "*.txt"), 50) == TEXTS[:50]
     shards = cut(texts, 40, tmp_path)
     assert [(Path(s.file).name, s.first, len(s.texts)) for s in shards] == [
-        ("part-00000.jsonl", 0, 40), ("part-00001.jsonl", 40, 40), ("part-00002.jsonl", 80, 16)]
+        ("part-00000.jsonl", 0, 40),
+        ("part-00001.jsonl", 40, 40),
+        ("part-00002.jsonl", 80, 16),
+    ]
     assert [text for shard in shards for text in shard.texts] == TEXTS
     for flags, words in (
-            (["--text=x"], "reads --input"), ([f"--input={tmp_path}/*.csv", "--output=x"], "no file"),
-            ([f"--input={tmp_path}/a.txt", "--output=x", "--shard-size=0"], "shard-size")):
+        (["--text=x"], "reads --input"),
+        ([f"--input={tmp_path}/*.csv", "--output=x"], "no file"),
+        ([f"--input={tmp_path}/a.txt", "--output=x", "--shard-size=0"], "shard-size"),
+    ):
         assert decode.main(["--ray=local", *flags]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
 
@@ -43,6 +48,7 @@ def test_shards_are_cut_in_order(tmp_path, capsys):
 def listener():
     """A function that serves one connection with these bytes, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def answers(data):
             def work():
                 connection, _ = server.accept()
@@ -51,8 +57,10 @@ def listener():
                     connection.recv(100)
                     if data is SILENT:
                         connection.recv(100)
+
             threading.Thread(target=work, daemon=True).start()
             return f"127.0.0.1:{server.getsockname()[1]}"
+
         yield answers
 
 
@@ -65,9 +73,19 @@ def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkey
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
     begun = time.monotonic()
-    for address in (nobody, f"ray://{nobody}", listener(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-                    listener(SILENT), "nowhere.invalid:1234", "localhost", "localhost:0",
-                    "localhost:99999999", ":1", "x:y", ""):
+    for address in (
+        nobody,
+        f"ray://{nobody}",
+        listener(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        listener(SILENT),
+        "nowhere.invalid:1234",
+        "localhost",
+        "localhost:0",
+        "localhost:99999999",
+        ":1",
+        "x:y",
+        "",
+    ):
         with pytest.raises(FieldError) as error:
             check_address(address)
         assert (error.value.field, error.value.value) == ("ray", address)
@@ -76,8 +94,10 @@ def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkey
     for address in ("local", "auto"):
         check_address(address)
     (tmp_path / "in.txt").write_text("the cat\n")
-    assert decode.main([f"--ray={nobody}", f"--input={tmp_path / 'in.txt'}",
-                        f"--output={tmp_path / 'out'}"]) == 2
+    assert (
+        decode.main([f"--ray={nobody}", f"--input={tmp_path / 'in.txt'}", f"--output={tmp_path / 'out'}"])
+        == 2
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -97,17 +117,33 @@ def processes_of(pid):
 def test_workers_and_the_driver_may_be_lost(t5_pair, tmp_path):
     pytest.importorskip("ray")
     (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
-    flags = [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-             "--max-source-length=48", "--max-new-tokens=24", "--temperature=1",
-             f"--input={tmp_path / 'in.txt'}", "--batch-size=2"]
+    flags = [
+        f"--drafter={t5_pair / 'drafter'}",
+        f"--verifier={t5_pair / 'verifier'}",
+        "--max-source-length=48",
+        "--max-new-tokens=24",
+        "--temperature=1",
+        f"--input={tmp_path / 'in.txt'}",
+        "--batch-size=2",
+    ]
     assert decode.main([*flags, f"--output={tmp_path / 'whole.jsonl'}"]) == 0
     begun = []
 
     def driver():
         process = subprocess.Popen(
-            [sys.executable, SCRIPTS / "decode.py", *flags, f"--output={tmp_path / 'parts'}", "--ray=local",
-             "--ray-workers=2", "--shard-size=4"], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "RAY_DEDUP_LOGS": "0"})
+            [
+                sys.executable,
+                SCRIPTS / "decode.py",
+                *flags,
+                f"--output={tmp_path / 'parts'}",
+                "--ray=local",
+                "--ray-workers=2",
+                "--shard-size=4",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "RAY_DEDUP_LOGS": "0"},
+        )
         begun.append(process)
         return process
 

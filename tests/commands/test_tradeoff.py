@@ -15,7 +15,7 @@ from speccascade_jax.commands.commandline import console
 from speccascade_jax.inference.text import Cascade
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
-TASK = '''
+TASK = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
@@ -23,7 +23,7 @@ data = {data!r}
 task = Task(train=data, validation=data, test={test!r}, metric={metric!r}, max_source_length=32,
             max_target_length=24)
 config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +34,34 @@ def tiny(t5_pair, tmp_path_factory):
     def text():
         return " ".join(rng.choice(WORDS, rng.integers(1, 7)))
 
-    lines = [{"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
-             for n in range(12)]
+    lines = [
+        {"source": f"{text()} {n}", "target": text(), "targets": [text() for _ in range(1 + n % 2)]}
+        for n in range(12)
+    ]
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "bad.jsonl").write_text(json.dumps({"source": "a", "target": ""}) + "\n")
     (folder / "empty.jsonl").write_text("")
     for name, test, metric in (
-            ("task", "data", "bleu"), ("blue", "data", "blue"), ("no_test", "none", "bleu"),
-            ("bad_test", "bad", "bleu"), ("empty_test", "empty", "bleu")):
-        (folder / f"{name}.py").write_text(TASK.format(
-            data=str(data), test=str(folder / f"{test}.jsonl"), metric=metric))
-    return folder, [f"--drafter={t5_pair / 'drafter'}", f"--verifier={t5_pair / 'verifier'}",
-                    "--max-source-length=32", "--max-new-tokens=24", "--temperatures", "1",
-                    "--block-sizes", "2"]
+        ("task", "data", "bleu"),
+        ("blue", "data", "blue"),
+        ("no_test", "none", "bleu"),
+        ("bad_test", "bad", "bleu"),
+        ("empty_test", "empty", "bleu"),
+    ):
+        (folder / f"{name}.py").write_text(
+            TASK.format(data=str(data), test=str(folder / f"{test}.jsonl"), metric=metric)
+        )
+    return folder, [
+        f"--drafter={t5_pair / 'drafter'}",
+        f"--verifier={t5_pair / 'verifier'}",
+        "--max-source-length=32",
+        "--max-new-tokens=24",
+        "--temperatures",
+        "1",
+        "--block-sizes",
+        "2",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +69,25 @@ def sweep(tiny, tmp_path_factory):
     """Flags of a finished sweep, with a pick, and where they lie."""
     folder, shared = tiny
     at = tmp_path_factory.mktemp("sweep")
-    flags = [*shared, f"--task={folder / 'task'}.py", f"--output={at / 'sweep'}", "--methods", "token_v3",
-             "token_cascade", "--alphas", "0.3", "0.8", "--timed", "2", "--trials", "1", "--batch-size", "6",
-             "--truncations", f"--pick={at / 'picked.py'}"]
+    flags = [
+        *shared,
+        f"--task={folder / 'task'}.py",
+        f"--output={at / 'sweep'}",
+        "--methods",
+        "token_v3",
+        "token_cascade",
+        "--alphas",
+        "0.3",
+        "0.8",
+        "--timed",
+        "2",
+        "--trials",
+        "1",
+        "--batch-size",
+        "6",
+        "--truncations",
+        f"--pick={at / 'picked.py'}",
+    ]
     assert tradeoff.main([*flags, "--at-latency=1000"]) == 0
     return at, flags
 
@@ -81,9 +111,14 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     flags = [flag.replace(str(at), str(tmp_path / "again")) for flag in flags]
     assert tradeoff.main([*flags, "--at-quality=-1", "--no-check"]) == 0
     shown = capsys.readouterr().out
-    for said in ("quality: 6 points of 4 methods and block sizes; 0 programs compiled", "every point:",
-                 "temperature 1: fastest at the verifier's bleu", "temperature 1: best within", "picked for",
-                 "The drafter alone:"):
+    for said in (
+        "quality: 6 points of 4 methods and block sizes; 0 programs compiled",
+        "every point:",
+        "temperature 1: fastest at the verifier's bleu",
+        "temperature 1: best within",
+        "picked for",
+        "The drafter alone:",
+    ):
         assert said in shown
     assert tradeoff.main([*flags, "--at-quality=101"]) == 2
     assert "no measured point has bleu of at least 101" in capsys.readouterr().err
@@ -100,8 +135,9 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
 
 def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
     """Not what one sample of it scored."""
-    asked = tradeoff.parse(["--config=demo", f"--output={tmp_path}", "--at-quality=verifier",
-                            f"--pick={tmp_path / 'picked.py'}"])
+    asked = tradeoff.parse(
+        ["--config=demo", f"--output={tmp_path}", "--at-quality=verifier", f"--pick={tmp_path / 'picked.py'}"]
+    )
     lossless = dataclasses.replace(result("speculative", 0.0, 28.0, 0.5), verifier_quality=30.0)
     tradeoff.pick(asked, "bleu", [*FOUND, lossless], None, console())
     said = " ".join(capsys.readouterr().out.split())
@@ -117,22 +153,42 @@ def before_work(monkeypatch):
     monkeypatch.setattr(Cascade, "load", fail)
 
 
-BAD = [(["--at-quality=good"], "at_quality", "good"), (["--at-quality=nan"], "at_quality", "nan"),
-       (["--at-quality=inf"], "at_quality", "inf"), (["--at-quality="], "at_quality", ""),
-       (["--at-quality=1", "--at-latency=1"], "at_latency", 1.0),
-       (["--at-latency=nan"], "at_latency", float("nan")), (["--at-latency=0"], "at_latency", 0.0),
-       (["--at-latency=1", "--timed=0"], "timed", 0), (["--methods", "tokenv3"], "methods", "tokenv3"),
-       (["--methods", "../../x"], "methods", "../../x"), (["--methods", "opt", "opt"], "methods", "opt"),
-       (["--methods"], "methods", ()), (["--alphas"], "alphas", ()),
-       (["--alphas", "nan"], "alphas", float("nan")), (["--alphas", "0.5", "2"], "alphas", 2.0),
-       (["--alphas=-1"], "alphas", -1.0), (["--block-sizes", "0"], "block_sizes", 0),
-       (["--block-sizes=-1"], "block_sizes", -1), (["--block-sizes"], "block_sizes", ()),
-       (["--temperatures=-1"], "temperature", -1.0), (["--temperatures", "nan"], "temperature", float("nan")),
-       (["--top-ps", "0"], "top_p", 0.0), (["--trials=0"], "trials", 0), (["--trials=-2"], "trials", -2),
-       (["--timed=-1"], "timed", -1), (["--limit=0"], "limit", 0), (["--limit=-1"], "limit", -1),
-       (["--join=0"], "join", 0), (["--join=-3"], "join", -3), (["--batch-size=0"], "batch_size", 0),
-       (["--split=dev"], "split", "dev"), (["--top-k=0"], "top_k", 0),
-       (["--trials=1000000000"], "trials", 10**9), (["--block-sizes", "1000000"], "block_sizes", 1000000)]
+BAD = [
+    (["--at-quality=good"], "at_quality", "good"),
+    (["--at-quality=nan"], "at_quality", "nan"),
+    (["--at-quality=inf"], "at_quality", "inf"),
+    (["--at-quality="], "at_quality", ""),
+    (["--at-quality=1", "--at-latency=1"], "at_latency", 1.0),
+    (["--at-latency=nan"], "at_latency", float("nan")),
+    (["--at-latency=0"], "at_latency", 0.0),
+    (["--at-latency=1", "--timed=0"], "timed", 0),
+    (["--methods", "tokenv3"], "methods", "tokenv3"),
+    (["--methods", "../../x"], "methods", "../../x"),
+    (["--methods", "opt", "opt"], "methods", "opt"),
+    (["--methods"], "methods", ()),
+    (["--alphas"], "alphas", ()),
+    (["--alphas", "nan"], "alphas", float("nan")),
+    (["--alphas", "0.5", "2"], "alphas", 2.0),
+    (["--alphas=-1"], "alphas", -1.0),
+    (["--block-sizes", "0"], "block_sizes", 0),
+    (["--block-sizes=-1"], "block_sizes", -1),
+    (["--block-sizes"], "block_sizes", ()),
+    (["--temperatures=-1"], "temperature", -1.0),
+    (["--temperatures", "nan"], "temperature", float("nan")),
+    (["--top-ps", "0"], "top_p", 0.0),
+    (["--trials=0"], "trials", 0),
+    (["--trials=-2"], "trials", -2),
+    (["--timed=-1"], "timed", -1),
+    (["--limit=0"], "limit", 0),
+    (["--limit=-1"], "limit", -1),
+    (["--join=0"], "join", 0),
+    (["--join=-3"], "join", -3),
+    (["--batch-size=0"], "batch_size", 0),
+    (["--split=dev"], "split", "dev"),
+    (["--top-k=0"], "top_k", 0),
+    (["--trials=1000000000"], "trials", 10**9),
+    (["--block-sizes", "1000000"], "block_sizes", 1000000),
+]
 
 
 @pytest.mark.parametrize("more,field,value", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
@@ -140,22 +196,51 @@ def test_bad_flags_are_one_sentence(tiny, tmp_path, capsys, monkeypatch, more, f
     folder, shared = tiny
     before_work(monkeypatch)
     with refusals() as errors:
-        assert tradeoff.main([*shared, f"--task={folder / 'task'}.py", f"--output={tmp_path / 'sweep'}",
-                              "--methods", "token_v3", *more]) == 2
+        assert (
+            tradeoff.main(
+                [
+                    *shared,
+                    f"--task={folder / 'task'}.py",
+                    f"--output={tmp_path / 'sweep'}",
+                    "--methods",
+                    "token_v3",
+                    *more,
+                ]
+            )
+            == 2
+        )
     check_about(errors[0], field, value)
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.parametrize("task,said", [
-    ("blue", "unknown metric 'blue'"), ("no_test", "none.jsonl"), ("bad_test", "text 0 has no reference"),
-    ("empty_test", "empty.jsonl")])
+@pytest.mark.parametrize(
+    "task,said",
+    [
+        ("blue", "unknown metric 'blue'"),
+        ("no_test", "none.jsonl"),
+        ("bad_test", "text 0 has no reference"),
+        ("empty_test", "empty.jsonl"),
+    ],
+)
 def test_a_task_that_cannot_be_scored_is_told_first(tiny, tmp_path, capsys, monkeypatch, task, said):
     """Of the test split, too, where a pick is to be checked on it."""
     folder, shared = tiny
     before_work(monkeypatch)
-    assert tradeoff.main([*shared, f"--task={folder / task}.py", f"--output={tmp_path / 'sweep'}",
-                          "--methods", "token_v3", "--at-latency=1", f"--pick={tmp_path / 'p.py'}"]) == 2
+    assert (
+        tradeoff.main(
+            [
+                *shared,
+                f"--task={folder / task}.py",
+                f"--output={tmp_path / 'sweep'}",
+                "--methods",
+                "token_v3",
+                "--at-latency=1",
+                f"--pick={tmp_path / 'p.py'}",
+            ]
+        )
+        == 2
+    )
     assert said in capsys.readouterr().err
 
 
@@ -168,9 +253,18 @@ def test_a_pick_that_would_lose_something_is_told_before_the_sweep(tiny, tmp_pat
     (tmp_path / "link.py").symlink_to(tmp_path / "demo.py")
     for pick in ("mine.py", "folder.py", "demo.py", "link.py", "picked.txt", "sweep.py", "nowhere/p.py"):
         with refusals() as errors:
-            code = tradeoff.main([f"--config={tmp_path / 'demo.py'}", *shared, f"--task={folder / 'task'}.py",
-                                  f"--output={tmp_path / 'sweep.py'}", "--methods", "token_v3",
-                                  "--at-latency=1", f"--pick={tmp_path / pick}"])
+            code = tradeoff.main(
+                [
+                    f"--config={tmp_path / 'demo.py'}",
+                    *shared,
+                    f"--task={folder / 'task'}.py",
+                    f"--output={tmp_path / 'sweep.py'}",
+                    "--methods",
+                    "token_v3",
+                    "--at-latency=1",
+                    f"--pick={tmp_path / pick}",
+                ]
+            )
         assert code == 2
         check_about(errors[0], "pick", tmp_path / pick)
     assert (tmp_path / "mine.py").read_text() == "config = 3\n"
@@ -181,7 +275,17 @@ def test_an_output_that_is_no_folder_is_told(tiny, tmp_path, capsys, monkeypatch
     folder, shared = tiny
     before_work(monkeypatch)
     (tmp_path / "file").write_text("mine")
-    assert tradeoff.main([*shared, f"--task={folder / 'task'}.py", f"--output={tmp_path / output}",
-                          "--methods", "token_v3"]) == 2
+    assert (
+        tradeoff.main(
+            [
+                *shared,
+                f"--task={folder / 'task'}.py",
+                f"--output={tmp_path / output}",
+                "--methods",
+                "token_v3",
+            ]
+        )
+        == 2
+    )
     assert "is no folder to write in" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

@@ -25,8 +25,7 @@ def written(gamma, rows, options, method=METHOD):
 
 def laws(gamma, options, rule=lookahead, **more):
     at = [lambda *law, j=j: rule(j, gamma, ALPHA, ACCEPTANCE, ROUND_COST, *law) for j in range(gamma + 1)]
-    return [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options, **more)
-            for prompt in PROMPTS]
+    return [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options, **more) for prompt in PROMPTS]
 
 
 def p_value(found, expected):
@@ -50,6 +49,7 @@ def test_lookahead_follows_its_law(gamma, transform, rows):
 @pytest.mark.full
 def test_positions_counted_from_the_end_are_seen():
     """A planted bug: what is lost after a rejection, taken for what was drafted before it."""
+
     def wrong(s, alpha):
         turned = Scores(*(x[:, ::-1] for x in s[:4]), s.greedy)
         return tuple(x[:, ::-1] for x in METHOD.target(turned, alpha))
@@ -99,5 +99,6 @@ def test_at_no_price_it_is_diff():
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for n in np.ndindex(8, 4):
         own = [np.asarray(x[n], np.float64) for x in (q, p)]
-        np.testing.assert_allclose(METHODS["lookahead"].target(scores, 0.0)[0][n],
-                                   target("diff", *own, *own, 0.0, False), atol=1e-6)
+        np.testing.assert_allclose(
+            METHODS["lookahead"].target(scores, 0.0)[0][n], target("diff", *own, *own, 0.0, False), atol=1e-6
+        )

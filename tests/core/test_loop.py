@@ -13,33 +13,51 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 
 # Unlike rows: all that a row may choose for itself
-ASKED = [{"method": "speculative", "temperature": 1.0}, {"method": "opt", "alpha": 0.05, "temperature": 0.7},
-         {"method": "token_v3", "alpha": 0.4, "temperature": 1.3, "top_k": 3},
-         {"method": "chow", "alpha": 0.5, "temperature": 2.0, "top_p": 0.8},
-         {"method": "lossy", "alpha": 0.3, "temperature": 2.0, "min_p": 0.15},
-         {"method": "token_v1", "alpha": 0.3, "temperature": 3.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
-         {"method": "speculative", "temperature": 1.0, "limit": 2},
-         {"method": "lossy_tuned", "alpha": 0.3, "temperature": 0.7},
-         {"method": "opt", "alpha": 0.3, "temperature": 0.0},
-         {"method": "bild_star", "alpha": 1.5, "temperature": 1.5, "top_p": 0.9}]
+ASKED = [
+    {"method": "speculative", "temperature": 1.0},
+    {"method": "opt", "alpha": 0.05, "temperature": 0.7},
+    {"method": "token_v3", "alpha": 0.4, "temperature": 1.3, "top_k": 3},
+    {"method": "chow", "alpha": 0.5, "temperature": 2.0, "top_p": 0.8},
+    {"method": "lossy", "alpha": 0.3, "temperature": 2.0, "min_p": 0.15},
+    {"method": "token_v1", "alpha": 0.3, "temperature": 3.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
+    {"method": "speculative", "temperature": 1.0, "limit": 2},
+    {"method": "lossy_tuned", "alpha": 0.3, "temperature": 0.7},
+    {"method": "opt", "alpha": 0.3, "temperature": 0.0},
+    {"method": "bild_star", "alpha": 1.5, "temperature": 1.5, "top_p": 0.9},
+]
 
 
 def test_unlike_rows_follow_each_its_own_law(full, rows):
     """One batch, one compiled program: methods, leniences, limits and options of all kinds together."""
     calls = len(ASKED) if full else 2  # with all of them, so many rows of each kind
     kind = np.random.default_rng(0).integers(0, len(ASKED), rows)
-    column = {name: np.array([asked.get(name, off) for asked in ASKED])[kind] for name, off in (
-        ("alpha", 0.0), ("temperature", 1.0), ("limit", STEPS),
-        *((name, truncation.off) for name, truncation in TRUNCATIONS.items()))}
+    column = {
+        name: np.array([asked.get(name, off) for asked in ASKED])[kind]
+        for name, off in (
+            ("alpha", 0.0),
+            ("temperature", 1.0),
+            ("limit", STEPS),
+            *((name, truncation.off) for name, truncation in TRUNCATIONS.items()),
+        )
+    }
     methods = np.array([list(METHODS).index(asked["method"]) for asked in ASKED])[kind][:, None]
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), tuple(METHODS.values()), 2)
     before, found = generate._cache_size(), []
     for seed in range(calls):
         order = np.random.default_rng(seed).permutation(rows)  # every kind at every place in the batch
-        options = SamplingOptions(**{name: column[name][order]
-                                     for name in ("temperature", *TRUNCATIONS)}, max_top_k=3)
-        result, which = decoded(sampler, tuple(TABLES[:2]), rows, options, column["alpha"][order][:, None],
-                                seed, methods=methods[order], limits=column["limit"][order])
+        options = SamplingOptions(
+            **{name: column[name][order] for name in ("temperature", *TRUNCATIONS)}, max_top_k=3
+        )
+        result, which = decoded(
+            sampler,
+            tuple(TABLES[:2]),
+            rows,
+            options,
+            column["alpha"][order][:, None],
+            seed,
+            methods=methods[order],
+            limits=column["limit"][order],
+        )
         found.append((np.asarray(result.tokens), which, kind[order]))
     assert generate._cache_size() == before + 1
     tokens, which, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -47,8 +65,15 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
     for number, asked in enumerate(ASKED):
         options = {name: asked[name] for name in ("temperature", *TRUNCATIONS) if name in asked}
         for n, prompt in enumerate(PROMPTS):
-            law = sequence_law(TABLES[:2], [asked["method"]], [asked.get("alpha", 0.0)], prompt,
-                               steps=asked.get("limit", STEPS), eos=EOS, **options)
+            law = sequence_law(
+                TABLES[:2],
+                [asked["method"]],
+                [asked.get("alpha", 0.0)],
+                prompt,
+                steps=asked.get("limit", STEPS),
+                eos=EOS,
+                **options,
+            )
             chances.append(chi_square(tokens[(kinds == number) & (which == n)], law))
             neighbour = (number + 1) % len(ASKED)
             others.append(chi_square(tokens[(kinds == neighbour) & (which == n)], law))
@@ -76,8 +101,20 @@ def test_limits_cut_and_change_nothing_else():
     inputs, lengths = np.ones((64, 1), np.int32), np.ones(64, np.int32)
 
     def run(most, limits=None):
-        return np.asarray(generate(sampler, tuple(TABLES[:2]), keys, inputs, lengths, SamplingOptions(),
-                                   jnp.array([0.3]), max_new_tokens=most, eos_id=EOS, limits=limits).tokens)
+        return np.asarray(
+            generate(
+                sampler,
+                tuple(TABLES[:2]),
+                keys,
+                inputs,
+                lengths,
+                SamplingOptions(),
+                jnp.array([0.3]),
+                max_new_tokens=most,
+                eos_id=EOS,
+                limits=limits,
+            ).tokens
+        )
 
     longest = run(7)
     np.testing.assert_array_equal(run(4), longest[:, :4])

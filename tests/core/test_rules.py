@@ -36,8 +36,11 @@ def test_targets_equal_the_table_token_by_token(method, alpha, temperature):
     for n in range(len(q)):
         own = [np.asarray(x[n], np.float64) for x in (q, p)]
         laws = (*own, qs[n], ps[n])
-        expected = (lookahead(n, 49, alpha, 0.8, 2.0, *laws) if method == "lookahead"  # one round's positions
-                    else target(method, *laws, alpha, temperature == 0))
+        expected = (
+            lookahead(n, 49, alpha, 0.8, 2.0, *laws)
+            if method == "lookahead"  # one round's positions
+            else target(method, *laws, alpha, temperature == 0)
+        )
         np.testing.assert_allclose(pi[n], expected, atol=2e-5)
 
 
@@ -49,8 +52,7 @@ def test_tuned_beta_balances_rejection_and_residual(alpha):
     rejected = rejected[rejected[:, 0] > 1e-4]
     assert len(q) > 500
     beta = np.asarray(tuned_beta(q, p, alpha))
-    np.testing.assert_allclose(rejected, np.maximum(p / beta - q, 0).sum(-1, keepdims=True),
-                               atol=1e-5)
+    np.testing.assert_allclose(rejected, np.maximum(p / beta - q, 0).sum(-1, keepdims=True), atol=1e-5)
     assert (beta >= 1).all() and (beta <= 1 / rejected * 1.001).all()
 
 
@@ -65,7 +67,16 @@ def test_tuned_beta_where_nothing_or_everything_is_rejected():
 def test_limits_of_alpha():
     q, p = random_pairs(200, 6, seed=3)
     scores = Scores(q, p, q, p, jnp.asarray(False))
-    for method, alpha, expected in [("diff", 1.0, q), ("chow", 1.0, q), ("chow", 0.0, p), ("lossy", 0.0, p),
-                                    ("lossy_tuned", 0.0, p), ("token_v3", 1.0, q), ("token_v1", 1.0, q),
-                                    ("token_v2", 1.0, q), ("bild_star", 1e9, q), ("chow_log", 1e9, q)]:
+    for method, alpha, expected in [
+        ("diff", 1.0, q),
+        ("chow", 1.0, q),
+        ("chow", 0.0, p),
+        ("lossy", 0.0, p),
+        ("lossy_tuned", 0.0, p),
+        ("token_v3", 1.0, q),
+        ("token_v1", 1.0, q),
+        ("token_v2", 1.0, q),
+        ("bild_star", 1e9, q),
+        ("chow_log", 1e9, q),
+    ]:
         np.testing.assert_allclose(METHODS[method].target(scores, alpha)[0], expected, atol=1e-5)

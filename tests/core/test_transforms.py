@@ -28,8 +28,9 @@ def test_the_oracle_knows_every_truncation():
 
 def test_by_hand():
     half = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
-    np.testing.assert_allclose(token_probs(half, SamplingOptions(1.0, top_p=0.7)), [2 / 3, 1 / 3, 0, 0],
-                               atol=1e-6)
+    np.testing.assert_allclose(
+        token_probs(half, SamplingOptions(1.0, top_p=0.7)), [2 / 3, 1 / 3, 0, 0], atol=1e-6
+    )
 
 
 def test_every_combination_is_the_oracles():
@@ -40,20 +41,26 @@ def test_every_combination_is_the_oracles():
     for temperature, *values in itertools.product(TEMPERATURES, *choices):
         asked = {name: value for name, value in zip(CUTS, values, strict=True) if value is not None}
         expected = [transform(law, temperature, **asked) for law in laws]
-        np.testing.assert_allclose(token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **asked)),
-                                   expected, atol=1e-5)
+        np.testing.assert_allclose(
+            token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **asked)), expected, atol=1e-5
+        )
 
 
 def test_rows_have_options_of_their_own():
     """Row n has the n-th truncation's value, and of the others what leaves every token in."""
     rows = len(LOGITS)
     temperature = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0], np.float32)
-    columns = {name: np.where(np.arange(rows) % (len(CUTS) + 1) == n, CUTS[name][1], truncation.off).astype(
-        truncation.dtype) for n, (name, truncation) in enumerate(TRUNCATIONS.items())}
+    columns = {
+        name: np.where(np.arange(rows) % (len(CUTS) + 1) == n, CUTS[name][1], truncation.off).astype(
+            truncation.dtype
+        )
+        for n, (name, truncation) in enumerate(TRUNCATIONS.items())
+    }
     together = token_probs(jnp.asarray(LOGITS), SamplingOptions(temperature, **columns).of_rows(rows))
     for n in range(rows):
-        values = {name: column[n].item() for name, column in columns.items()
-                  if column[n] != TRUNCATIONS[name].off}
+        values = {
+            name: column[n].item() for name, column in columns.items() if column[n] != TRUNCATIONS[name].off
+        }
         alone = token_probs(jnp.asarray(LOGITS[n]), SamplingOptions(float(temperature[n]), **values))
         np.testing.assert_allclose(together[n], alone, atol=1e-6)
 
@@ -62,8 +69,10 @@ def test_rows_have_options_of_their_own():
 def test_no_temperature_makes_nan(temperature):
     """Whatever float32 makes of it, next to a token that can never be drawn."""
     logits = jnp.array([[30.0, 10.0, -jnp.inf, 29.0]])
-    for probs in (token_probs(logits, SamplingOptions(temperature)),
-                  jax.jit(token_probs)(logits, SamplingOptions(jnp.float32(temperature)))):
+    for probs in (
+        token_probs(logits, SamplingOptions(temperature)),
+        jax.jit(token_probs)(logits, SamplingOptions(jnp.float32(temperature))),
+    ):
         assert probs[0, 2] == 0 and probs.sum() == pytest.approx(1.0)
         assert (probs[0, 0] == 1) == (temperature < 1)
 
@@ -79,8 +88,9 @@ def test_a_mass_that_float32_takes_for_nothing_keeps_the_likeliest(mass):
 def test_top_k_and_top_p_break_ties_by_id():
     flat = jnp.zeros(5)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_k=2)), [0.5, 0.5, 0, 0, 0])
-    np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=0.5)), [1 / 3] * 3 + [0, 0],
-                               atol=1e-6)
+    np.testing.assert_allclose(
+        token_probs(flat, SamplingOptions(1.0, top_p=0.5)), [1 / 3] * 3 + [0, 0], atol=1e-6
+    )
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=1.0)), [0.2] * 5, atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(0.0)), [1, 0, 0, 0, 0])
 
@@ -95,8 +105,9 @@ def test_the_largest_are_those_that_a_sort_finds(flatness):
     descending = np.take_along_axis(probs, order, axis=-1).astype(np.float64)
     before, place = np.cumsum(descending, axis=-1) - descending, np.arange(3000)
     for weights, enough, ranked in (
-            (probs, np.array([0.11, 0.5, 0.93, 0.999]), before),
-            (1, np.array([1, 7, 300, 2999]), place)):
+        (probs, np.array([0.11, 0.5, 0.93, 0.999]), before),
+        (1, np.array([1, 7, 300, 2999]), place),
+    ):
         inside = np.zeros(probs.shape, bool)
         enough = enough[:, None, None]
         np.put_along_axis(inside, order, np.broadcast_to(ranked < enough, inside.shape), axis=-1)

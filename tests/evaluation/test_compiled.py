@@ -65,7 +65,9 @@ MATRIX = 128 * 128 * 2
 def test_loops_and_what_they_read():
     program = Program(TEXT)
     assert [(loop.body, loop.times, loop.inside) for loop in program.loops] == [
-        ("pass", 2, "round"), ("round", None, "main")]
+        ("pass", 2, "round"),
+        ("round", None, "main"),
+    ]
     assert program.rounds.body == "round"
     assert program.bytes_read("round") == 2 * (MATRIX + 4) + CACHE + TURNED  # 4: which matrix
     assert program.temporaries() == (8 * MATRIX + TURNED, MATRIX)  # weights laid out anew, the cache turned
@@ -78,12 +80,15 @@ def test_faults():
     assert not any(program.faults("round", {("f32", 4 * 96 * 64)}).values())
     copied = TEXT.replace("{1,2,0:T(8,128)(2,1)} copy(%cache)", "{2,1,0:T(8,128)(2,1)} copy(%cache)")
     assert len(Program(copied).faults("round", kept)["copies"]) == 2
-    waits = TEXT.replace('copy(%turned)', 'custom-call(%turned), custom_call_target="xla_python_callback"')
+    waits = TEXT.replace("copy(%turned)", 'custom-call(%turned), custom_call_target="xla_python_callback"')
     assert Program(waits).faults("round", kept)["host transfers"] == ["1 x custom-call back"]
     with pytest.raises(ValueError, match="no loop over rounds"):
-        _ = Program(TEXT.replace('ROOT %on = pred[]{:T(512)} custom-call(%state.3), custom_call_target="on"',
-                                 "%n = s32[]{:T(128)} constant(3)\n  ROOT %on = pred[]{:T(512)} "
-                                 "compare(%n, %n), direction=LT")).rounds
+        _ = Program(
+            TEXT.replace(
+                'ROOT %on = pred[]{:T(512)} custom-call(%state.3), custom_call_target="on"',
+                "%n = s32[]{:T(128)} constant(3)\n  ROOT %on = pred[]{:T(512)} compare(%n, %n), direction=LT",
+            )
+        ).rounds
 
 
 def test_sizes_are_those_of_whole_tiles():

@@ -21,20 +21,36 @@ from speccascade_jax.evaluation.fewshot import (
 )
 from speccascade_jax.training.data import read_examples
 
-ASK = {"gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5", "final": "5"},
-       "squad2": {"context": "Normandy lies in France.", "question": "Where is it?", "answers": ["France"]},
-       "triviaqa": {"question": "who wrote it", "answers": ["Tom Sawyer", "Sawyer"]},
-       "wmt": {"source": "A dog.", "target": "Ein Hund schläft auf dem Sofa."},
-       "cnndm": {"article": "It rained. All day.", "highlights": "Rain .\nAll day ."},
-       "mbpp": {"text": "Write a function f that adds one.", "code": "def f(x):\r\n  return x + 1",
-                "test_list": ["assert f(1) == 2"], "test_setup_code": ""}}
+ASK = {
+    "gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5", "final": "5"},
+    "squad2": {"context": "Normandy lies in France.", "question": "Where is it?", "answers": ["France"]},
+    "triviaqa": {"question": "who wrote it", "answers": ["Tom Sawyer", "Sawyer"]},
+    "wmt": {"source": "A dog.", "target": "Ein Hund schläft auf dem Sofa."},
+    "cnndm": {"article": "It rained. All day.", "highlights": "Rain .\nAll day ."},
+    "mbpp": {
+        "text": "Write a function f that adds one.",
+        "code": "def f(x):\r\n  return x + 1",
+        "test_list": ["assert f(1) == 2"],
+        "test_setup_code": "",
+    },
+}
 
 
-@pytest.mark.parametrize("text,expected", [
-    ("5 apples and 7 pears. The answer is 12.\n\nQuestion: 99", "12"), ("so it is $1,234.50", "1234.5"),
-    ("The answer is $3,000,000.", "3000000"), ("the answer is: -7", "-7"), ("18.00", "18"), ("none", ""),
-    ("The answer is .5", ".5"), ("x = 10 - 3", "3"), ("The answer is 4. The answer is 5.", "5"),
-    ("100", "100")])
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("5 apples and 7 pears. The answer is 12.\n\nQuestion: 99", "12"),
+        ("so it is $1,234.50", "1234.5"),
+        ("The answer is $3,000,000.", "3000000"),
+        ("the answer is: -7", "-7"),
+        ("18.00", "18"),
+        ("none", ""),
+        ("The answer is .5", ".5"),
+        ("x = 10 - 3", "3"),
+        ("The answer is 4. The answer is 5.", "5"),
+        ("100", "100"),
+    ],
+)
 def test_final_number(text, expected):
     assert final_number(text) == expected
 
@@ -56,17 +72,33 @@ def test_normalisations():
     golds = [{"answers": ["Tom Sawyer", "Sawyer"]}, {"answers": ["AC/DC"]}, {"answers": ["1988"]}]
     assert task.score(["the tom-sawyer", "AC DC", "in 1988"], golds).answers == [True, True, False]
     assert TASKS["webquestions"].score(["the tom-sawyer", "AC DC", "1988"], golds).answers == [
-        False, False, True]
+        False,
+        False,
+        True,
+    ]
 
 
 def test_squad_gives_the_official_numbers_on_cases_made_by_hand():
-    cases = [(["the Norman Conquest", "Norman conquest of England"], "Norman conquest!"), ([], ""),
-             ([], "the"), ([], "nobody"), (["1066"], ""),
-             (["10 and 11", "10th and 11th centuries"], "in the 10th and 11th centuries"), (["The The"], "a")]
+    cases = [
+        (["the Norman Conquest", "Norman conquest of England"], "Norman conquest!"),
+        ([], ""),
+        ([], "the"),
+        ([], "nobody"),
+        (["1066"], ""),
+        (["10 and 11", "10th and 11th centuries"], "in the 10th and 11th centuries"),
+        (["The The"], "a"),
+    ]
     found = score_squad([answer for _, answer in cases], [{"answers": golds} for golds, _ in cases])
-    assert found.figures == pytest.approx({  # printed by the official script's functions
-        "exact": 57.142857142857146, "f1": 69.84126984126985, "HasAns_exact": 50.0,
-        "HasAns_f1": 72.22222222222221, "NoAns_exact": 66.66666666666667, "NoAns_f1": 66.66666666666667})
+    assert found.figures == pytest.approx(
+        {  # printed by the official script's functions
+            "exact": 57.142857142857146,
+            "f1": 69.84126984126985,
+            "HasAns_exact": 50.0,
+            "HasAns_f1": 72.22222222222221,
+            "NoAns_exact": 66.66666666666667,
+            "NoAns_f1": 66.66666666666667,
+        }
+    )
     assert found.answers[5] == (0.0, pytest.approx(8 / 9))
     assert squad_read(" Unanswerable.\nmore") == "" and squad_read(" in France\nQuestion") == "in France"
 
@@ -83,9 +115,16 @@ def test_squad_gives_the_official_numbers_on_real_questions():
         return guesses[number % 5]
 
     found = score_squad([guess(*item) for item in enumerate(examples)], examples)
-    assert found.figures == pytest.approx({  # printed by the official script's functions
-        "exact": 50.37841395195788, "f1": 57.26765239542979, "HasAns_exact": 40.103092783505154,
-        "HasAns_f1": 54.492368130385934, "NoAns_exact": 59.81691919191919, "NoAns_f1": 59.81691919191919})
+    assert found.figures == pytest.approx(
+        {  # printed by the official script's functions
+            "exact": 50.37841395195788,
+            "f1": 57.26765239542979,
+            "HasAns_exact": 40.103092783505154,
+            "HasAns_f1": 54.492368130385934,
+            "NoAns_exact": 59.81691919191919,
+            "NoAns_f1": 59.81691919191919,
+        }
+    )
 
 
 @pytest.mark.full
@@ -93,8 +132,13 @@ def test_programs(sandbox):
     assert program_of("def f(): pass\n") == "def f(): pass"
     assert program_of("Sure:\n```python\ndef f(): pass\n```\nDone") == "def f(): pass"
     task, example = TASKS["mbpp"], ASK["mbpp"]
-    answers = ["def f(x): return x + 1", "def f(x): return x", "def f(x):\n  while True: pass", "print('",
-               "import os\nfor _ in range(200): os.fork()"]
+    answers = [
+        "def f(x): return x + 1",
+        "def f(x): return x",
+        "def f(x):\n  while True: pass",
+        "print('",
+        "import os\nfor _ in range(200): os.fork()",
+    ]
     found = task.score(answers, [example] * 5)
     assert [verdict.outcome for verdict in found.answers] == ["passed", "failed", "time", "failed", "failed"]
     assert found.figures == {"passed": 20.0, "failed": 60.0, "time": 20.0}
@@ -119,8 +163,12 @@ def test_prompts_show_and_ask(name, tmp_path, request):
     assert prompts.texts[0] == (question + answer) * 2 + question
     assert not prompts.texts[0].endswith(" ")  # Gemma's pieces begin with their space
     first = min(at for stop in task.stop if (at := answer.find(stop)) >= 0)
-    assert task.score([task.read(answer[:first])] * 2, prompts.examples).figures[
-        {"gsm8k": "accuracy", "wmt": "bleu", "cnndm": "rouge2", "mbpp": "passed"}.get(name, "exact")] > 99
+    assert (
+        task.score([task.read(answer[:first])] * 2, prompts.examples).figures[
+            {"gsm8k": "accuracy", "wmt": "bleu", "cnndm": "rouge2", "mbpp": "passed"}.get(name, "exact")
+        ]
+        > 99
+    )
     assert build_prompts(task, seed=0) == prompts
     assert {tuple(build_prompts(task, seed).shots) for seed in range(20)} > {tuple(prompts.shots)}
     with pytest.raises(FieldError) as refused:
@@ -143,8 +191,10 @@ def test_what_a_task_cannot_use_is_refused(tmp_path):
     fixed = dataclasses.replace(task, fixed_shots=(1,))
     other = tmp_path / "none.jsonl"
     other.write_text("")
-    for broken, field, value in ((fixed, "shots", 2), (dataclasses.replace(task, examples=str(other)),
-                                                       "inputs", str(other))):
+    for broken, field, value in (
+        (fixed, "shots", 2),
+        (dataclasses.replace(task, examples=str(other)), "inputs", str(other)),
+    ):
         with pytest.raises(FieldError) as refused:
             build_prompts(broken, seed=0)
         assert (refused.value.field, refused.value.value) == (field, value)
@@ -177,9 +227,16 @@ def test_every_file_present_makes_prompts(name):
 @pytest.mark.full
 def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     task = with_files("triviaqa", tmp_path)
-    files = [f"--drafter={gemma_pair / 'drafter'}", f"--verifier={gemma_pair / 'verifier'}",
-             "--tensor-parallel=1", f"--inputs={task.examples}", f"--shot-pool={task.shot_pool}", "--shots=1",
-             "--dtype=float32", "--max-source-length=192"]
+    files = [
+        f"--drafter={gemma_pair / 'drafter'}",
+        f"--verifier={gemma_pair / 'verifier'}",
+        "--tensor-parallel=1",
+        f"--inputs={task.examples}",
+        f"--shot-pool={task.shot_pool}",
+        "--shots=1",
+        "--dtype=float32",
+        "--max-source-length=192",
+    ]
     out = tmp_path / "out.jsonl"
     assert script.main(["--task=triviaqa", "--methods", "opt", "verifier", "--output", str(out), *files]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

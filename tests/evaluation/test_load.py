@@ -53,6 +53,7 @@ def test_a_closed_loop_counts_every_fate(url):
 
 def test_an_open_loop_does_not_wait_for_answers(url):
     watched = []
-    found = asyncio.run(open_loop(url, lambda n: {"prompt": "well"}, rate=40.0, seconds=1.0,
-                                  watch=lambda: watched.append(1)))
+    found = asyncio.run(
+        open_loop(url, lambda n: {"prompt": "well"}, rate=40.0, seconds=1.0, watch=lambda: watched.append(1))
+    )
     assert 15 < len(found.accepted) == len(found.replies) < 80 and 5 <= len(watched) <= 10

@@ -17,11 +17,20 @@ from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.sweep import COMPARED, Contest
 
 RNG = np.random.default_rng(0)
-CROWDED = [*FOUND[:2], *(
-    result(method, alpha, 27 + 6 * alpha + RNG.normal(), 0.4 + 0.6 * alpha + 0.1 * RNG.random(),
-           5 if method not in ("token_cascade", "sequence") else 1)
-    for method in (*COMPARED, "token_v1")
-    for alpha in ((0,) if method == "speculative" else (0, 0.3, 0.6, 1)))]
+CROWDED = [
+    *FOUND[:2],
+    *(
+        result(
+            method,
+            alpha,
+            27 + 6 * alpha + RNG.normal(),
+            0.4 + 0.6 * alpha + 0.1 * RNG.random(),
+            5 if method not in ("token_cascade", "sequence") else 1,
+        )
+        for method in (*COMPARED, "token_v1")
+        for alpha in ((0,) if method == "speculative" else (0, 0.3, 0.6, 1))
+    ),
+]
 
 
 def at(results, **point):
@@ -39,10 +48,16 @@ def texts(figure):
     unseen = set()  # labels of ticks past the ends of their axis
     for axes in figure.axes:
         for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-            unseen |= {label for place, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
-                       if not ends[0] <= place <= ends[1]}
-    return [(text.get_text(), text.get_window_extent()) for text in figure.findobj(Text)
-            if text.get_visible() and text.get_text().strip() and text not in unseen]
+            unseen |= {
+                label
+                for place, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+                if not ends[0] <= place <= ends[1]
+            }
+    return [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(Text)
+        if text.get_visible() and text.get_text().strip() and text not in unseen
+    ]
 
 
 def strokes(figure):
@@ -69,9 +84,15 @@ def checked(figure):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
 
 
-@pytest.mark.parametrize("sweep,axis", [("few", "latency"), ("grid", "latency"),
-                                        ("crowded", "latency"), *(
-    pytest.param("crowded", axis, marks=pytest.mark.full) for axis in plots.AXES if axis != "latency")])
+@pytest.mark.parametrize(
+    "sweep,axis",
+    [
+        ("few", "latency"),
+        ("grid", "latency"),
+        ("crowded", "latency"),
+        *(pytest.param("crowded", axis, marks=pytest.mark.full) for axis in plots.AXES if axis != "latency"),
+    ],
+)
 def test_names_are_legible(sweep, axis):
     checked(plots.page(SWEEPS[sweep], "bleu", axis))
 
@@ -79,9 +100,11 @@ def test_names_are_legible(sweep, axis):
 def test_the_laws_see_a_struck_name():
     """The control: a name in a panel, struck by a leader, by a curve or by another name."""
     for strike in (
-            lambda axes: axes.annotate("far", (0.2, 24), xytext=(0.9, 30), arrowprops={"arrowstyle": "-"}),
-            lambda axes: axes.plot([0.2, 0.9], [24, 30]), lambda axes: axes.vlines(0.55, 20, 33),
-            lambda axes: axes.text(0.55, 27, "drafter", ha="center", va="center")):
+        lambda axes: axes.annotate("far", (0.2, 24), xytext=(0.9, 30), arrowprops={"arrowstyle": "-"}),
+        lambda axes: axes.plot([0.2, 0.9], [24, 30]),
+        lambda axes: axes.vlines(0.55, 20, 33),
+        lambda axes: axes.text(0.55, 27, "drafter", ha="center", va="center"),
+    ):
         figure = plots.page(FOUND, "bleu", "latency")
         figure.axes[0].text(0.55, 27, "verifier", ha="center", va="center")
         strike(figure.axes[0])
@@ -91,7 +114,7 @@ def test_the_laws_see_a_struck_name():
 
 def test_labels_are_words_with_units():
     figure = plots.page(at(FOUND, top_p=0.9), "rouge2", "latency")
-    axes, = figure.axes
+    (axes,) = figure.axes
     assert axes.get_xlabel() == "Time relative to the verifier alone (share)"
     assert axes.get_ylabel() == "ROUGE-2" and axes.get_title() == "Temperature 1, top-p 0.9, block size 5"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -102,19 +125,22 @@ def test_labels_are_words_with_units():
 
 def test_the_lossless_point_is_seen_among_curves(tmp_path):
     """One point, drawn last and large, with a name: where all curves meet it, too."""
-    curves = [result(name, alpha, 28.0 + 0.01 * alpha, 0.8 + 0.01 * alpha)
-              for name in ("opt", "diff", "token_v3") for alpha in (0, 1)]
+    curves = [
+        result(name, alpha, 28.0 + 0.01 * alpha, 0.8 + 0.01 * alpha)
+        for name in ("opt", "diff", "token_v3")
+        for alpha in (0, 1)
+    ]
     results = [*FOUND[:2], *curves, result("speculative", 0.0, 28.0, 0.8)]
     figure = plots.page(results, "bleu", "latency")
     assert "Speculative (lossless)" in [text.get_text() for text in figure.legends[0].get_texts()]
     colour = plots.COLOURS[COMPARED.index("speculative")]
-    own, = (line for line in figure.axes[0].lines if line.get_color() == colour)
+    (own,) = (line for line in figure.axes[0].lines if line.get_color() == colour)
     others = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "s", "D")]
     assert own.get_zorder() > max(line.get_zorder() for line in others)
     assert own.get_markersize() >= 2 * max(line.get_markersize() for line in others)
     figure.legends[0].remove()
     figure.savefig(tmp_path / "seen.png", dpi=150)
-    rgb = [int(colour[n:n + 2], 16) / 255 for n in (1, 3, 5)]
+    rgb = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
     assert (np.abs(imread(tmp_path / "seen.png")[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 100
 
 
@@ -126,8 +152,10 @@ def test_a_picture_fills_a_readme(tmp_path):
 def test_a_panel_holds_its_own_points():
     """Two values of top-p are two panels, not one curve."""
     figure = plots.page([*FOUND, *at(FOUND, top_p=0.9)], "bleu", "latency")
-    assert [axes.get_title() for axes in figure.axes] == ["Temperature 1, block size 5",
-                                                          "Temperature 1, top-p 0.9, block size 5"]
+    assert [axes.get_title() for axes in figure.axes] == [
+        "Temperature 1, block size 5",
+        "Temperature 1, top-p 0.9, block size 5",
+    ]
     for axes in figure.axes:
         drawn = [line for line in axes.lines if line.get_color() == plots.COLOURS[COMPARED.index("opt")]]
         assert [len(line.get_xdata()) for line in drawn] == [4]
@@ -139,8 +167,15 @@ def test_truncations_have_curves_with_names():
         plain = FOUND[0].point
         return dataclasses.replace(one, contest=Contest(f"{method}, {kind}", value, plain))
 
-    found = [*CROWDED, *(cut(kind, value, method) for kind in TRUNCATIONS for value in (0.3, 0.8)
-                         for method in ("verifier", "speculative"))]
+    found = [
+        *CROWDED,
+        *(
+            cut(kind, value, method)
+            for kind in TRUNCATIONS
+            for value in (0.3, 0.8)
+            for method in ("verifier", "speculative")
+        ),
+    ]
     figure = plots.page(found, "bleu", "latency")
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"Verifier, top-p", "Speculative, min-p", "Token V3"} <= set(names)
@@ -151,13 +186,17 @@ def test_truncations_have_curves_with_names():
 def test_pictures(tmp_path):
     """Opaque, with a curve for every method: something is drawn in each one's colour."""
     written = plots.draw([*FOUND, *at(FOUND[2:], block_size=3)], "bleu", tmp_path)
-    assert [p.name for p in written] == ["quality_latency.png", "quality_rejected.png",
-                                         "quality_deferred.png", "quality_calls.png"]
+    assert [p.name for p in written] == [
+        "quality_latency.png",
+        "quality_rejected.png",
+        "quality_deferred.png",
+        "quality_calls.png",
+    ]
     for path in written:
         pixels = imread(path)
         assert pixels.shape[2] == 3 or (pixels[..., 3] == 1).all()
         for colour in (plots.COLOURS[COMPARED.index(name)] for name in ("opt", "chow")):
-            rgb = [int(colour[n:n + 2], 16) / 255 for n in (1, 3, 5)]
+            rgb = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
             assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 50
     untimed = [dataclasses.replace(r, time=None) for r in FOUND]
     assert plots.draw(untimed, "bleu", tmp_path) == written[1:]
@@ -166,8 +205,10 @@ def test_pictures(tmp_path):
 def legend_of(results):
     """name -> (colour, marker), as the legend shows them."""
     legend = plots.page(results, "bleu", "latency").legends[0]
-    return {text.get_text(): (line.get_color(), line.get_marker()) for text, line in
-            zip(legend.get_texts(), legend.findobj(Line2D), strict=True)}
+    return {
+        text.get_text(): (line.get_color(), line.get_marker())
+        for text, line in zip(legend.get_texts(), legend.findobj(Line2D), strict=True)
+    }
 
 
 def test_a_method_looks_the_same_in_every_picture():
@@ -175,8 +216,11 @@ def test_a_method_looks_the_same_in_every_picture():
         return legend_of([*FOUND[:2], *(result(name, 0.1, 30.0, 0.5) for name in names)])
 
     every = looks("token_v1", "sequence", "token_v2", *(name for name in COMPARED if name != "opt"))
-    assert all(looks("lossy_tuned", name)[plots._title(name)] == every[plots._title(name)]
-               for name in COMPARED if name not in ("opt", "speculative"))
+    assert all(
+        looks("lossy_tuned", name)[plots._title(name)] == every[plots._title(name)]
+        for name in COMPARED
+        if name not in ("opt", "speculative")
+    )
 
 
 def test_no_two_methods_share_a_colour_or_a_marker():

@@ -17,8 +17,17 @@ from speccascade_jax.evaluation.profiling import FixedLogits, in_turn, round_par
 def begun(method, small, large, params, block_size=3):
     """A sampler, and two rows after their prompts."""
     sampler = Speculative(Autoregressive(small), large, METHODS[method], block_size)
-    asked = loop.requests(sampler, jax.random.split(jax.random.key(0), 2), np.array([[1, 2], [2, 1]]),
-                          np.array([2, 2]), SamplingOptions(1.0), [0.2], None, None, 12)
+    asked = loop.requests(
+        sampler,
+        jax.random.split(jax.random.key(0), 2),
+        np.array([[1, 2], [2, 1]]),
+        np.array([2, 2]),
+        SamplingOptions(1.0),
+        [0.2],
+        None,
+        None,
+        12,
+    )
     return sampler, jax.jit(lambda p: loop.begin(sampler, p, asked, max_new_tokens=12))(params)
 
 
@@ -47,8 +56,9 @@ def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
     np.testing.assert_array_equal(model.roll_back(longer, cache.length).length, cache.length)
     back = model.roll_back(longer, cache.length + 1)
     _, one = model.extend(params, tokens[:, :1], cache)
-    np.testing.assert_array_equal(model.extend(params, tokens[:, 1:], back)[0],
-                                  model.extend(params, tokens[:, 1:], one)[0])
+    np.testing.assert_array_equal(
+        model.extend(params, tokens[:, 1:], back)[0], model.extend(params, tokens[:, 1:], one)[0]
+    )
     sampler, state = begun("token_v3", model, model, (params, params))
     after = loop.run(sampler, (params, params), state, 2, eos_id=-1)
     assert (np.asarray(after.emitted) == 12).all()
@@ -56,10 +66,28 @@ def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
 
 def test_every_part_takes_time():
     model, params = TableLM(4), (table(1, 4), table(2, 4))
-    found = profiling.measure(model, model, params, METHODS["speculative"], block_size=2, batch_size=2,
-                              source_length=4, max_new_tokens=8, alpha=0.0, temperature=1.0, repetitions=2)
-    assert set(found) == {"drafter prefill", "verifier prefill", "drafter step", "verifier step",
-                          profiling.scoring(2), profiling.OVERHEAD, "round"}
+    found = profiling.measure(
+        model,
+        model,
+        params,
+        METHODS["speculative"],
+        block_size=2,
+        batch_size=2,
+        source_length=4,
+        max_new_tokens=8,
+        alpha=0.0,
+        temperature=1.0,
+        repetitions=2,
+    )
+    assert set(found) == {
+        "drafter prefill",
+        "verifier prefill",
+        "drafter step",
+        "verifier step",
+        profiling.scoring(2),
+        profiling.OVERHEAD,
+        "round",
+    }
     for timing in found.values():
         assert timing.low <= timing.median <= timing.high
 

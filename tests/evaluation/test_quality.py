@@ -20,14 +20,19 @@ from speccascade_jax.evaluation.quality import (
 from speccascade_jax.inference.text import Output
 
 HYPOTHESES = ["the cat sat on the mat", "a dog barks", "birds sing", "nothing of it, really"]
-TEXTS = [["the cat sat on a mat", "the cat is on the mat"], ["a dog barks loudly"],
-         ["birds sing in the tree", "birds sing"], ["all of it"]]
+TEXTS = [
+    ["the cat sat on a mat", "the cat is on the mat"],
+    ["a dog barks loudly"],
+    ["birds sing in the tree", "birds sing"],
+    ["all of it"],
+]
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_statistics_add_up_to_the_metric(metric):
     assert score(metric, statistics(metric, HYPOTHESES, TEXTS).sum(axis=0)) == pytest.approx(
-        METRICS[metric](HYPOTHESES, TEXTS))
+        METRICS[metric](HYPOTHESES, TEXTS)
+    )
 
 
 def test_bleu_without_a_match_is_smoothed_as_sacrebleu_does():
@@ -51,9 +56,17 @@ def test_bootstrap_intervals():
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("hypotheses,references,value", [
-    ([], [], []), (["a"], ["abc"], "abc"), (["a"], [None], None), (["a"], [[1]], [1]),
-    (["a", "b"], [["a"]], 1), (["a"], [[]], [])])
+@pytest.mark.parametrize(
+    "hypotheses,references,value",
+    [
+        ([], [], []),
+        (["a"], ["abc"], "abc"),
+        (["a"], [None], None),
+        (["a"], [[1]], [1]),
+        (["a", "b"], [["a"]], 1),
+        (["a"], [[]], []),
+    ],
+)
 def test_references_of_another_kind_are_refused(metric, hypotheses, references, value):
     for measure in (METRICS[metric], lambda *texts: statistics(metric, *texts)):
         with pytest.raises(FieldError) as refused:
@@ -88,8 +101,12 @@ def test_what_bleu_cannot_use_is_known_before_anything_is_decoded():
 
 def test_one_more_entry_is_all_that_a_metric_takes(monkeypatch):
     """Checks, statistics, intervals, what one other text changes, a sweep's lines and an axis go by it."""
-    shorter = mean_metric("shorter", "Shorter texts (%)", "Texts shorter than all their references.",
-                          lambda text, group: float(len(text) < min(map(len, group))))
+    shorter = mean_metric(
+        "shorter",
+        "Shorter texts (%)",
+        "Texts shorter than all their references.",
+        lambda text, group: float(len(text) < min(map(len, group))),
+    )
     monkeypatch.setitem(METRICS, "shorter", shorter)
     check_references("shorter", TEXTS)
     rows = statistics("shorter", HYPOTHESES, TEXTS)

@@ -13,6 +13,7 @@ from speccascade_jax.settings import Settings
 
 def test_results_say_what_was_measured(tmp_path):
     """Rates, calls and predictions from counts made by hand; latency from seconds made by hand."""
+
     def quality(hits, counts, tokens, acceptance=0.0):
         rows = np.stack([np.array(hits, float), np.ones(len(hits))], axis=1)
         return Quality(rows, counts, acceptance, tokens)
@@ -23,10 +24,32 @@ def test_results_say_what_was_measured(tmp_path):
     qualities = {
         verifier: quality([1, 1, 0, 0], {"model_passes": 100}, 100),
         drafter: quality([1, 0, 0, 0], {"model_passes": 80}, 80),
-        point: quality([1, 1, 1, 0], {"drafted": 100, "accepted": 75, "deferred": 50, "rounds": 20,
-                                      "emitted": 95, "drafter_passes": 120}, 95, acceptance=0.8),
-        cascade: quality([1, 1, 0, 0], {"drafted": 60, "accepted": 60, "deferred": 30, "rounds": 40,
-                                        "emitted": 100, "drafter_passes": 100}, 100)}
+        point: quality(
+            [1, 1, 1, 0],
+            {
+                "drafted": 100,
+                "accepted": 75,
+                "deferred": 50,
+                "rounds": 20,
+                "emitted": 95,
+                "drafter_passes": 120,
+            },
+            95,
+            acceptance=0.8,
+        ),
+        cascade: quality(
+            [1, 1, 0, 0],
+            {
+                "drafted": 60,
+                "accepted": 60,
+                "deferred": 30,
+                "rounds": 40,
+                "emitted": 100,
+                "drafter_passes": 100,
+            },
+            100,
+        ),
+    }
     seconds = {verifier: (10.0, 100), drafter: (1.0, 100), point: (5.0, 50), cascade: (8.0, 100)}
     latencies = {p: Latency(np.full(4, s / 4), np.full(4, n / 4)) for p, (s, n) in seconds.items()}
     found = {r.point: r for r in compare("exact_match", qualities, latencies)}
@@ -42,7 +65,7 @@ def test_results_say_what_was_measured(tmp_path):
 
 
 def test_table_two():
-    (key, methods), = table_two(FOUND).items()
+    ((key, methods),) = table_two(FOUND).items()
     assert key == (1.0, None) and list(methods) == ["opt", "chow"]
     fast, good = methods["opt"]
     assert (fast.point.alpha, good.point.alpha) == (0.3, 0.3)
@@ -57,14 +80,25 @@ def test_noise_takes_no_lossless_point_out():
     truncation they follow the truncated verifier's, not the plain one's."""
     points = grid(Settings(), ["speculative", "opt"], [0.0], [5], [1.0], truncations=["top_p"])
     hits = {"verifier": 3, "drafter": 0, "speculative": 2, "opt": 2}
-    qualities = {p: Quality(np.stack([np.arange(4) < hits[p.method] - (p.top_p is not None), np.ones(4)],
-                                     axis=1), {"model_passes": 9}, 0.5, 9) for p in points}
+    qualities = {
+        p: Quality(
+            np.stack([np.arange(4) < hits[p.method] - (p.top_p is not None), np.ones(4)], axis=1),
+            {"model_passes": 9},
+            0.5,
+            9,
+        )
+        for p in points
+    }
     found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
     assert {(r.name, r.point.top_p is None, r.quality, r.expected) for r in found} == {
-        ("verifier", True, 75.0, 75.0), ("verifier, top_p", False, 50.0, 50.0),
-        ("speculative", True, 50.0, 75.0), ("speculative, top_p", False, 25.0, 50.0),
-        ("drafter", True, 0.0, 0.0), ("opt", True, 50.0, 50.0)}
-    (_, methods), = table_two(found).items()
+        ("verifier", True, 75.0, 75.0),
+        ("verifier, top_p", False, 50.0, 50.0),
+        ("speculative", True, 50.0, 75.0),
+        ("speculative, top_p", False, 25.0, 50.0),
+        ("drafter", True, 0.0, 0.0),
+        ("opt", True, 50.0, 50.0),
+    }
+    ((_, methods),) = table_two(found).items()
     kept = {name for name, (fast, _) in methods.items() if fast is not None}
     assert kept == {"speculative"}
 
@@ -76,14 +110,23 @@ def test_what_is_truncated_stands_against_the_plain_verifier():
     assert all(p.temperature == 1 and p.method in ("verifier", "speculative") for p in cut)
     assert {p.top_p for p in cut if p.method == "verifier"} == {None, *TRUNCATIONS["top_p"].sweep}
     rng = np.random.default_rng(0)
-    qualities = {p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9)
-                 for p in points}
+    qualities = {
+        p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9) for p in points
+    }
     found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
     assert len(found) == len(points)
     plain = next(p for p in points if p.method == "verifier" and p.temperature == 1 and p not in cut)
     curves = {r.name for r in found}
-    assert curves == {"verifier", "drafter", "opt", "speculative", "verifier, top_p", "verifier, min_p",
-                      "speculative, top_p", "speculative, min_p"}
+    assert curves == {
+        "verifier",
+        "drafter",
+        "opt",
+        "speculative",
+        "verifier, top_p",
+        "verifier, min_p",
+        "speculative, top_p",
+        "speculative, min_p",
+    }
     for r in found:
         if r.point in cut:
             assert r.panel == plain and r.lenience in (r.point.top_p, r.point.min_p)

@@ -23,8 +23,12 @@ ENDS = {  # program -> outcome under `assert f() == 6`, words of its detail
     "no such function": ("x = 1", "failed", "NameError"),
     "syntax": ("def f(:", "failed", "SyntaxError"),
     "endless loop": ("while True: pass", "time", "1 seconds"),
-    "deaf endless loop": ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n"
-                          "  try:\n    while True: pass\n  except BaseException: pass", "time", ""),
+    "deaf endless loop": (
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n"
+        "  try:\n    while True: pass\n  except BaseException: pass",
+        "time",
+        "",
+    ),
     "sleep": ("import time\ntime.sleep(60)", "time", ""),
     "10 GB": ("x = bytearray(10 * 2**30)", "memory", ""),
     "a growing list": ("x = [0]\nwhile True: x += x", "memory", ""),
@@ -61,16 +65,17 @@ FORGED = {
     "silent end": "import os\nos._exit(0)",
     "end": "import sys\nsys.exit(0)",
     "SystemExit in the call": "def f(): raise SystemExit(0)",
-    "every file descriptor": "import os\nfor n in range(3, 64):\n  try: os.write(n, b'[\"passed\", \"\"]')\n"
-                             "  except OSError: pass\nos._exit(0)",
+    "every file descriptor": 'import os\nfor n in range(3, 64):\n  try: os.write(n, b\'["passed", ""]\')\n'
+    "  except OSError: pass\nos._exit(0)",
     "answers of its own": "import os\nfor n in range(3, 64):\n"
-                          "  try: os.write(n, b'{\"values\": [], \"end\": [\"passed\", \"\"]}')\n"
-                          "  except OSError: pass\nos._exit(0)",
+    '  try: os.write(n, b\'{"values": [], "end": ["passed", ""]}\')\n'
+    "  except OSError: pass\nos._exit(0)",
     "the frame's way to say it": FRAMES + "for names in found:\n  for word in ('say', 'Verdict'):\n"
-                                 "    if word in names: names[word]('passed')",
+    "    if word in names: names[word]('passed')",
     "the frame's report": FRAMES + "import os\nfor names in found:\n  if 'report' in names:\n"
-                          "    os.write(names['report'], b'[\"passed\", \"\"]')\n    os._exit(0)",
-    "the tests, found in memory": FRAMES + """
+    "    os.write(names['report'], b'[\"passed\", \"\"]')\n    os._exit(0)",
+    "the tests, found in memory": FRAMES
+    + """
 def f():
     strings = [x for o in [*found, *gc.get_objects()] for x in (o.values() if type(o) is dict else o
                if type(o) in (list, tuple) else ()) if type(x) is str] + sys.argv
@@ -81,12 +86,12 @@ def f():
 """,
     "equal to all": "class E:\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\ndef f(): return E()",
     "a str equal to all": "class E(str):\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\n"
-                          "  __hash__ = str.__hash__\ndef f(): return E()",
+    "  __hash__ = str.__hash__\ndef f(): return E()",
     "patched builtins": "import builtins, json\nclass E:\n  __eq__ = lambda *a: True\n"
-                        "builtins.eval = lambda *a: E()\nbuiltins.compile = lambda *a: 'None'\n"
-                        "json.dumps = lambda *a: '[\"passed\", \"\"]'\ndef f(): return 5",
+    "builtins.eval = lambda *a: E()\nbuiltins.compile = lambda *a: 'None'\n"
+    'json.dumps = lambda *a: \'["passed", ""]\'\ndef f(): return 5',
     "no assertions": "import builtins, sys\nsys.flags = None\nAssertionError = SystemExit\n"
-                     "builtins.AssertionError = SystemExit\ndef f(): return 5",
+    "builtins.AssertionError = SystemExit\ndef f(): return 5",
 }
 
 
@@ -98,18 +103,47 @@ def test_a_verdict_cannot_be_forged(name, sandbox):
 
 def test_what_is_sent_as_an_answer_is_only_data(sandbox):
     """Whatever a program sends, the judge gives a verdict, and it is not `passed`."""
-    for said in ("", "[", "[]", "7", '"end"', '["passed", ""]', "{}", '{"end": ["passed", ""]}',
-                 '{"end": 1}', '{"values": []}', '{"values": [6, 6]}', '{"values": 6}',
-                 '{"values": [{"eval": [6]}]}', '{"values": [{"dict": [6]}]}', '{"values": [NaN]}',
-                 "[" * 10**5, '{"values": ' + "[" * 900000,
-                 '{"values": [' + "9" * 900000 + "]}", '{"values": [{"set": [{"list": []}]}]}'):
+    for said in (
+        "",
+        "[",
+        "[]",
+        "7",
+        '"end"',
+        '["passed", ""]',
+        "{}",
+        '{"end": ["passed", ""]}',
+        '{"end": 1}',
+        '{"values": []}',
+        '{"values": [6, 6]}',
+        '{"values": 6}',
+        '{"values": [{"eval": [6]}]}',
+        '{"values": [{"dict": [6]}]}',
+        '{"values": [NaN]}',
+        "[" * 10**5,
+        '{"values": ' + "[" * 900000,
+        '{"values": [' + "9" * 900000 + "]}",
+        '{"values": [{"set": [{"list": []}]}]}',
+    ):
         status, verdict = module.in_sandbox("judge", [said, ["f()"], ["6"]], 20, 2**30)
         assert '"passed"' not in verdict and status in (0, 139), (said[:50], status, verdict)
 
 
 def test_data_gets_across_and_all_else_is_refused():
-    value = [1, True, None, 0.1, float("inf"), "\ud800", (1, [2, (3,)]), {1, 2}, frozenset((1,)), b"\xff",
-             2 + 3j, {(1, 2): {"a": []}}, {}]
+    value = [
+        1,
+        True,
+        None,
+        0.1,
+        float("inf"),
+        "\ud800",
+        (1, [2, (3,)]),
+        {1, 2},
+        frozenset((1,)),
+        b"\xff",
+        2 + 3j,
+        {(1, 2): {"a": []}},
+        {},
+    ]
     same = unpacked(packed(value))
     assert same == value and [type(x) for x in same] == [type(x) for x in value]
     for odd in (object(), iter([]), print, range(3), {1: object()}):
@@ -124,12 +158,15 @@ STOPPED = """
     return 'done'
 """
 PATCHED = "import os\nos.O_WRONLY = os.O_RDWR = os.O_CREAT = os.O_TRUNC = os.O_APPEND = 0\n"
-CLEARED = FRAMES + """
+CLEARED = (
+    FRAMES
+    + """
 for names in [*found, sys.modules['__main__'].__dict__]:
     for table in ('FORBIDDEN', 'REFUSED', 'KINDS'):
         if hasattr(names.get(table), 'clear'): names[table].clear()
 import os, shutil, signal, socket
 """
+)
 REACHES = {
     "a file": "def f():\n    try: open({file!r}, 'w').write('x')",
     "a file, flags patched": PATCHED + "def f():\n    try: os.close(os.open({file!r}, 0o101))",
@@ -152,13 +189,17 @@ REACHES = {
     "/etc/passwd": "def f():\n    try: open('/etc/passwd').read()",
     "other processes": "import os\ndef f():\n    try: os.listdir('/proc')",
     "the home directory": "import os\ndef f():\n"
-                          "    try: os.listdir({home!r} + '/.ssh'), os.listdir({home!r} + '/.cache')",
+    "    try: os.listdir({home!r} + '/.ssh'), os.listdir({home!r} + '/.cache')",
 }
 MACHINE_CODE = {  # by the kernel's calls, under Python and whatever it may refuse
-    "fork": "c.fork()", "a namespace": "c.unshare(0x10000000)", "a socket": "c.socket(1, 1, 0)",
+    "fork": "c.fork()",
+    "a namespace": "c.unshare(0x10000000)",
+    "a socket": "c.socket(1, 1, 0)",
     "memory no limit counts": "c.shmget(0, 2**20, 0o1600)",
-    "a mount": "c.mount(b'x', b'/dev', b'tmpfs', 0, 0)", "unlink": "c.unlink(os.fsencode({kept!r}))",
-    "root": "c.setuid(0)", "more memory": "c.setrlimit(9, p)",
+    "a mount": "c.mount(b'x', b'/dev', b'tmpfs', 0, 0)",
+    "unlink": "c.unlink(os.fsencode({kept!r}))",
+    "root": "c.setuid(0)",
+    "more memory": "c.setrlimit(9, p)",
 }
 
 
@@ -174,18 +215,26 @@ def world(sandbox, tmp_path):
             connected.append(server.accept())
 
     bare, near = f"\0{tmp_path}", os.open(tmp_path, os.O_RDONLY)
-    with (contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server,
-          contextlib.closing(socket.socket(socket.AF_UNIX)) as unix,
-          contextlib.closing(socket.socket(socket.AF_UNIX)) as nameless,
-          subprocess.Popen(["sleep", "600"]) as victim):
+    with (
+        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server,
+        contextlib.closing(socket.socket(socket.AF_UNIX)) as unix,
+        contextlib.closing(socket.socket(socket.AF_UNIX)) as nameless,
+        subprocess.Popen(["sleep", "600"]) as victim,
+    ):
         unix.bind(f"/proc/self/fd/{near}/socket")  # the path itself may be too long
         nameless.bind(bare)
         for one in (server, unix, nameless):
             one.listen()
             threading.Thread(target=listen, args=(one,), daemon=True).start()
-        yield {"file": str(tmp_path / "file"), "kept": str(tmp_path / "kept"), "victim": victim.pid,
-               "unix": str(tmp_path / "socket"), "bare": bare, "port": server.getsockname()[1],
-               "home": str(Path.home())}
+        yield {
+            "file": str(tmp_path / "file"),
+            "kept": str(tmp_path / "kept"),
+            "victim": victim.pid,
+            "unix": str(tmp_path / "socket"),
+            "bare": bare,
+            "port": server.getsockname()[1],
+            "home": str(Path.home()),
+        }
         assert victim.poll() is None, "the program killed a process outside"
         victim.kill()
     os.close(near)
@@ -217,10 +266,12 @@ def test_the_kernel_refuses_what_machine_code_asks(world):
 def test_it_sees_no_secrets(sandbox, monkeypatch):
     """No environment, and of the files Python and the libraries only."""
     monkeypatch.setenv("TOKEN", "secret-token")
-    program = ("import os, sys\n"
-               "def f(): return [key for key, value in os.environ.items() if 'secret' in value]\n"
-               "def g(): return [path for path in ('/home', '/tmp', '/proc', '/var', '/run', '/srv', "
-               "'/dev/shm', '/etc/shadow') if os.path.exists(path) and not sys.prefix.startswith(path)]")
+    program = (
+        "import os, sys\n"
+        "def f(): return [key for key, value in os.environ.items() if 'secret' in value]\n"
+        "def g(): return [path for path in ('/home', '/tmp', '/proc', '/var', '/run', '/srv', "
+        "'/dev/shm', '/etc/shadow') if os.path.exists(path) and not sys.prefix.startswith(path)]"
+    )
     assert run_program(program, ["assert f() == []", "assert g() == []"]) == ("passed", "")
 
 
@@ -257,15 +308,22 @@ def wait_until(happened, seconds):
 def test_nothing_of_it_is_left(killed, sandbox):
     """The whole sandbox is dead when the time is over or the evaluator is, whatever signals are ignored."""
     mark = f"mark-{os.getpid()}-{time.time_ns()}"  # in bwrap's own environment
-    deaf = ("import signal, time\nfor n in range(1, 30):\n  try: signal.signal(n, signal.SIG_IGN)\n"
-            "  except OSError: pass\nwhile True: time.sleep(1)")
-    code = ("import sys, time\nfrom speccascade_jax.evaluation.sandbox import check_sandbox, run_program\n"
-            "check_sandbox()\nprint('checked', flush=True)\n"
-            "verdict = run_program(sys.argv[1], ['assert f() == 1'], float(sys.argv[2]))\n"
-            "print(verdict, flush=True)\ntime.sleep(60)")
+    deaf = (
+        "import signal, time\nfor n in range(1, 30):\n  try: signal.signal(n, signal.SIG_IGN)\n"
+        "  except OSError: pass\nwhile True: time.sleep(1)"
+    )
+    code = (
+        "import sys, time\nfrom speccascade_jax.evaluation.sandbox import check_sandbox, run_program\n"
+        "check_sandbox()\nprint('checked', flush=True)\n"
+        "verdict = run_program(sys.argv[1], ['assert f() == 1'], float(sys.argv[2]))\n"
+        "print(verdict, flush=True)\ntime.sleep(60)"
+    )
     seconds = "600" if killed else "3"
-    with subprocess.Popen([sys.executable, "-c", code, deaf, seconds], stdout=subprocess.PIPE,
-                          env={**os.environ, "SANDBOX_MARK": mark}) as evaluator:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, deaf, seconds],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "SANDBOX_MARK": mark},
+    ) as evaluator:
         try:
             assert evaluator.stdout.readline() == b"checked\n"
             if killed:
@@ -280,9 +338,22 @@ def test_nothing_of_it_is_left(killed, sandbox):
 
 # Before anything is decoded
 
-@pytest.mark.parametrize("test", ["assert not f()", "assert f()", "assert f() == g()", "assert 6 == f()",
-                                  "x = f()", "assert f() is None", "assert f() == 6; x = 1", "assert f(",
-                                  "(" * 10**4, ""])
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert not f()",
+        "assert f()",
+        "assert f() == g()",
+        "assert 6 == f()",
+        "x = f()",
+        "assert f() is None",
+        "assert f() == 6; x = 1",
+        "assert f(",
+        "(" * 10**4,
+        "",
+    ],
+)
 def test_a_test_that_cannot_be_judged_is_refused(test):
     with pytest.raises(ValueError, match="assert CALL == VALUE"):
         parse_tests(["assert f() == 6", test])
@@ -293,8 +364,11 @@ def test_a_program_needs_a_test():
         run_program(FINE, [])
 
 
-@pytest.mark.parametrize("bwrap", [None, "#!/bin/sh\necho 'No permissions to create a namespace'; exit 1"],
-                         ids=["not there", "not allowed"])
+@pytest.mark.parametrize(
+    "bwrap",
+    [None, "#!/bin/sh\necho 'No permissions to create a namespace'; exit 1"],
+    ids=["not there", "not allowed"],
+)
 def test_without_a_sandbox_programs_are_refused_before_loading(bwrap, tmp_path, monkeypatch, capsys):
     from speccascade_jax.commands import fewshot
 

@@ -30,8 +30,17 @@ def one_shape(kind=OneShape) -> OneShape:
 
 
 def measure(cascade, points, path, **settings):
-    return sweep.measure_quality(cascade, points, SOURCES, REFERENCES, "exact_match", path, settings,
-                                 batch_size=8, track=lambda items, name: iter(items))
+    return sweep.measure_quality(
+        cascade,
+        points,
+        SOURCES,
+        REFERENCES,
+        "exact_match",
+        path,
+        settings,
+        batch_size=8,
+        track=lambda items, name: iter(items),
+    )
 
 
 def time(cascade, points, path, trials=2, track=lambda items, name: iter(items)):
@@ -51,7 +60,7 @@ def test_no_point_is_always_timed_after_the_same_one(tmp_path):
     points = grid(BASE, ["token_v3"], [0.1, 0.3, 0.5], [2], [0.0])
     time(cascade, points, tmp_path / "latency.jsonl")
     size = len(points)
-    rounds = [calls[-size * n:][:size] for n in range(6, 0, -1)]
+    rounds = [calls[-size * n :][:size] for n in range(6, 0, -1)]
     assert all(sorted(r) == sorted((p.method, p.alpha) for p in points) for r in rounds)
     assert len({two for r in rounds for two in pairwise(r)}) > size  # a rotation has no more
 
@@ -76,6 +85,7 @@ class Killed(Exception):
 
 def stopping(after):
     """A `track` that dies before item number `after`."""
+
     def track(items, name):
         for n, item in enumerate(items):
             if n == after:
@@ -107,13 +117,21 @@ def test_a_killed_sweep_goes_on(tmp_path):
     done = [(line["trial"], line["example"]) for line in lines]
     assert done == [(t, n) for t in range(2) for n in range(3)]
     for k, point in enumerate(points):
-        np.testing.assert_allclose(timed[point].seconds, [
-            sum(line["seconds"][k] for line in lines if line["example"] == n) for n in range(3)])
+        np.testing.assert_allclose(
+            timed[point].seconds,
+            [sum(line["seconds"][k] for line in lines if line["example"] == n) for n in range(3)],
+        )
 
 
 def test_a_grid_holds_each_point_once():
-    points = grid(BASE, ["token_v3", "chow", "speculative", "token_cascade", "bild", "verifier"], [0.2, 1.0],
-                  [2, 3, 2], [0.0, 1.0], [None, 0.9])
+    points = grid(
+        BASE,
+        ["token_v3", "chow", "speculative", "token_cascade", "bild", "verifier"],
+        [0.2, 1.0],
+        [2, 3, 2],
+        [0.0, 1.0],
+        [None, 0.9],
+    )
     assert len(points) == len(set(points))
     at = [p for p in points if (p.temperature, p.top_p) == (1.0, 0.9)]
     # The models; two rules at two alphas and block sizes; the lossless rule at two block sizes; a baseline.
@@ -123,24 +141,40 @@ def test_a_grid_holds_each_point_once():
     assert {block_size_of(p) for p in points if p.method == "token_cascade"} == {0}
 
 
-@pytest.mark.parametrize("change,field,value", [
-    ({"methods": []}, "methods", []), ({"alphas": []}, "alphas", []),
-    ({"block_sizes": []}, "block_sizes", []), ({"temperatures": []}, "temperatures", []),
-    ({"top_ps": []}, "top_ps", []),
-    ({"block_sizes": [3, 0]}, "block_sizes", 0), ({"block_sizes": [-1]}, "block_sizes", -1),
-    ({"methods": ["sequence"], "block_sizes": [0]}, "block_sizes", 0),
-    ({"alphas": [float("nan")]}, "alphas", NAN), ({"alphas": [-0.1]}, "alphas", -0.1),
-    ({"alphas": [1.5]}, "alphas", 1.5), ({"methods": ["opt", "token_v3", "opt"]}, "methods", "opt"),
-    ({"methods": ["../../x"]}, "methods", "../../x"), ({"methods": [""]}, "methods", "")])
+@pytest.mark.parametrize(
+    "change,field,value",
+    [
+        ({"methods": []}, "methods", []),
+        ({"alphas": []}, "alphas", []),
+        ({"block_sizes": []}, "block_sizes", []),
+        ({"temperatures": []}, "temperatures", []),
+        ({"top_ps": []}, "top_ps", []),
+        ({"block_sizes": [3, 0]}, "block_sizes", 0),
+        ({"block_sizes": [-1]}, "block_sizes", -1),
+        ({"methods": ["sequence"], "block_sizes": [0]}, "block_sizes", 0),
+        ({"alphas": [float("nan")]}, "alphas", NAN),
+        ({"alphas": [-0.1]}, "alphas", -0.1),
+        ({"alphas": [1.5]}, "alphas", 1.5),
+        ({"methods": ["opt", "token_v3", "opt"]}, "methods", "opt"),
+        ({"methods": ["../../x"]}, "methods", "../../x"),
+        ({"methods": [""]}, "methods", ""),
+    ],
+)
 def test_a_grid_of_nonsense_is_refused(change, field, value):
     with pytest.raises(FieldError) as refused:
         grid(BASE, **SMALL_GRID | change)
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
-@pytest.mark.parametrize("change,said", [
-    ({"temperatures": [float("nan")]}, "temperature is nan"), ({"temperatures": [-1.0]}, "temperature is -1"),
-    ({"top_ps": [0.0]}, "top_p is 0.0"), ({"top_ps": [float("nan")]}, "top_p is nan")])
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"temperatures": [float("nan")]}, "temperature is nan"),
+        ({"temperatures": [-1.0]}, "temperature is -1"),
+        ({"top_ps": [0.0]}, "top_p is 0.0"),
+        ({"top_ps": [float("nan")]}, "top_p is nan"),
+    ],
+)
 def test_a_grid_refuses_what_no_text_is_decoded_with(change, said):
     with pytest.raises(ValueError, match=said):
         grid(BASE, **SMALL_GRID | change)
@@ -162,9 +196,17 @@ def test_leniences_are_finer_where_a_method_bends():
     assert {block_size_of(p) for p in points} == {0, 2, "adaptive"}
 
 
-@pytest.mark.parametrize("damage", [
-    {"statistics": [[1.0, 1.0]]}, {"statistics": [[float("nan"), 1.0]] * len(SOURCES)}, {"counts": [1]},
-    {"tokens": None}, {"point": {"method": "token_v3"}}, {"point": 3}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"statistics": [[1.0, 1.0]]},
+        {"statistics": [[float("nan"), 1.0]] * len(SOURCES)},
+        {"counts": [1]},
+        {"tokens": None},
+        {"point": {"method": "token_v3"}},
+        {"point": 3},
+    ],
+)
 def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
     points, path = grid(BASE, ["token_v3"], [0.2], [2], [1.0])[:1], tmp_path / "quality.jsonl"
     cascade = one_shape()
@@ -177,9 +219,18 @@ def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", [
-    {"example": 7}, {"example": -1}, {"trial": 5}, {"seconds": [1.0]}, {"seconds": [float("nan")] * 2},
-    {"tokens": "ab"}, {}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"example": 7},
+        {"example": -1},
+        {"trial": 5},
+        {"seconds": [1.0]},
+        {"seconds": [float("nan")] * 2},
+        {"tokens": "ab"},
+        {},
+    ],
+)
 def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
     """{}: the same example a second time, which would count twice."""
     points, path = grid(BASE, ["verifier"], [0.2], [2], [1.0]), tmp_path / "latency.jsonl"
@@ -193,11 +244,14 @@ def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
 
 def test_a_sampler_of_the_configs_stands_in_a_sweep(tmp_path):
     """By its name, as a method does: on a grid, and measured."""
+
     def alone(models):
         return Autoregressive(models[-1])
 
-    cascade = OneShape(**{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)}
-                       | {"samplers": {"mine": alone}})
+    cascade = OneShape(
+        **{f.name: getattr(pair(), f.name) for f in dataclasses.fields(Cascade)}
+        | {"samplers": {"mine": alone}}
+    )
     points = grid(BASE, ["mine"], [0.0], [3], [0.0], known={**NAMED, **named({"mine": alone})})
     assert [(p.name, block_size_of(p)) for p in points] == [("verifier", 0), ("drafter", 0), ("mine", 0)]
     found = measure(cascade, points, tmp_path / "quality.jsonl")

@@ -17,12 +17,24 @@ from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import TENSOR_AXIS
 
 pytest.importorskip("libtpu")
-T5 = T5Config(vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4, num_encoder_layers=1,
-              num_decoder_layers=2)
-GEMMA = dataclasses.replace(GEMMA2, vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4,
-                            num_kv_heads=4, num_layers=2, window=16)
-PAIRS = {"t5": (T5, dataclasses.replace(T5, num_decoder_layers=3)),
-         "decoder-only": (GEMMA, dataclasses.replace(GEMMA, num_layers=3))}
+T5 = T5Config(
+    vocab_size=384, d_model=128, d_kv=32, d_ff=192, num_heads=4, num_encoder_layers=1, num_decoder_layers=2
+)
+GEMMA = dataclasses.replace(
+    GEMMA2,
+    vocab_size=384,
+    d_model=128,
+    d_kv=32,
+    d_ff=192,
+    num_heads=4,
+    num_kv_heads=4,
+    num_layers=2,
+    window=16,
+)
+PAIRS = {
+    "t5": (T5, dataclasses.replace(T5, num_decoder_layers=3)),
+    "decoder-only": (GEMMA, dataclasses.replace(GEMMA, num_layers=3)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +62,9 @@ def test_a_drafter_that_catches_up_keeps_the_layout_of_its_caches(rows, devices)
     """With lossless methods its first pass of a round reads two tokens, the others one."""
     pair = tpus.Pair(tpus.Shapes(*PAIRS["t5"], 24, 8, 3, method="speculative", rows=rows), devices)
     program = compiled.Program(pair.programs.run(rows, 24).as_text())
-    caches = {("bf16", x.size // share) for x in tpus.buffers_of(pair.state.caches)
-              for share in (1, x.shape[0])}
+    caches = {
+        ("bf16", x.size // share) for x in tpus.buffers_of(pair.state.caches) for share in (1, x.shape[0])
+    }
     assert not any(program.faults(program.rounds.body, caches).values())
 
 
@@ -62,9 +75,12 @@ def test_int8_weights_are_widened_only_within_products(family, devices):
     program, kept = compiled.Program(pair.programs.run(1, 24).as_text()), pair.kept()
     sizes = {size for kind, size in kept if kind == "s8"}
     assert sizes and not any(program.faults(program.rounds.body, kept).values())
-    assert not [one.name for one, _, _ in program.within(program.rounds.body) for array in one.arrays
-                if one.operation not in compiled.UNREAD and array.kind in ("bf16", "f32")
-                and array.count in sizes]
+    assert not [
+        one.name
+        for one, _, _ in program.within(program.rounds.body)
+        for array in one.arrays
+        if one.operation not in compiled.UNREAD and array.kind in ("bf16", "f32") and array.count in sizes
+    ]
 
 
 def steps(family, chips, devices, plant):
@@ -80,8 +96,9 @@ def steps(family, chips, devices, plant):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     source = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    cache = jax.tree.map(placed, jax.eval_shape(
-        lambda *given: model.prefill(*given, config.d_kv)[1], params, *source))
+    cache = jax.tree.map(
+        placed, jax.eval_shape(lambda *given: model.prefill(*given, config.d_kv)[1], params, *source)
+    )
 
     def decode(params, cache, limit):
         def step(carry):
@@ -89,12 +106,18 @@ def steps(family, chips, devices, plant):
             logits, cache = model.extend(params, token, cache)
             return jnp.argmax(logits, -1).astype(jnp.int32), plant(cache)
 
-        return jax.lax.while_loop(lambda carry: carry[1].length[0] < limit, step,
-                                  (jnp.zeros((1, 1), jnp.int32), cache))
+        return jax.lax.while_loop(
+            lambda carry: carry[1].length[0] < limit, step, (jnp.zeros((1, 1), jnp.int32), cache)
+        )
 
     limit = placed(jax.ShapeDtypeStruct((), jnp.int32))
-    program = compiled.Program(jax.jit(decode, donate_argnums=1).trace(params, cache, limit).lower(
-        lowering_platforms=("tpu",)).compile().as_text())
+    program = compiled.Program(
+        jax.jit(decode, donate_argnums=1)
+        .trace(params, cache, limit)
+        .lower(lowering_platforms=("tpu",))
+        .compile()
+        .as_text()
+    )
     kept = {("f32", cache.keys.size // chips // n) for n in (1, cache.keys.shape[0])}
     return program.faults(program.rounds.body, kept)
 
@@ -122,9 +145,23 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "PRESETS", {"drafter": PAIRS["t5"][0], "verifier": PAIRS["t5"][1]})
     path, figures = tmp_path / "figures.jsonl", {}
     try:
-        assert benchmark.main(["--tpu=v5e:2x2", "--preset", "drafter", "verifier", "--source-length=16",
-                               "--new-tokens=8", "--block-sizes", "2", "--method=token_v3",
-                               f"--output={path}"]) == 0
+        assert (
+            benchmark.main(
+                [
+                    "--tpu=v5e:2x2",
+                    "--preset",
+                    "drafter",
+                    "verifier",
+                    "--source-length=16",
+                    "--new-tokens=8",
+                    "--block-sizes",
+                    "2",
+                    "--method=token_v3",
+                    f"--output={path}",
+                ]
+            )
+            == 0
+        )
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     for line in map(json.loads, path.read_text().splitlines()):
@@ -168,8 +205,11 @@ def test_truncation_of_many_rows_reads_their_logits_once(devices):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=SingleDeviceSharding(devices[0]))
 
     logits = described(128, 2, 65_536)  # 67 MB: not all fits on the chip
-    lowered = jax.jit(lambda *given: token_probs(given[0], SamplingOptions(1.0, top_p=given[1]))).trace(
-        logits, described(128)).lower(lowering_platforms=("tpu",))
+    lowered = (
+        jax.jit(lambda *given: token_probs(given[0], SamplingOptions(1.0, top_p=given[1])))
+        .trace(logits, described(128))
+        .lower(lowering_platforms=("tpu",))
+    )
     program = compiled.Program(lowered.compile().as_text())
     assert program.bytes_read(program.entry) < 2 * logits.size * logits.dtype.itemsize
 

@@ -38,11 +38,13 @@ def tokens(cascade, **options):
     return [output.tokens for output in cascade.generate(SENTENCES, **options)]
 
 
-@pytest.mark.parametrize("hand_over", ["need", pytest.param("truncate", marks=pytest.mark.full),
-                                       pytest.param("keep", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "hand_over",
+    ["need", pytest.param("truncate", marks=pytest.mark.full), pytest.param("keep", marks=pytest.mark.full)],
+)
 def test_greedy_hierarchies_write_the_verifiers_tokens(three, hand_over, full):
     alone = tokens(three, method="verifier")
-    for block_size, batch_size in (((2, 4), 1), ((3, 2), 6))[:2 if full else 1]:
+    for block_size, batch_size in (((2, 4), 1), ((3, 2), 6))[: 2 if full else 1]:
         assert tokens(three, block_size=block_size, batch_size=batch_size, hand_over=hand_over) == alone
 
 
@@ -61,8 +63,11 @@ def test_counts_of_every_level(three):
 
 @pytest.mark.full
 def test_every_level_writes(three):
-    levels = [level for output in three.generate(SENTENCES, block_size=(2, 4), temperature=1.0)
-              for level in output.level]
+    levels = [
+        level
+        for output in three.generate(SENTENCES, block_size=(2, 4), temperature=1.0)
+        for level in output.level
+    ]
     assert set(levels) == {0, 1, 2}
 
 
@@ -86,9 +91,15 @@ def test_one_value_stands_for_all_levels(three):
 
 @pytest.mark.full
 def test_rows_of_a_batch_follow_their_own_levels(three):
-    settings = [Settings(method=method, alpha=alpha, block_size=(2, 3), temperature=1.0)
-                for method, alpha in (("speculative", 0.0), ("opt", (0.0, 0.3)),
-                                      ("speculative+token_v3", 0.4), ("chow+speculative", (0.5, 0.0)))]
+    settings = [
+        Settings(method=method, alpha=alpha, block_size=(2, 3), temperature=1.0)
+        for method, alpha in (
+            ("speculative", 0.0),
+            ("opt", (0.0, 0.3)),
+            ("speculative+token_v3", 0.4),
+            ("chow+speculative", (0.5, 0.0)),
+        )
+    ]
     together = list(three.generate(SENTENCES[:4], settings, batch_size=4))
     for n, (text, own) in enumerate(zip(SENTENCES[:4], settings, strict=True)):
         [alone] = three.generate([text], own, first_index=n)
@@ -108,17 +119,21 @@ def test_one_model_is_a_cascade_of_one(pair, t5_pair):
     assert tokens(one, method="drafter", temperature=1.0) == tokens(one, temperature=1.0)
 
 
-@pytest.mark.parametrize("options,said", [
-    ({"block_size": (2, 3, 4)}, "block_size has 3 values; 3 models have 2 verifiers"),
-    ({"alpha": (0.1,) * 3, "method": "opt"}, "alpha has 3 values"),
-    ({"method": ("opt", "opt", "opt")}, "method has 3 values"),
-    ({"method": ("opt", "bild")}, "bild is no rule for one level"),
-    ({"method": "opt+verifier"}, "verifier is no rule for one level"),
-    ({"method": "token_cascade"}, "token_cascade is made of two models, not of 3"),
-    ({"method": "opt+nothing"}, "unknown method 'nothing'"),
-    ({"method": "opt", "alpha": (0.1, -1.0)}, "alpha is -1.0; for opt"),
-    ({"block_size": (2, 0)}, "block_size is 0"),
-    ({"block_size": "adaptive"}, "block_size is 'adaptive'; give a number")])
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"block_size": (2, 3, 4)}, "block_size has 3 values; 3 models have 2 verifiers"),
+        ({"alpha": (0.1,) * 3, "method": "opt"}, "alpha has 3 values"),
+        ({"method": ("opt", "opt", "opt")}, "method has 3 values"),
+        ({"method": ("opt", "bild")}, "bild is no rule for one level"),
+        ({"method": "opt+verifier"}, "verifier is no rule for one level"),
+        ({"method": "token_cascade"}, "token_cascade is made of two models, not of 3"),
+        ({"method": "opt+nothing"}, "unknown method 'nothing'"),
+        ({"method": "opt", "alpha": (0.1, -1.0)}, "alpha is -1.0; for opt"),
+        ({"block_size": (2, 0)}, "block_size is 0"),
+        ({"block_size": "adaptive"}, "block_size is 'adaptive'; give a number"),
+    ],
+)
 def test_values_that_fit_no_hierarchy(three, options, said):
     with pytest.raises(ValueError, match=said):
         three.generate(SENTENCES, **options)
@@ -145,11 +160,14 @@ def test_models_that_do_not_go_together(t5_pair):
         Cascade.from_config(run)
 
 
-T5 = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-              num_decoder_layers=3)
+T5 = T5Config(
+    vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1, num_decoder_layers=3
+)
 DRAFTER = dataclasses.replace(T5, num_encoder_layers=0, num_decoder_layers=1)
-NETWORKS = {"exits": ExitsModel(ExitsConfig(T5, (1, 2))),
-            "shared encoder": SharedEncoderModel(SharedEncoderConfig(T5, DRAFTER))}
+NETWORKS = {
+    "exits": ExitsModel(ExitsConfig(T5, (1, 2))),
+    "shared encoder": SharedEncoderModel(SharedEncoderConfig(T5, DRAFTER)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,22 +190,29 @@ class Alone:
         return self.own.roll_back(*arguments)
 
 
-@pytest.mark.parametrize("hand_over,temperature", [
-    ("need", 0.0), *(pytest.param(rule, t, marks=pytest.mark.full) for rule in ("truncate", "keep")
-                     for t in (0.0, 1.0))])
-@pytest.mark.parametrize("network", [
-    pytest.param(network, id=name, marks=[pytest.mark.full] if name == "shared encoder" else [])
-    for name, network in NETWORKS.items()])
+@pytest.mark.parametrize(
+    "hand_over,temperature",
+    [
+        ("need", 0.0),
+        *(pytest.param(rule, t, marks=pytest.mark.full) for rule in ("truncate", "keep") for t in (0.0, 1.0)),
+    ],
+)
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(network, id=name, marks=[pytest.mark.full] if name == "shared encoder" else [])
+        for name, network in NETWORKS.items()
+    ],
+)
 def test_members_of_a_network_draft_for_each_other(network, hand_over, temperature, spiece):
     """They write what copies of them write that share nothing, and at temperature 0 the full model's text."""
     params = network.init(0)
     members, count = network.members, len(network.members)
     together = Cascade(members, (params,) * count, Tokenizer(spiece), **LIMITS)
-    settings = {"block_size": (2, 3)[-count + 1:], "hand_over": hand_over, "temperature": temperature}
+    settings = {"block_size": (2, 3)[-count + 1 :], "hand_over": hand_over, "temperature": temperature}
     sampler, nest = together.sampler(Settings(**settings))
     assert sampler.models == network and nest is params  # held once
-    apart = Cascade(tuple(map(Alone, members)), (params,) * count,
-                    Tokenizer(spiece), **LIMITS)
+    apart = Cascade(tuple(map(Alone, members)), (params,) * count, Tokenizer(spiece), **LIMITS)
     found = tokens(together, **settings)
     assert found == tokens(apart, **settings)
     if temperature == 0:
@@ -202,11 +227,14 @@ def test_a_drafter_that_reads_states(spiece):
     params = network.init(0)
     kernel = params["states"]["kernel"]
     params["states"]["kernel"] = kernel.replace(
-        jnp.asarray(0.3 * np.random.default_rng(0).standard_normal(kernel.shape, np.float32)))
-    blind = nnx.from_flat_state({path: 0 * x if path[0] == "states" else x
-                                 for path, x in nnx.to_flat_state(params)})
-    sees, not_ = (Cascade(network.members, (own,) * 2, Tokenizer(spiece), **LIMITS)
-                  for own in (params, blind))
+        jnp.asarray(0.3 * np.random.default_rng(0).standard_normal(kernel.shape, np.float32))
+    )
+    blind = nnx.from_flat_state(
+        {path: 0 * x if path[0] == "states" else x for path, x in nnx.to_flat_state(params)}
+    )
+    sees, not_ = (
+        Cascade(network.members, (own,) * 2, Tokenizer(spiece), **LIMITS) for own in (params, blind)
+    )
     alone = tokens(sees, method="verifier")
     assert alone == tokens(sees, block_size=3) == tokens(sees, block_size=3, batch_size=4)
     outputs = list(sees.generate(SENTENCES[:3], method="verifier"))
@@ -223,9 +251,10 @@ def test_members_stand_in_their_order(spiece):
     network = NETWORKS["exits"]
     params, other, (small, middle, full) = object(), object(), network.members
     for models, held, said in (
-            ((middle, small, full), (params,) * 3, "member 2 comes before member 1"),
-            ((small, small), (params,) * 2, "member 1 comes before member 1"),
-            ((small, full), (params, other), "two networks of one shape do not go together"),
-            ((small, T5Model(T5), full), (params, other, params), "stand next to each other")):
+        ((middle, small, full), (params,) * 3, "member 2 comes before member 1"),
+        ((small, small), (params,) * 2, "member 1 comes before member 1"),
+        ((small, full), (params, other), "two networks of one shape do not go together"),
+        ((small, T5Model(T5), full), (params, other, params), "stand next to each other"),
+    ):
         with pytest.raises(ValueError, match=said):
             Cascade(models, held, Tokenizer(spiece), **LIMITS)

@@ -51,8 +51,13 @@ def test_a_damaged_or_truncated_gzip_is_refused(tmp_path):
     changed = bytearray(whole)
     changed[len(changed) // 2] ^= 255
     path = tmp_path / "in.txt.gz"
-    for data in (whole[:len(whole) // 2], bytes(changed), b"no gzip", whole[:10] + b"\xff" * 50,
-                 whole + b"x"):
+    for data in (
+        whole[: len(whole) // 2],
+        bytes(changed),
+        b"no gzip",
+        whole[:10] + b"\xff" * 50,
+        whole + b"x",
+    ):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=f"cannot read {path}: "):
             list(read_lines(path))
@@ -76,7 +81,7 @@ class Endless(io.RawIOBase):
         return True
 
     def readinto(self, buffer):
-        data = (self.line * (len(buffer) // len(self.line) + 1))[:len(buffer)]
+        data = (self.line * (len(buffer) // len(self.line) + 1))[: len(buffer)]
         buffer[:] = data
         self.read_bytes += len(data)
         assert self.read_bytes < 2**20, "more of the file was read than is wanted"

@@ -23,10 +23,11 @@ from speccascade_jax.inference.text import Output
 
 SETTINGS = {"alpha": 0.5, "stop": ("a", "b"), "top_k": None}
 TEXTS = ["ein Satz", "", "noch \u2028 einer"]
-OUTPUTS = [Output(0, TEXTS[0], "a", [5, 6], ["draft", "bonus"], {"rounds": 1, "histogram": [0, 1]},
-                  level=[0, 1]),
-           Output(1, TEXTS[1], "", [], [], {}),
-           Output(2, TEXTS[2], "b\u2028\r", [7], ["model"], {"model_passes": 1}, True, [0])]
+OUTPUTS = [
+    Output(0, TEXTS[0], "a", [5, 6], ["draft", "bonus"], {"rounds": 1, "histogram": [0, 1]}, level=[0, 1]),
+    Output(1, TEXTS[1], "", [], [], {}),
+    Output(2, TEXTS[2], "b\u2028\r", [7], ["model"], {"model_passes": 1}, True, [0]),
+]
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def path(tmp_path):
 def write(path, outputs=OUTPUTS, settings=SETTINGS):
     file, done = open_output(path, settings, TEXTS)
     with file:
-        for output in outputs[len(done):]:
+        for output in outputs[len(done) :]:
             file.add(dataclasses.asdict(output))
     return done
 
@@ -48,12 +49,16 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(path):
     ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        assert write(path) == OUTPUTS[:sum(end <= cut for end in ends)]
+        assert write(path) == OUTPUTS[: sum(end <= cut for end in ends)]
         assert path.read_bytes() == whole
 
 
-FOREIGN = {"of another program": b'{"theme": "dark", "alpha": 1}', "no object": b"[1]", "no JSON": b"mine",
-           "a sparse file": None}
+FOREIGN = {
+    "of another program": b'{"theme": "dark", "alpha": 1}',
+    "no object": b"[1]",
+    "no JSON": b"mine",
+    "a sparse file": None,
+}
 
 
 @pytest.mark.parametrize("case", FOREIGN)
@@ -76,6 +81,7 @@ def test_somebody_elses_settings_are_kept(case, empty, path):
 
 def test_an_error_before_the_first_line_leaves_no_file(path):
     """But a file of before, an empty one too, stays; and so does one with a line."""
+
     def fails(lines):
         with pytest.raises(RuntimeError):
             file, _ = open_output(path, SETTINGS, TEXTS)
@@ -103,24 +109,29 @@ def refused(path, words, settings=SETTINGS, texts=TEXTS, first=0):
 
 
 DAMAGE = {
-    "source": lambda line: line | {"source": "another"}, "index": lambda line: line | {"index": 1},
-    "index type": lambda line: line | {"index": False}, "text": lambda line: line | {"text": None},
+    "source": lambda line: line | {"source": "another"},
+    "index": lambda line: line | {"index": 1},
+    "index type": lambda line: line | {"index": False},
+    "text": lambda line: line | {"text": None},
     "half a character": lambda line: line | {"text": "\ud800"},
-    "tokens": lambda line: line | {"tokens": [5, 6.0]}, "tokens type": lambda line: line | {"tokens": "56"},
+    "tokens": lambda line: line | {"tokens": [5, 6.0]},
+    "tokens type": lambda line: line | {"tokens": "56"},
     "negative token": lambda line: line | {"tokens": [5, -6]},
     "origin": lambda line: line | {"origin": ["draft", "drafter"]},
     "origin type": lambda line: line | {"origin": [["draft"], 3]},
     "origin short": lambda line: line | {"origin": ["draft"]},
     "level": lambda line: line | {"level": ["draft", 1]},
     "level short": lambda line: line | {"level": [0]},
-    "truncated": lambda line: line | {"truncated": 0}, "counts": lambda line: line | {"counts": None},
+    "truncated": lambda line: line | {"truncated": 0},
+    "counts": lambda line: line | {"counts": None},
     "count": lambda line: line | {"counts": {"rounds": "1"}},
     "no counts": lambda line: line | {"counts": {}},
     "histogram": lambda line: line | {"counts": {"rounds": 1, "histogram": [0, None]}},
     "nested": lambda line: line | {"counts": {"rounds": [[1]]}},
     "one more": lambda line: line | {"more": 1},
     "one less": lambda line: {k: v for k, v in line.items() if k != "truncated"},
-    "no object": list, "deep": lambda line: json.loads("[" * 900 + "]" * 900),
+    "no object": list,
+    "deep": lambda line: json.loads("[" * 900 + "]" * 900),
 }
 
 
@@ -133,8 +144,11 @@ def test_a_whole_line_that_is_damaged_is_refused(case, path):
     refused(path, "out.jsonl, line 1: .*choose another --output")
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"\xff{}", b"[" * 100_000, b"1" * 5000],
-                         ids=["empty", "json", "utf-8", "deep", "long"])
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"\xff{}", b"[" * 100_000, b"1" * 5000],
+    ids=["empty", "json", "utf-8", "deep", "long"],
+)
 def test_a_whole_line_that_is_no_json_is_refused(line, path):
     write(path)
     path.write_bytes(path.read_bytes() + line + b"\n")
@@ -202,8 +216,12 @@ time.sleep(60)
 
 
 def test_a_second_process_is_refused_until_the_first_is_dead(path):
-    first = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True,
-                             env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
     try:
         assert first.stdout.readline() == "locked\n"
         refuses(lambda: resume(path, SETTINGS), path)
@@ -258,14 +276,20 @@ def test_a_full_disk_is_named_and_loses_no_line(path, tmp_path):
     whole.write_text("before")
 
     def limited(most):
-        return subprocess.run([sys.executable, "-c", LIMITED, path, whole, str(most)], check=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", LIMITED, path, whole, str(most)],
+            check=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+        ).stdout
 
     assert limited(205) == f"{path}\n{whole}\n{tmp_path / 'more'}\n"
     assert len(path.read_bytes()) == 205 and not path.read_bytes().endswith(b"\n")
     assert whole.read_text() == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        ["out.jsonl", "out.jsonl.settings.json", "summary.json", "more"])
+        ["out.jsonl", "out.jsonl.settings.json", "summary.json", "more"]
+    )
     assert str(path) not in limited(1_000_000)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"n": n} for n in range(100)]
 
@@ -281,13 +305,18 @@ for n in range(200):
 def test_lines_of_several_processes_are_all_there(path):
     path.write_text('{"half')
     begin = time.time()
-    processes = [subprocess.Popen([sys.executable, "-c", ADD, path, who],
-                                  env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) for who in "ab"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ADD, path, who], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        )
+        for who in "ab"
+    ]
     assert [process.wait() for process in processes] == [0, 0] and time.time() - begin < 60
     half, *lines = path.read_text().splitlines()
     found = [json.loads(line) for line in lines]
-    assert half == '{"half' and all([line["n"] for line in found if line["who"] == who] == list(range(200))
-                                    for who in "ab")
+    assert half == '{"half' and all(
+        [line["n"] for line in found if line["who"] == who] == list(range(200)) for who in "ab"
+    )
 
 
 def test_no_file_is_both_read_and_written_under_any_name(tmp_path):
@@ -297,10 +326,17 @@ def test_no_file_is_both_read_and_written_under_any_name(tmp_path):
     os.link(data, tmp_path / "hard")
     (tmp_path / "there").symlink_to(tmp_path)
     (tmp_path / "dangling").symlink_to(other)
-    for same in (data, tmp_path / "link", tmp_path / "hard", tmp_path / "there" / "data.jsonl",
-                 os.path.relpath(data)):
-        for written, read in (({"--summary": same}, {"--input": data}),
-                              ({"--output": data, "--summary": same}, {})):
+    for same in (
+        data,
+        tmp_path / "link",
+        tmp_path / "hard",
+        tmp_path / "there" / "data.jsonl",
+        os.path.relpath(data),
+    ):
+        for written, read in (
+            ({"--summary": same}, {"--input": data}),
+            ({"--output": data, "--summary": same}, {}),
+        ):
             with pytest.raises(FieldError) as error:
                 check_targets(written, read)
             assert (error.value.field, error.value.value) == ("summary", str(same))

@@ -13,20 +13,28 @@ from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
 
 def load(gemma_pair, **fields):
-    return Cascade.load(gemma_pair / "drafter", gemma_pair / "verifier", max_source_length=32,
-                        max_new_tokens=24, **fields)
+    return Cascade.load(
+        gemma_pair / "drafter", gemma_pair / "verifier", max_source_length=32, max_new_tokens=24, **fields
+    )
 
 
 @pytest.mark.full
 def test_speculative_is_the_verifier_whatever_the_batch(gemma_pair):
     cascade = load(gemma_pair)
-    outputs = {(method, size): [o.tokens for o in cascade.generate(PROMPTS, method=method, batch_size=size)]
-               for method, size in itertools.product(("speculative", "verifier"), (1, 4))}
+    outputs = {
+        (method, size): [o.tokens for o in cascade.generate(PROMPTS, method=method, batch_size=size)]
+        for method, size in itertools.product(("speculative", "verifier"), (1, 4))
+    }
     assert len({str(tokens) for tokens in outputs.values()}) == 1
     tokens = outputs["verifier", 1]
     assert tokens[2] == [] and all(len(row) == 24 for n, row in enumerate(tokens) if n != 2)
-    sampled = [[o.tokens for o in cascade.generate(PROMPTS, method="token_v3", alpha=0.3, temperature=1.0,
-                                                   batch_size=size)] for size in (1, 4)]
+    sampled = [
+        [
+            o.tokens
+            for o in cascade.generate(PROMPTS, method="token_v3", alpha=0.3, temperature=1.0, batch_size=size)
+        ]
+        for size in (1, 4)
+    ]
     assert sampled[0] == sampled[1] != tokens
 
 
@@ -45,19 +53,19 @@ def test_stop_sequences_end_outputs_early(temperature, gemma_pair):
     free = load(gemma_pair)
     options = {"method": "opt", "alpha": 0.2, "temperature": temperature, "block_size": 3}
     whole = list(free.generate(PROMPTS, **options))
-    stop = tuple({o.text[n:n + 2] for o, n in zip(whole, (8, 12, 0, 10, 14), strict=True)} - {""})
+    stop = tuple({o.text[n : n + 2] for o, n in zip(whole, (8, 12, 0, 10, 14), strict=True)} - {""})
     held = load(gemma_pair, stop=stop)
     for size in (1, 4):
         for output, full in zip(held.generate(PROMPTS, **options, batch_size=size), whole, strict=True):
             kept, text = up_to_stop(free.tokenizer, full.tokens, stop) or (full.tokens, full.text)
             assert (output.tokens, output.text) == (kept, text)
-            assert output.origin == full.origin[:len(kept)]
+            assert output.origin == full.origin[: len(kept)]
             if kept:
                 assert len(kept) <= output.counts["emitted"] < len(kept) + 4
     longest = max(whole, key=lambda output: len(output.text))
     text = next(o.text for o in held.generate([longest.source], **options, first_index=longest.index))
     assert list(held.stream(longest.source, **options, index=longest.index))[-1] == text
-    assert text == longest.text[:len(text)] and len(text) < len(longest.text)
+    assert text == longest.text[: len(text)] and len(text) < len(longest.text)
 
 
 @pytest.mark.full
@@ -69,7 +77,7 @@ def test_logits_of_training_are_those_of_decoding(gemma_pair):
     length = jnp.array([11, 4, 1])
     forced = model.forced(params, source, length, jnp.asarray(target))
     for row in range(3):
-        _, cache = model.prefill(params, source[row:row + 1], length[row:row + 1], 32)
+        _, cache = model.prefill(params, source[row : row + 1], length[row : row + 1], 32)
         fed = np.concatenate([source[row, length[row] - 1][None], target[row, :-1]])
         logits, _ = model.extend(params, fed[None], cache)
         np.testing.assert_allclose(forced[row], logits[0], atol=1e-5)

@@ -34,17 +34,25 @@ def test_it_decodes_as_the_method_that_makes_it(cascade):
     for name, place in (("verifier", -1), ("drafter", 0)):
         sampler = Autoregressive(cascade.models[place])
         assert written(cascade.generate(TEXTS, sampler=sampler, **options)) == written(
-            cascade.generate(TEXTS, method=name, **options))
+            cascade.generate(TEXTS, method=name, **options)
+        )
     sampler = Speculative(Autoregressive(cascade.drafter), cascade.verifier, NAMED["opt"], 4)
     assert written(cascade.generate(TEXTS, sampler=sampler, alpha=0.3, **options)) == written(
-        cascade.generate(TEXTS, method="opt", block_size=4, alpha=0.3, **options))
+        cascade.generate(TEXTS, method="opt", block_size=4, alpha=0.3, **options)
+    )
 
 
 def test_rows_of_a_batch_may_differ_in_it(cascade):
-    mixed = [Settings(method=Autoregressive(cascade.verifier)), Settings(method="opt", alpha=0.1),
-             Settings(method=SINGLE_MODEL["drafter"])]
-    alone = [output for n, settings in enumerate(mixed)
-             for output in cascade.generate(TEXTS[n:n + 1], settings, first_index=n)]
+    mixed = [
+        Settings(method=Autoregressive(cascade.verifier)),
+        Settings(method="opt", alpha=0.1),
+        Settings(method=SINGLE_MODEL["drafter"]),
+    ]
+    alone = [
+        output
+        for n, settings in enumerate(mixed)
+        for output in cascade.generate(TEXTS[n : n + 1], settings, first_index=n)
+    ]
     assert written(cascade.generate(TEXTS, mixed, batch_size=3)) == written(alone)
 
 
@@ -83,8 +91,10 @@ def ensemble(t5_pair, tmp_path_factory):
     """The example's config for the tiny pair."""
     path = tmp_path_factory.mktemp("configs") / "ensemble.py"
     pair = f"drafter={str(t5_pair / 'drafter')!r}, verifier={str(t5_pair / 'verifier')!r}, examples=()"
-    path.write_text(f"{EXAMPLE.read_text()}\nconfig = dataclasses.replace(config, {pair}, router=None, "
-                    "max_source_length=32, max_new_tokens=12)\n")
+    path.write_text(
+        f"{EXAMPLE.read_text()}\nconfig = dataclasses.replace(config, {pair}, router=None, "
+        "max_source_length=32, max_new_tokens=12)\n"
+    )
     return path
 
 

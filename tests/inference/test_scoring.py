@@ -18,17 +18,22 @@ TABLES = tuple(table(seed, 4) for seed in (39, 40, 41))
 PROMPT = (2, 0, 1, 3)
 ASKED = {
     "one model": [{"method": "verifier", "temperature": 0.7, "min_p": 0.05}],
-    "two models": [{"method": "speculative", "temperature": 0.7},
-                   {"method": "opt", "alpha": 0.05, "top_p": 0.8},
-                   {"method": "token_v3", "alpha": 0.4, "top_k": 3}, {"method": "lossy", "alpha": 0.3}],
-    "three models": [{"method": ("token_v3", "opt"), "alpha": (0.4, 0.05), "temperature": 0.7}]}
+    "two models": [
+        {"method": "speculative", "temperature": 0.7},
+        {"method": "opt", "alpha": 0.05, "top_p": 0.8},
+        {"method": "token_v3", "alpha": 0.4, "top_k": 3},
+        {"method": "lossy", "alpha": 0.3},
+    ],
+    "three models": [{"method": ("token_v3", "opt"), "alpha": (0.4, 0.05), "temperature": 0.7}],
+}
 
 
-@pytest.mark.parametrize("kind", ["one model", "two models",
-                                  pytest.param("three models", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["one model", "two models", pytest.param("three models", marks=pytest.mark.full)]
+)
 def test_scores_are_the_law(kind):
     """Of every text: rows of all methods by one program."""
-    tables = TABLES[:{"one model": 1, "two models": 2, "three models": 3}[kind]]
+    tables = TABLES[: {"one model": 1, "two models": 2, "three models": 3}[kind]]
     models = (TableLM(4),) * len(tables)
     cascade = Cascade(models, tables, Digits(), max_source_length=16, max_new_tokens=3)
     settings = [Settings(**{"temperature": 1.0, **asked}) for asked in ASKED[kind]]
@@ -36,29 +41,42 @@ def test_scores_are_the_law(kind):
     scorer = Scorer(lane.plan, lane.params, 16)
     for own in settings:
         levels = len(tables) - 1
-        options = {name: value for name in ("temperature", *TRUNCATIONS)
-                   if (value := getattr(own, name)) is not None}
+        options = {
+            name: value for name in ("temperature", *TRUNCATIONS) if (value := getattr(own, name)) is not None
+        }
         methods, alphas = ([*own.of_levels(name, levels)] if levels else [] for name in ("method", "alpha"))
         law = sequence_law(tables, methods, alphas, PROMPT, steps=3, eos=3, **options)
         request = Request(PROMPT, own, 0, lane.numbers(own))
         found = {text: scorer(request, list(text)) for text in law}
-        np.testing.assert_allclose([np.exp(scores.logprobs.sum()) for scores in found.values()],
-                                   list(law.values()), atol=1e-6)
+        np.testing.assert_allclose(
+            [np.exp(scores.logprobs.sum()) for scores in found.values()], list(law.values()), atol=1e-6
+        )
         for text, scores in found.items():
             assert scores.logprobs.shape == (len(text),) and scores.likeliest.shape == (len(text), 4)
             assert (np.diff(scores.likeliest_logprobs, axis=1) <= 0).all()
-            assert all(scores.logprobs[n] == scores.likeliest_logprobs[n][scores.likeliest[n] == token]
-                       for n, token in enumerate(text))
+            assert all(
+                scores.logprobs[n] == scores.likeliest_logprobs[n][scores.likeliest[n] == token]
+                for n, token in enumerate(text)
+            )
 
 
-@pytest.mark.parametrize("states,rules,stated", [
-    (False, ["opt"], True), (True, ["opt"], False), (True, ["speculative"], True),
-    (True, ["opt", "speculative"], True), (True, ["speculative", "opt"], True), (True, ["opt", "opt"], False),
-    (False, ["lookahead"], False), (False, ["lookahead", "speculative"], True)])
+@pytest.mark.parametrize(
+    "states,rules,stated",
+    [
+        (False, ["opt"], True),
+        (True, ["opt"], False),
+        (True, ["speculative"], True),
+        (True, ["opt", "speculative"], True),
+        (True, ["speculative", "opt"], True),
+        (True, ["opt", "opt"], False),
+        (False, ["lookahead"], False),
+        (False, ["lookahead", "speculative"], True),
+    ],
+)
 def test_a_drafter_that_reads_its_verifiers_states_has_no_law_by_prefix(states, rules, stated):
     """But what a lossless rule writes has: the verifier's."""
     shared = model_of(SharedEncoderConfig(states=states))
-    models = [*shared.members, TableLM(shared.vocab_size)][:len(rules) + 1]
+    models = [*shared.members, TableLM(shared.vocab_size)][: len(rules) + 1]
     methods = [METHODS[rule] for rule in rules]
     assert states_law(hierarchy(models, methods, [2] * len(rules)), methods) == stated
     assert states_law(hierarchy(shared.members[:1], [], []), [])

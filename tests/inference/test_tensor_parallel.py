@@ -14,12 +14,25 @@ from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.parallel import tensor_mesh
 
-GEMMA = dataclasses.replace(GEMMA2, vocab_size=352, d_model=64, d_kv=8, d_ff=96, num_heads=8, num_kv_heads=8,
-                            num_layers=2,
-                    window=7, query_scalar=8)
-CONFIGS = {"gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four heads stay whole
-           "t5": (dataclasses.replace(TINY_T5, vocab_size=448, num_heads=3, num_encoder_layers=1),
-                  dataclasses.replace(TINY_T5, vocab_size=448, num_heads=8))}
+GEMMA = dataclasses.replace(
+    GEMMA2,
+    vocab_size=352,
+    d_model=64,
+    d_kv=8,
+    d_ff=96,
+    num_heads=8,
+    num_kv_heads=8,
+    num_layers=2,
+    window=7,
+    query_scalar=8,
+)
+CONFIGS = {
+    "gemma": (dataclasses.replace(GEMMA, num_kv_heads=4), GEMMA),  # four heads stay whole
+    "t5": (
+        dataclasses.replace(TINY_T5, vocab_size=448, num_heads=3, num_encoder_layers=1),
+        dataclasses.replace(TINY_T5, vocab_size=448, num_heads=8),
+    ),
+}
 
 SCRIPT = """
 import jax
@@ -49,21 +62,23 @@ print(share)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8"),
-                                          ("exits", "float32")])
+@pytest.mark.parametrize(
+    "family,dtype", [("gemma", "float32"), ("t5", "float32"), ("gemma", "int8"), ("exits", "float32")]
+)
 def test_eight_devices_give_the_tokens_of_one(family, dtype, spiece, gemma_vocabulary, tmp_path):
     tokenizer = gemma_vocabulary if family == "gemma" else spiece
     small, large = (tmp_path / name for name in ("drafter", "verifier"))
     configs = CONFIGS[family if family in CONFIGS else "t5"]
     if family == "exits":
         configs, small = (ExitsConfig(configs[-1], (1,)),), f"{large}@1"
-    for path, config in zip((small, large)[-len(configs):], configs, strict=True):
+    for path, config in zip((small, large)[-len(configs) :], configs, strict=True):
         model = model_of(config)
         made = Checkpoint(model, model.init(0), tokenizer, "memory")
         checkpoints.save(path, made, "native" if family == "exits" else "huggingface")
     texts = SENTENCES + SENTENCES[:3]
-    share = run(SCRIPT.format(dtype=dtype, sentences=texts, paths=(str(small), str(large))),
-                XLA_FLAGS=devices(8))
+    share = run(
+        SCRIPT.format(dtype=dtype, sentences=texts, paths=(str(small), str(large))), XLA_FLAGS=devices(8)
+    )
     # Norms, relative positions and the scales of what is cut by rows are whole.
     assert 1 / 8 <= float(share) < (0.2 if dtype == "int8" else 0.16)
 

@@ -21,13 +21,18 @@ from speccascade_jax.scheduling.programs import crowded
 from speccascade_jax.settings import Settings
 
 SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
-UNLIKE = [Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8), Settings(),
-          Settings(method="opt", alpha=0.1, temperature=0.7, top_k=7, seed=3, max_new_tokens=5),
-          Settings(method="lossy", alpha=0.2, temperature=1.0, min_p=0.1), Settings(method="verifier"),
-          Settings(method="sequence", alpha=0.9, temperature=1.0), Settings(block_size=2, temperature=1.2),
-          Settings(method="token_cascade", alpha=0.7, temperature=1.0),
-          Settings(block_size="adaptive", max_block_size=4, stop_below=0.02, temperature=0.8),
-          Settings(method="chow", alpha=0.4, temperature=1.0, stop=("a",))]
+UNLIKE = [
+    Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8),
+    Settings(),
+    Settings(method="opt", alpha=0.1, temperature=0.7, top_k=7, seed=3, max_new_tokens=5),
+    Settings(method="lossy", alpha=0.2, temperature=1.0, min_p=0.1),
+    Settings(method="verifier"),
+    Settings(method="sequence", alpha=0.9, temperature=1.0),
+    Settings(block_size=2, temperature=1.2),
+    Settings(method="token_cascade", alpha=0.7, temperature=1.0),
+    Settings(block_size="adaptive", max_block_size=4, stop_below=0.02, temperature=0.8),
+    Settings(method="chow", alpha=0.4, temperature=1.0, stop=("a",)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +44,19 @@ def cascade(t5_pair):
 @pytest.mark.parametrize("method", ["speculative", "token_v3", "verifier"])
 def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
     def tokens(texts, batch_size, first_index=0):
-        return [o.tokens for o in cascade.generate(texts, method=method, alpha=0.2, block_size=3,
-                                                   temperature=0.8, batch_size=batch_size,
-                                                   first_index=first_index)]
+        return [
+            o.tokens
+            for o in cascade.generate(
+                texts,
+                method=method,
+                alpha=0.2,
+                block_size=3,
+                temperature=0.8,
+                batch_size=batch_size,
+                first_index=first_index,
+            )
+        ]
+
     together = tokens(SENTENCES, 6)
     assert together == tokens(SENTENCES, 1)
     assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
@@ -50,8 +65,10 @@ def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
 def test_adaptive_blocks_that_never_stop_are_fixed_ones(cascade):
     """The same program, then: a pair whose models are so small that deciding costs more than drafts do."""
     fixed = Settings(block_size=4, temperature=0.8)
-    never, once = (dataclasses.replace(fixed, block_size="adaptive", max_block_size=4, stop_below=stop)
-                   for stop in (0.0, 1.0))
+    never, once = (
+        dataclasses.replace(fixed, block_size="adaptive", max_block_size=4, stop_below=stop)
+        for stop in (0.0, 1.0)
+    )
     assert cascade.lane_of(never) == cascade.lane_of(fixed) != cascade.lane_of(once)
 
     def decoded(settings):
@@ -95,9 +112,12 @@ def test_eight_devices_decode_as_one(t5_pair, cascade):
     """And no device waits for another's rows: their programs exchange nothing."""
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
     options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
-    done = subprocess.run([sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
-                          capture_output=True, text=True, env={
-                              **os.environ, "XLA_FLAGS": devices(8)})
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT, str(t5_pair), json.dumps(texts), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": devices(8)},
+    )
     assert done.returncode == 0, done.stderr
     outputs, streamed = json.loads(done.stdout)
     expected = list(cascade.generate(texts, **options))
@@ -116,8 +136,11 @@ def test_a_sweep_compiles_once(cascade):
     before = cascade.clock.compilations
     for alpha in np.linspace(0, 1, 20):
         for temperature in (0.0, 0.5, 1.0):
-            list(cascade.generate(["the cat"], method="diff", alpha=float(alpha), block_size=4,
-                                  temperature=temperature))
+            list(
+                cascade.generate(
+                    ["the cat"], method="diff", alpha=float(alpha), block_size=4, temperature=temperature
+                )
+            )
     assert cascade.clock.compilations == before + 2  # begin and run
 
 
@@ -149,9 +172,14 @@ def test_greedy_speculative_is_the_verifier(cascade):
     for block_size in (1, 5):
         for batch_size in (1, 6):
             alone, together = (
-                [o.tokens for o in cascade.generate(SENTENCES, method=method, block_size=block_size,
-                                                    batch_size=batch_size)]
-                for method in ("verifier", "speculative"))
+                [
+                    o.tokens
+                    for o in cascade.generate(
+                        SENTENCES, method=method, block_size=block_size, batch_size=batch_size
+                    )
+                ]
+                for method in ("verifier", "speculative")
+            )
             assert alone == together
 
 
@@ -194,18 +222,29 @@ def test_a_method_object_is_a_method(cascade):
     own = Method(METHODS["opt"].target, 0, 1, "a copy")
     named, given = (list(cascade.generate(SENTENCES, method=method, **options)) for method in ("opt", own))
     assert list(map(written, named)) == list(map(written, given))
-    drafters = Method(lambda s, alpha: (target_probs(s.q_sampled, s.p_sampled, s.q < 0), s.q < 0), 0, 1,
-                      "never defer")
+    drafters = Method(
+        lambda s, alpha: (target_probs(s.q_sampled, s.p_sampled, s.q < 0), s.q < 0), 0, 1, "never defer"
+    )
     never = cascade.generate(SENTENCES, method=drafters, **options)
     assert all("correction" not in output.origin for output in never)
 
 
-@pytest.mark.parametrize("given,said", [
-    ({"texts": "one text"}, "give a list"), ({"batch_size": 0}, "batch_size is 0"),
-    ({"first_index": -1}, "first_index is -1"), ({"seed": 2**63}, "seed is"), ({"top_k": 0}, "top_k is 0"),
-    ({"settings": [Settings()]}, "6 texts and 1 settings"), ({"max_new_tokens": 25}, "at most 24"),
-    ({"alpha": float("nan")}, "alpha is nan"), ({"temperature": float("nan")}, "temperature is nan"),
-    ({"method": "opts"}, "unknown method 'opts'"), ({"stop": ("a", "")}, "stop holds an empty text")])
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        ({"texts": "one text"}, "give a list"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"first_index": -1}, "first_index is -1"),
+        ({"seed": 2**63}, "seed is"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"settings": [Settings()]}, "6 texts and 1 settings"),
+        ({"max_new_tokens": 25}, "at most 24"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"method": "opts"}, "unknown method 'opts'"),
+        ({"stop": ("a", "")}, "stop holds an empty text"),
+    ],
+)
 def test_what_cannot_be_meant_is_refused_before_anything_is_decoded(cascade, given, said):
     with pytest.raises(ValueError, match=said):
         list(cascade.generate(**{"texts": SENTENCES, **given}))
@@ -225,12 +264,15 @@ for given in ({"texts": ["a", None]}, {"method": 3}, {"stop": "a"}):
 
 @pytest.mark.full
 def test_values_of_a_wrong_type_are_refused(t5_pair):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKER, str(t5_pair)], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TYPE_CHECKER, str(t5_pair)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert [words in line for words, line in zip(("input 1 is None", "method is 3", "stop is 'a'"), said,
-                                                 strict=True)] == [True] * 3
+    assert [
+        words in line
+        for words, line in zip(("input 1 is None", "method is 3", "stop is 'a'"), said, strict=True)
+    ] == [True] * 3
 
 
 @pytest.mark.full

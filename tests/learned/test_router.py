@@ -44,12 +44,14 @@ def features_by_hand(q, p, qs, ps):
     """FEATURES of one position, in float64."""
     differs = np.maximum(ps - qs, 0).sum()
     means = [(np.maximum(own, 0) / (differs or 1)) @ law for own in (qs - ps, ps - qs) for law in (q, p)]
-    return np.array([q.max(), p.max(), entropy(q), entropy(p), differs, *means,
-                     *np.log(np.add(means, 1e-3)) / 4])
+    return np.array(
+        [q.max(), p.max(), entropy(q), entropy(p), differs, *means, *np.log(np.add(means, 1e-3)) / 4]
+    )
 
 
 def by_hand(weights, reads=lambda q, p, qs, ps: (q, p), mixes=False):
     """The target distribution, a position at a time, in float64."""
+
     def law(q, p, qs, ps, alpha, greedy=False):
         read = features_by_hand(*reads(q, p, qs, ps), qs, ps)
         network = np.tanh(read @ weights.hidden + weights.bias) @ weights.out
@@ -75,9 +77,13 @@ def test_what_is_trained_follows_its_law(name, rows):
     assert mixes or 0 < result.counts[1].deferred.sum() < result.counts[1].drafted.sum()
 
     def p_value(law):
-        return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
-            TABLES[:2], [law], [0.4], prompt, steps=STEPS, eos=EOS, **options))
-            for n, prompt in enumerate(PROMPTS))
+        return 2 * min(
+            chi_square(
+                np.asarray(result.tokens)[which == n],
+                sequence_law(TABLES[:2], [law], [0.4], prompt, steps=STEPS, eos=EOS, **options),
+            )
+            for n, prompt in enumerate(PROMPTS)
+        )
 
     assert p_value(by_hand(weights, mixes=mixes)) > FAIL_BELOW
     assert p_value(by_hand(weights, lambda q, p, qs, ps: (qs, ps), mixes)) < FAIL_BELOW
@@ -186,9 +192,14 @@ def test_a_file_decodes_by_its_network(tmp_path):
     path = tmp_path / "router.json"
     path.write_text(router.described(WEIGHTS, pair="toy"))
     options = {"method": "router", "alpha": 0.3, "temperature": 1.0}
-    texts = [[o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
-             for cascade, more in ((pair(router=router.load(path)), {}), (pair(), {"method": "opt"}),
-                                   (pair(router=router.method_of(NOTHING)), {}))]
+    texts = [
+        [o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
+        for cascade, more in (
+            (pair(router=router.load(path)), {}),
+            (pair(), {"method": "opt"}),
+            (pair(router=router.method_of(NOTHING)), {}),
+        )
+    ]
     assert texts[0] != texts[1] == texts[2]
 
 
@@ -208,14 +219,22 @@ def test_only_routers_files_are_read(tmp_path):
 
 F = len(FEATURES)
 NONSENSE = {
-    "a method": {"method": "opt"}, "units": {"bias": [1.0]}, "NaN": {"out": [float("nan")] * 5},
-    "features": {"features": ["x"]}, "a text": {"hidden": "x"}, "no numbers": {"out": [None] * 5},
-    "digits": {"out": [10**400] * 5}, "large": {"out": [1e300] * 5}, "sums overflow": {"bias": [1e30] * 5},
+    "a method": {"method": "opt"},
+    "units": {"bias": [1.0]},
+    "NaN": {"out": [float("nan")] * 5},
+    "features": {"features": ["x"]},
+    "a text": {"hidden": "x"},
+    "no numbers": {"out": [None] * 5},
+    "digits": {"out": [10**400] * 5},
+    "large": {"out": [1e300] * 5},
+    "sums overflow": {"bias": [1e30] * 5},
     "no units": {"hidden": [[]] * F, "bias": [], "out": []},
     "numbers for arrays": {"hidden": [0.0] * F, "bias": 0.0, "out": 0.0},
     "two layers": {"hidden": [[[0.0] * 3] * 2] * F, "bias": [[0.0] * 3] * 2, "out": [[0.0] * 3] * 2},
-    "ragged": {"hidden": [[0.0] * 5] * (F - 1) + [[0.0]]}, "an object": {"bias": {"a": 1}},
-    "a list for a method": {"method": ["router"]}, "no features": {"features": 3},
+    "ragged": {"hidden": [[0.0] * 5] * (F - 1) + [[0.0]]},
+    "an object": {"bias": {"a": 1}},
+    "a list for a method": {"method": ["router"]},
+    "no features": {"features": 3},
 }
 
 
@@ -245,20 +264,24 @@ def test_a_router_that_cannot_be_is_refused(tmp_path):
         refuses(path)
 
 
-CONFIGS = {"pair": '''
+CONFIGS = {
+    "pair": """
 from speccascade_jax.config import DecodeConfig
 config = DecodeConfig(drafter={drafter!r}, verifier={verifier!r}, max_source_length=32, max_new_tokens=24)
-''', "task": '''
+""",
+    "task": """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 task = Task(train="", validation={data!r}, test="", max_source_length=32, max_target_length=24)
 config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
-''', "router": '''
+""",
+    "router": """
 from speccascade_jax.commands import decode, finetune
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.errors import FieldError
 config = RouterConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
-'''}
+""",
+}
 
 
 @pytest.mark.full
@@ -269,34 +292,78 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
     names = {name: str(tmp_path / f"{name}.py") for name in CONFIGS}
     output = str(tmp_path / "made" / "router.json")
     for name, text in CONFIGS.items():
-        Path(names[name]).write_text(text.format(
-            drafter=str(t5_pair / "drafter"), verifier=str(t5_pair / "verifier"), data=str(data),
-            output=output, pair=names["pair"], task=names["task"]))
+        Path(names[name]).write_text(
+            text.format(
+                drafter=str(t5_pair / "drafter"),
+                verifier=str(t5_pair / "verifier"),
+                data=str(data),
+                output=output,
+                pair=names["pair"],
+                task=names["task"],
+            )
+        )
     mixture = f"--output={tmp_path / 'mixture.json'}"
-    for flags, said in (([], "gain from deferring half, opt"),
-                        (["--method=learned_mixture", mixture], "loss, mixture")):
+    for flags, said in (
+        ([], "gain from deferring half, opt"),
+        (["--method=learned_mixture", mixture], "loss, mixture"),
+    ):
         assert finetune.main([f"--config={names['router']}", "--examples=32", *flags]) == 0
         assert f"on texts held out: {said}" in capsys.readouterr().out
-    assert decode.main([f"--config={names['pair']}", "--method=learned_mixture", "--text=the cat",
-                        f"--output={tmp_path / 'none.jsonl'}"]) == 2
+    assert (
+        decode.main(
+            [
+                f"--config={names['pair']}",
+                "--method=learned_mixture",
+                "--text=the cat",
+                f"--output={tmp_path / 'none.jsonl'}",
+            ]
+        )
+        == 2
+    )
     assert "give its file with --router" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
     assert json.loads(Path(output).read_text())["about"]["split"] == "validation"
-    assert decode.main([f"--config={names['pair']}", "--method=router", "--alpha=0.1", f"--router={output}",
-                        "--text=the cat"]) == 0
-    for flags, said in ((["--split=dev"], "unknown split"), (["--pair=router_of_none"], "no config"),
-                        ([f"--output={output[:-5]}"], "ends in .json")):
+    assert (
+        decode.main(
+            [
+                f"--config={names['pair']}",
+                "--method=router",
+                "--alpha=0.1",
+                f"--router={output}",
+                "--text=the cat",
+            ]
+        )
+        == 0
+    )
+    for flags, said in (
+        (["--split=dev"], "unknown split"),
+        (["--pair=router_of_none"], "no config"),
+        ([f"--output={output[:-5]}"], "ends in .json"),
+    ):
         assert finetune.main([f"--config={names['router']}", *flags]) == 2
         assert said in capsys.readouterr().err
     assert decode.main([f"--config={names['router']}", "--text=the cat"]) == 2
     assert "trains a router; its pair is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [{"examples": 0}, {"split": "dev"}, {"output": "router.txt"}, {"width": 0},
-                                    {"learning_rate": float("nan")}, {"seed": -1}, {"temperatures": ()},
-                                    {"temperatures": (1.0, -0.5)}, {"temperatures": (float("nan"),)},
-                                    {"top_ps": (0.0,)}, {"top_ps": (1.0, 1.5)}, {"places": 0},
-                                    {"top_ps": (0.5,), "method": "learned_mixture"},
-                                    {"places": 3, "method": "learned_mixture"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"examples": 0},
+        {"split": "dev"},
+        {"output": "router.txt"},
+        {"width": 0},
+        {"learning_rate": float("nan")},
+        {"seed": -1},
+        {"temperatures": ()},
+        {"temperatures": (1.0, -0.5)},
+        {"temperatures": (float("nan"),)},
+        {"top_ps": (0.0,)},
+        {"top_ps": (1.0, 1.5)},
+        {"places": 0},
+        {"top_ps": (0.5,), "method": "learned_mixture"},
+        {"places": 3, "method": "learned_mixture"},
+    ],
+)
 def test_configs_of_nonsense_are_refused(change):
     with pytest.raises(FieldError) as error:
         dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()

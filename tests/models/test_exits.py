@@ -23,7 +23,8 @@ NETWORKS = {
     "t5": ExitsConfig(T5, layers=(1, 3)),
     "t5, a table a layer": ExitsConfig(dataclasses.replace(T5, shared_position_bias=False), (2,), "own"),
     "t5 1.0": ExitsConfig(dataclasses.replace(TINY_T5_1_0, num_decoder_layers=3), (1,), "own"),
-    "gemma": ExitsConfig(TINY_GEMMA, layers=(1, 2), head="adapter", rank=5)}
+    "gemma": ExitsConfig(TINY_GEMMA, layers=(1, 2), head="adapter", rank=5),
+}
 
 
 @pytest.fixture(scope="module", params=NETWORKS.values(), ids=NETWORKS)
@@ -67,15 +68,22 @@ def test_the_full_member_is_the_plain_model_bit_for_bit(network):
 def test_an_exit_is_the_model_of_its_layers(network):
     """A plain model that has those layers and the exit's norm and head; an adapter is left out by zeros."""
     model, params = network
-    stack, count, norm = (("layers", "num_layers", "norm") if hasattr(model.config.full, "num_layers")
-                          else ("decoder", "num_decoder_layers", "decoder_norm"))
+    stack, count, norm = (
+        ("layers", "num_layers", "norm")
+        if hasattr(model.config.full, "num_layers")
+        else ("decoder", "num_decoder_layers", "decoder_norm")
+    )
     text = text_of(model, 0)
-    flat = {path: x.replace(0 * x[...]) if path[-2] == "widen" else x
-            for path, x in nnx.to_flat_state(params)}
+    flat = {
+        path: x.replace(0 * x[...]) if path[-2] == "widen" else x for path, x in nnx.to_flat_state(params)
+    }
     found = reference(model, nnx.from_flat_state(flat), text)
     for number, depth in enumerate(model.config.layers):
-        small = {path[1:]: x for path, x in flat.items()
-                 if path[0] == "full" and not (path[1] == stack and path[2] >= depth)}
+        small = {
+            path[1:]: x
+            for path, x in flat.items()
+            if path[0] == "full" and not (path[1] == stack and path[2] >= depth)
+        }
         tied, own = model.config.full.tied_embeddings, ("exits", number, "norm", "scale")
         if own in flat:
             small[norm, "scale"] = flat[own]
@@ -94,8 +102,9 @@ def test_an_exit_is_the_model_of_its_layers(network):
 def test_an_adapter_matters():
     model = model_of(NETWORKS["gemma"])
     params = model.init(0)
-    other = nnx.from_flat_state({path: x.replace(x[...] + 0.1) if path[-2] == "widen" else x
-                                 for path, x in nnx.to_flat_state(params)})
+    other = nnx.from_flat_state(
+        {path: x.replace(x[...] + 0.1) if path[-2] == "widen" else x for path, x in nnx.to_flat_state(params)}
+    )
     text = text_of(model, 0)
     a, b = reference(model, params, text), reference(model, other, text)
     assert np.abs(a[0] - b[0]).max() > 0.1
@@ -114,15 +123,23 @@ def test_nothing_is_copied(config):
     for path, value in nnx.to_flat_state(full):
         assert mine["full", *path].get_value() is value.get_value()
     width, vocabulary, exits = config.full.d_model, config.vocab_size, len(config.layers)
-    own = {"shared": 0, "norm": width, "own": width * (1 + vocabulary),
-           "adapter": width * (1 + 2 * config.rank)}[config.head]
+    own = {
+        "shared": 0,
+        "norm": width,
+        "own": width * (1 + vocabulary),
+        "adapter": width * (1 + 2 * config.rank),
+    }[config.head]
     sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, full)]
     assert sizes[0] - sizes[1] == exits * own
     forced = model.forced_members(params, SOURCE, LENGTH, TARGET)
     if config.head != "shared":  # it begins as the full model's norm and head, which the last layer has, too
         scale = mine["exits", 0, "norm", "scale"][...]
-        np.testing.assert_array_equal(scale, model.full.init(0)[
-            "norm" if "num_layers" in dataclasses.asdict(config.full) else "decoder_norm"]["scale"][...])
+        np.testing.assert_array_equal(
+            scale,
+            model.full.init(0)["norm" if "num_layers" in dataclasses.asdict(config.full) else "decoder_norm"][
+                "scale"
+            ][...],
+        )
     shared = model_of(dataclasses.replace(config, head="shared"))
     expected = shared.forced_members(shared.around(full, 0), SOURCE, LENGTH, TARGET)
     np.testing.assert_allclose(forced[0], expected[0], atol=1e-5)
@@ -147,6 +164,7 @@ def test_a_member_runs_its_own_layers_only(network):
 
 
 # Checkpoints
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -194,16 +212,27 @@ def test_other_formats_hold_no_exits(to, tmp_path):
         checkpoints.save(tmp_path / "out", random_checkpoint(NETWORKS["t5"]), to)
 
 
-@pytest.mark.parametrize("change,said", [
-    ({"layers": [3, 1]}, "layers is"), ({"layers": [1, 4]}, "each from 1 to 3"),
-    ({"layers": []}, "layers is"), ({"layers": [1, 1]}, "layers is"), ({"layers": 3}, "layers is 3"),
-    ({"layers": [1.5]}, "layers is"),
-    ({"head": "none"}, "head is 'none'"), ({"head": 3}, "head is 3"), ({"rank": 0}, "rank is 0"),
-    ({"full": 3}, "full is 3, not the shape"), ({"depth": 3}, "exits has no field 'depth'"),
-    ({"full": {"family": "exits"}}, "full is .*not the shape of one model"),
-    ({"full": {"d_model": 0}}, "full: d_model is 0"), ({"full": {"wings": 2}}, "t5 has no field 'wings'"),
-    ({"full": {"num_encoder_layers": 0}}, "full: num_encoder_layers is 0"),
-    ({"full": {"family": "gpt2"}}, "full holds a 'gpt2' model")])
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"layers": [3, 1]}, "layers is"),
+        ({"layers": [1, 4]}, "each from 1 to 3"),
+        ({"layers": []}, "layers is"),
+        ({"layers": [1, 1]}, "layers is"),
+        ({"layers": 3}, "layers is 3"),
+        ({"layers": [1.5]}, "layers is"),
+        ({"head": "none"}, "head is 'none'"),
+        ({"head": 3}, "head is 3"),
+        ({"rank": 0}, "rank is 0"),
+        ({"full": 3}, "full is 3, not the shape"),
+        ({"depth": 3}, "exits has no field 'depth'"),
+        ({"full": {"family": "exits"}}, "full is .*not the shape of one model"),
+        ({"full": {"d_model": 0}}, "full: d_model is 0"),
+        ({"full": {"wings": 2}}, "t5 has no field 'wings'"),
+        ({"full": {"num_encoder_layers": 0}}, "full: num_encoder_layers is 0"),
+        ({"full": {"family": "gpt2"}}, "full holds a 'gpt2' model"),
+    ],
+)
 def test_damaged_shapes_are_named(change, said, tmp_path):
     shape = checkpoints.native.shape_of(NETWORKS["t5"])
     (tmp_path / "model.json").write_text(json.dumps(shape | change))
@@ -224,8 +253,11 @@ def test_exits_decode_in_fewer_bits(name, dtype, within, tmp_path):
     kernels = {path: x.get_value() for path, x in nnx.to_flat_state(loaded.params) if path[-1] == "kernel"}
     assert kernels and all(isinstance(x, PackedKernel) for x in kernels.values())
     found = loaded.model.member_of
-    linears = [part for part in nnx.iter_graph(nnx.merge(found.graphdef(), loaded.params))
-               if isinstance(part[1], Linear)]
+    linears = [
+        part
+        for part in nnx.iter_graph(nnx.merge(found.graphdef(), loaded.params))
+        if isinstance(part[1], Linear)
+    ]
     assert linears and {str(part.dtype) for _, part in linears} == {dtype}
     for number, member in enumerate(found.members):
         logits, _ = in_blocks(member, loaded.params, text, [1, 23], prefilled(member, loaded.params))

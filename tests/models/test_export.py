@@ -33,7 +33,8 @@ def primitives(jaxpr, path=()):
 MODELS = {  # of each config: their shapes; a network's members have its shape in common
     "wmt_small_large": (t5.PRESETS["t5_1_1_small"], t5.PRESETS["t5_1_1_large"]),
     "gemma2_2b_9b": (presets.PRESETS["gemma2_2b"], presets.PRESETS["gemma2_9b"]),
-    "gemma2_9b_exits": configs.load("gemma2_9b_heads").model}
+    "gemma2_9b_exits": configs.load("gemma2_9b_heads").model,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -41,10 +42,14 @@ def asked(request):
     """generate's arguments for the config, without memory for the weights."""
     run, shapes = configs.load(request.param), MODELS[request.param]
     of_one = not isinstance(shapes, tuple)
-    models = [model_of(shape, dtype="bfloat16", cache_dtype="bfloat16")
-              for shape in ((shapes,) if of_one else shapes)]
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
-                          tuple(model.abstract_params() for model in models))
+    models = [
+        model_of(shape, dtype="bfloat16", cache_dtype="bfloat16")
+        for shape in ((shapes,) if of_one else shapes)
+    ]
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+        tuple(model.abstract_params() for model in models),
+    )
     if of_one:
         names = [path.partition("@")[2] or None for _, path in run.roles]
         models, [params] = [member(models[0], name, "it") for name in names], params
@@ -58,21 +63,33 @@ def numbers(*shape, dtype=jnp.int32):
 def arguments_of(run, models, params, rows=4):
     levels = len(models) - 1
     sampler = hierarchy(models, [METHODS[run.method]] * levels, run.of_levels("block_size", levels))
-    inputs = shapes_of(sampler.models, numbers(rows, run.max_source_length),
-                       lambda *size: numbers(rows, *size))
-    arguments = (sampler, params, jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
-                 inputs, numbers(rows), SamplingOptions(numbers(dtype=jnp.float32)),
-                 numbers(levels, dtype=jnp.float32))
+    inputs = shapes_of(
+        sampler.models, numbers(rows, run.max_source_length), lambda *size: numbers(rows, *size)
+    )
+    arguments = (
+        sampler,
+        params,
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
+        inputs,
+        numbers(rows),
+        SamplingOptions(numbers(dtype=jnp.float32)),
+        numbers(levels, dtype=jnp.float32),
+    )
     return arguments, {"max_new_tokens": run.max_new_tokens, "eos_id": 1}
 
 
 PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
-    "qwen3_0.6b_8b": ("qwen3_0.6b", "qwen3_8b"), "qwen3_0.6b_14b": ("qwen3_0.6b", "qwen3_14b"),
-    "llama3_1b_8b": ("llama3_1b", "llama3_8b"), "gemma3_270m_12b": ("gemma3_270m", "gemma3_12b"),
-    "gemma3_1b_27b": ("gemma3_1b", "gemma3_27b"), "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
-    "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"), "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
+    "qwen3_0.6b_8b": ("qwen3_0.6b", "qwen3_8b"),
+    "qwen3_0.6b_14b": ("qwen3_0.6b", "qwen3_14b"),
+    "llama3_1b_8b": ("llama3_1b", "llama3_8b"),
+    "gemma3_270m_12b": ("gemma3_270m", "gemma3_12b"),
+    "gemma3_1b_27b": ("gemma3_1b", "gemma3_27b"),
+    "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
+    "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"),
+    "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
     "qwen_0.6b_llama_8b": ("qwen3_0.6b", "llama3_8b"),
-    "tinyllama_1b_mistral_7b": ("tinyllama_1b", "mistral_7b")}
+    "tinyllama_1b_mistral_7b": ("tinyllama_1b", "mistral_7b"),
+}
 
 
 def pair(name):
@@ -80,8 +97,10 @@ def pair(name):
     has tables of half of its tokens."""
     run, shapes = configs.load(name), [PRESETS[preset] for preset in PAIRS[name]]
     models = [stackable(model_of(config, dtype="bfloat16", cache_dtype="bfloat16")) for config in shapes]
-    params = [jax.tree.map(lambda x: numbers(*x.shape, dtype=jnp.bfloat16), model.abstract_params())
-              for model in models]
+    params = [
+        jax.tree.map(lambda x: numbers(*x.shape, dtype=jnp.bfloat16), model.abstract_params())
+        for model in models
+    ]
     drafter, size = models[0], models[-1].vocab_size
     if run.vocabulary == "auto" and shapes[0].family != shapes[1].family:
         tables = Tables(numbers(size), numbers(size, 4), numbers(size))

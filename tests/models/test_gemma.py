@@ -39,8 +39,9 @@ def hugging_face(config, seed=0):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     described = {name: value for name, value in describe(config).items() if name != "architectures"}
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
-        **described, attn_implementation="eager"))
+    model = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**described, attn_implementation="eager")
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # the defaults are too small to reach the caps
             parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -54,13 +55,17 @@ def their_logits(theirs, chosen=slice(None)):
     for source, length, target in zip(SOURCE, LENGTH, TARGET, strict=True):
         tokens = np.concatenate([source[:length], target[:-1]])
         with torch.no_grad():
-            rows.append(theirs(input_ids=torch.tensor(tokens[None], dtype=torch.long)).logits[0, length - 1:])
+            rows.append(
+                theirs(input_ids=torch.tensor(tokens[None], dtype=torch.long)).logits[0, length - 1 :]
+            )
     return np.stack([row.numpy() for row in rows])[chosen]
 
 
-CONFIGS = {"tiny": TINY_GEMMA,
-           "no caps": dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
-           "one head each": dataclasses.replace(TINY_GEMMA, num_kv_heads=6, rope_theta=100.0)}
+CONFIGS = {
+    "tiny": TINY_GEMMA,
+    "no caps": dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
+    "one head each": dataclasses.replace(TINY_GEMMA, num_kv_heads=6, rope_theta=100.0),
+}
 
 
 @pytest.mark.full
@@ -79,8 +84,16 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", [{"window": 8}, {"attention_softcap": None}, {"query_scalar": 16},
-                                    {"logit_softcap": 3.1}, {"rope_theta": 9e3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window": 8},
+        {"attention_softcap": None},
+        {"query_scalar": 16},
+        {"logit_softcap": 3.1},
+        {"rope_theta": 9e3},
+    ],
+)
 def test_every_part_of_the_shape_matters(change, tiny):
     """Negative controls: what the comparison with transformers holds, it could have missed."""
     model, params = tiny
@@ -123,9 +136,20 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
     speculative = Speculative(Autoregressive(model), model, METHODS["speculative"], block_size)
     greedy = SamplingOptions(temperature=0.0)
-    found, alone = (generate(sampler, params, keys, SOURCE, LENGTH, greedy, jnp.zeros(sampler.level),
-                             max_new_tokens=25, eos_id=-1)
-                    for sampler, params in ((speculative, (small, large)), (Autoregressive(model), large)))
+    found, alone = (
+        generate(
+            sampler,
+            params,
+            keys,
+            SOURCE,
+            LENGTH,
+            greedy,
+            jnp.zeros(sampler.level),
+            max_new_tokens=25,
+            eos_id=-1,
+        )
+        for sampler, params in ((speculative, (small, large)), (Autoregressive(model), large))
+    )
     np.testing.assert_array_equal(found.tokens, alone.tokens)
     assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
 
@@ -144,12 +168,16 @@ def deepmind_tree(config, params, transposed, nested):
         return np.moveaxis(kernel.reshape(c.d_model, count, c.d_kv), 1, 0)
 
     padding = np.zeros((3, c.d_model), np.float32)
-    tree = {"embedder": {"input_embedding": np.concatenate([flat["embedding",], padding])},
-            "final_norm": {"scale": flat["norm", "scale"]}}
+    tree = {
+        "embedder": {"input_embedding": np.concatenate([flat["embedding",], padding])},
+        "final_norm": {"scale": flat["norm", "scale"]},
+    }
     for n in range(c.num_layers):
         layer = {path[2:]: array for path, array in flat.items() if path[:2] == ("layers", n)}
-        query, key, value = (heads(layer["attention", name, "kernel"], count) for name, count in (
-            ("query", c.num_heads), ("key", c.num_kv_heads), ("value", c.num_kv_heads)))
+        query, key, value = (
+            heads(layer["attention", name, "kernel"], count)
+            for name, count in (("query", c.num_heads), ("key", c.num_kv_heads), ("value", c.num_kv_heads))
+        )
         if c.num_heads == c.num_kv_heads:
             tree[f"layer_{n}/attn/qkv_einsum"] = {"w": np.stack([query, key, value])}
         else:
@@ -157,36 +185,55 @@ def deepmind_tree(config, params, transposed, nested):
             tree[f"layer_{n}/attn/kv_einsum"] = {"w": np.stack([key, value])}
         gating = np.stack([layer["mlp", name, "kernel"] for name in ("gate", "up")])
         tree[f"layer_{n}/attn/attn_vec_einsum"] = {
-            "w": layer["attention", "out", "kernel"].reshape(c.num_heads, c.d_kv, c.d_model)}
+            "w": layer["attention", "out", "kernel"].reshape(c.num_heads, c.d_kv, c.d_model)
+        }
         tree[f"layer_{n}/mlp/gating_einsum"] = {"w": np.swapaxes(gating, 1, 2) if transposed else gating}
         tree[f"layer_{n}/mlp/linear"] = {"w": layer["mlp", "down", "kernel"]}
         if c.head_norms:
             for name in ("query", "key"):
                 tree[f"layer_{n}/attn/_{name}_norm"] = {"scale": layer["attention", f"{name}_norm", "scale"]}
-        for ours, theirs in (("attention_norm", "pre_attention_norm"), ("mlp_norm", "pre_ffw_norm"),
-                             ("attention_post_norm", "post_attention_norm"),
-                             ("mlp_post_norm", "post_ffw_norm")):
+        for ours, theirs in (
+            ("attention_norm", "pre_attention_norm"),
+            ("mlp_norm", "pre_ffw_norm"),
+            ("attention_post_norm", "post_attention_norm"),
+            ("mlp_post_norm", "post_ffw_norm"),
+        ):
             tree[f"layer_{n}/{theirs}"] = {"scale": layer[ours, "scale"]}
     if not nested:
         return {f"transformer/{name}": arrays for name, arrays in tree.items()}
-    return traverse_util.unflatten_dict({
-        f"{name}/{key}".removesuffix("/w") if "/mlp/" in name else f"{name}/{key}": array
-        for name, arrays in tree.items() for key, array in arrays.items()}, sep="/")
+    return traverse_util.unflatten_dict(
+        {
+            f"{name}/{key}".removesuffix("/w") if "/mlp/" in name else f"{name}/{key}": array
+            for name, arrays in tree.items()
+            for key, array in arrays.items()
+        },
+        sep="/",
+    )
 
 
 @pytest.mark.full(quick=["False-False-2"])
-@pytest.mark.parametrize("transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2),
-                                                        (True, True, 1)])
+@pytest.mark.parametrize(
+    "transposed,nested,kv_heads", [(False, False, 2), (True, False, 6), (True, True, 2), (True, True, 1)]
+)
 def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monkeypatch):
     """Of Gemma 2; of Gemma 3 with one head of keys."""
     import orbax.checkpoint as ocp
 
-    config = dataclasses.replace(GEMMA3 if kv_heads == 1 else GEMMA2, vocab_size=97, d_model=48, d_kv=16,
-                                 d_ff=80, num_heads=6,
-                                 num_kv_heads=kv_heads, num_layers=3, query_scalar=16)
+    config = dataclasses.replace(
+        GEMMA3 if kv_heads == 1 else GEMMA2,
+        vocab_size=97,
+        d_model=48,
+        d_kv=16,
+        d_ff=80,
+        num_heads=6,
+        num_kv_heads=kv_heads,
+        num_layers=3,
+        query_scalar=16,
+    )
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32),
-                          DecoderModel(config).abstract_params())
+    params = jax.tree.map(
+        lambda x: rng.standard_normal(x.shape, dtype=np.float32), DecoderModel(config).abstract_params()
+    )
     monkeypatch.setattr(deepmind, "VOCABULARY", 97)
     monkeypatch.setattr(deepmind, "PADDED_VOCABULARY", 100)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -195,8 +242,9 @@ def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monke
     jax.tree.map(np.testing.assert_array_equal, params, loaded.params)
     assert checkpoints.config_of(str(tmp_path / "flax")) == config
     tree = deepmind_tree(config, params, transposed, nested)
-    del (tree["layer_1"] if nested else tree)["post_ffw_norm" if nested else
-                                              "transformer/layer_1/post_ffw_norm"]
+    del (tree["layer_1"] if nested else tree)[
+        "post_ffw_norm" if nested else "transformer/layer_1/post_ffw_norm"
+    ]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "incomplete", tree)
     with pytest.raises(ValueError, match="layer_1/post_ffw_norm/scale is missing"):

@@ -12,8 +12,11 @@ from tiny_models import in_blocks, prefilled
 from speccascade_jax.core.nests import insert
 from speccascade_jax.models import model_of
 
-SHAPES = {"t5": TINY_T5, "t5, a table a layer": dataclasses.replace(TINY_T5, shared_position_bias=False),
-          "gemma": TINY_GEMMA}
+SHAPES = {
+    "t5": TINY_T5,
+    "t5, a table a layer": dataclasses.replace(TINY_T5, shared_position_bias=False),
+    "gemma": TINY_GEMMA,
+}
 TODAY = {name: shape for name, shape in DECODERS.items() if name != "gemma2"} | {"t5gemma": TINY_T5GEMMA}
 
 
@@ -54,8 +57,8 @@ def test_rows_are_independent(tiny):
     model, params = tiny
     together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
     for row in range(3):
-        _, cache = model.prefill(params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
-        alone, _ = in_blocks(model, params, TARGET[row:row + 1], [10, 20], cache)
+        _, cache = model.prefill(params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
+        alone, _ = in_blocks(model, params, TARGET[row : row + 1], [10, 20], cache)
         np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
 
 
@@ -75,10 +78,14 @@ def test_padding_does_not_matter(tiny):
 
 
 @pytest.mark.full(quick=["gemma-widths2-1-1"])
-@pytest.mark.parametrize("widths,rows,fresh_rows", [
-    pytest.param(widths, rows, fresh, id=f"widths{n}-{rows}-{fresh}") for n, widths in enumerate(
-        [(20, 20), (20, 13), (13, 20)]) for rows, fresh in [((1, 1), (3, 4)), ((1, 2), (3, 1)),
-                                                           ((1, 1), (3, 3))][n]])
+@pytest.mark.parametrize(
+    "widths,rows,fresh_rows",
+    [
+        pytest.param(widths, rows, fresh, id=f"widths{n}-{rows}-{fresh}")
+        for n, widths in enumerate([(20, 20), (20, 13), (13, 20)])
+        for rows, fresh in [((1, 1), (3, 4)), ((1, 2), (3, 1)), ((1, 1), (3, 3))][n]
+    ],
+)
 def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
     """Any number of rows into any batch, from inputs of another width: each goes on as it would have."""
     model, params = tiny
@@ -98,7 +105,7 @@ def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
     tokens = np.stack([TARGET[which % 3, 3:9] for which, _ in expected.values()])
     found, _ = in_blocks(model, params, tokens, [2, 4], kept)
     for row, (which, width) in expected.items():
-        alone, _ = in_blocks(model, params, tokens[row:row + 1], [2, 4], begun(np.array([which]), width))
+        alone, _ = in_blocks(model, params, tokens[row : row + 1], [2, 4], begun(np.array([which]), width))
         np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
 
 
@@ -113,7 +120,7 @@ def test_todays_families_keep_the_five_laws(shape):
     def read(tokens, cache, *sizes):
         found = []
         for begin, size in zip(np.cumsum((0, *sizes)), sizes, strict=False):
-            logits, cache = extend(params, tokens[:, begin:begin + size], cache)
+            logits, cache = extend(params, tokens[:, begin : begin + size], cache)
             found.append(logits)
         return np.concatenate(found, axis=1), cache
 

@@ -62,15 +62,19 @@ def decoded(model, params, folder, dtype):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype,transposed_from", [("int8", 1), ("int8", 1024), ("bfloat16", 1)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transposed_from, tmp_path,
-                                                             monkeypatch):
+def test_packed_models_are_float32_rounded_and_keep_the_laws(
+    name, dtype, transposed_from, tmp_path, monkeypatch
+):
     """append, chunk, rollback, rows; one row at a time too, which takes a path of its own."""
     monkeypatch.setattr(quantization, "TRANSPOSED_FROM", transposed_from)
     model = model_of(CONFIGS[name])
     params = model.init(0)
     loaded = decoded(model, params, tmp_path / "saved", dtype)
-    kernels = [x for x in jax.tree.leaves(loaded.params, is_leaf=lambda x: isinstance(x, PackedKernel))
-               if isinstance(x, PackedKernel)]
+    kernels = [
+        x
+        for x in jax.tree.leaves(loaded.params, is_leaf=lambda x: isinstance(x, PackedKernel))
+        if isinstance(x, PackedKernel)
+    ]
     assert all(x.values.dtype == dtype for x in kernels)
     assert sum(x.values.size for x in kernels) > 0.5 * sum(x.size for x in jax.tree.leaves(params))
     expected, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
@@ -87,9 +91,10 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(name, dtype, transp
     back, _ = blocks(TARGET[:, :1], [1], cache._replace(length=start.length + kept))
     for row in range(3):
         _, own = jax.jit(loaded.model.prefill, static_argnums=3)(
-            loaded.params, SOURCE[row:row + 1], LENGTH[row:row + 1], 64)
-        close(blocks(TARGET[row:row + 1], [1] * 30, own)[0][0], whole[row])
-        tokens = np.append(TARGET[row:row + 1, :kept[row]], TARGET[row:row + 1, :1], axis=1)
+            loaded.params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64
+        )
+        close(blocks(TARGET[row : row + 1], [1] * 30, own)[0][0], whole[row])
+        tokens = np.append(TARGET[row : row + 1, : kept[row]], TARGET[row : row + 1, :1], axis=1)
         close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
 
 

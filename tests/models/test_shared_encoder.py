@@ -18,8 +18,17 @@ from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.models import SharedEncoderConfig, model_of
 from speccascade_jax.models.quantization import PackedKernel
 
-DRAFTER = dataclasses.replace(TINY_T5, d_model=32, d_ff=40, num_heads=3, num_encoder_layers=0,
-                              num_decoder_layers=1, relative_buckets=6, tied_embeddings=True, gated=False)
+DRAFTER = dataclasses.replace(
+    TINY_T5,
+    d_model=32,
+    d_ff=40,
+    num_heads=3,
+    num_encoder_layers=0,
+    num_decoder_layers=1,
+    relative_buckets=6,
+    tied_embeddings=True,
+    gated=False,
+)
 CONFIG = SharedEncoderConfig(TINY_T5, DRAFTER)
 
 
@@ -67,7 +76,8 @@ def test_the_drafter_reads_the_source_through_the_verifiers_encoder(network):
         assert np.abs(reference(model, nnx.from_flat_state(flat), text)[0] - usual).max() > 0.1
     flat = dict(nnx.to_flat_state(params))
     flat["verifier", "decoder_norm", "scale"] = flat["verifier", "decoder_norm", "scale"].replace(
-        0 * flat["verifier", "decoder_norm", "scale"][...])
+        0 * flat["verifier", "decoder_norm", "scale"][...]
+    )
     np.testing.assert_array_equal(reference(model, nnx.from_flat_state(flat), text)[0], usual)
 
 
@@ -99,8 +109,10 @@ READS = dataclasses.replace(CONFIG, states=True)
 @pytest.fixture(scope="module")
 def reading():
     original = random_checkpoint(READS)
-    flat = {path: x.replace(x[...] * 0.2) if path[-1] == "kernel" else x
-            for path, x in nnx.to_flat_state(original.params)}
+    flat = {
+        path: x.replace(x[...] * 0.2) if path[-1] == "kernel" else x
+        for path, x in nnx.to_flat_state(original.params)
+    }
     return original.model, jax.tree.map(jnp.asarray, nnx.from_flat_state(flat))
 
 
@@ -110,7 +122,7 @@ def in_rounds(network, params, text, cache, sizes=(1, 2, 1)):
     for begin in range(0, text.shape[1], sum(sizes)):
         at = begin
         for size in sizes:
-            logits, cache = drafter(params, text[:, at:at + size], cache)
+            logits, cache = drafter(params, text[:, at : at + size], cache)
             found.append(logits)
             at += size
         expected, cache = verifier(params, text[:, begin:at], cache)
@@ -151,17 +163,18 @@ def test_states_are_those_before_the_round(reading, rows):
     _, cache = verifier(text[:, :6], cache)  # ahead of the drafter
     at_once, _ = drafter(text[:, :6], cache)
     for n in range(6):
-        logits, ahead = drafter(text[:, n:n + 1], cache)
-        np.testing.assert_allclose(logits, at_once[:, n:n + 1], atol=1e-4)
+        logits, ahead = drafter(text[:, n : n + 1], cache)
+        np.testing.assert_allclose(logits, at_once[:, n : n + 1], atol=1e-4)
         for places, matters in ((slice(n - 1, n), n > 0), (slice(n, None), False)):
             changed = cache._replace(states=cache.states.at[..., places, :].add(1.0))
-            assert matters == (np.abs(drafter(text[:, n:n + 1], changed)[0] - logits).max() > 1e-3)
+            assert matters == (np.abs(drafter(text[:, n : n + 1], changed)[0] - logits).max() > 1e-3)
         cache = ahead
     states = np.asarray(cache.states).reshape(rows, 64, -1)
     assert np.abs(states[:, :6]).max(axis=-1).min() > 0 and not states[:, 6:].any()
 
 
 # Checkpoints
+
 
 def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
     """Its folder has no copy of the verifier: what it lacks is read from the folder that it names."""
@@ -183,17 +196,23 @@ def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
     described = json.loads((tmp_path / "drafter" / "model.json").read_text())
     narrow = random_checkpoint(dataclasses.replace(TINY_T5, d_ff=64))
     checkpoints.save(tmp_path / "other", narrow, "huggingface")
-    for name, said in (("gone", "there is no checkpoint folder"), ("../verifier", "not the name of a folder"),
-                       ("..", "not the name of a folder"), (3, "full_at is 3, not the name"),
-                       ("other", "another shape than asked for: d_ff is 64, not 80"),
-                       ("drafter", "another shape than asked for")):
+    for name, said in (
+        ("gone", "there is no checkpoint folder"),
+        ("../verifier", "not the name of a folder"),
+        ("..", "not the name of a folder"),
+        (3, "full_at is 3, not the name"),
+        ("other", "another shape than asked for: d_ff is 64, not 80"),
+        ("drafter", "another shape than asked for"),
+    ):
         (tmp_path / "drafter" / "model.json").write_text(json.dumps(described | {"full_at": name}))
         with pytest.raises(ValueError, match=said):
             checkpoints.load(f"{tmp_path}/drafter")
-    (tmp_path / "drafter" / "model.json").write_text(json.dumps(
-        checkpoints.native.shape_of(TINY_T5) | {"full_at": "verifier"}))
+    (tmp_path / "drafter" / "model.json").write_text(
+        json.dumps(checkpoints.native.shape_of(TINY_T5) | {"full_at": "verifier"})
+    )
     with pytest.raises(ValueError, match="one model has no full_at"):
         checkpoints.load(f"{tmp_path}/drafter")
+
 
 def test_members_are_loaded_by_name(tmp_path):
     original = random_checkpoint(CONFIG)
@@ -208,14 +227,18 @@ def test_members_are_loaded_by_name(tmp_path):
     assert drafter.params is verifier.params
 
 
-@pytest.mark.parametrize("change,said", [
-    ({"drafter": {"num_encoder_layers": 3}}, "num_encoder_layers is 3, not 0"),
-    ({"drafter": {"vocab_size": 98}}, "vocab_size is 98, the verifier's is 97"),
-    ({"drafter": {"eos_id": 2}}, "eos_id is 2, the verifier's is 1"),
-    ({"drafter": {"num_heads": 0}}, "drafter: num_heads is 0"),
-    ({"drafter": {"family": "gemma2"}}, "drafter is damaged: gemma2 has no field"),
-    ({"verifier": {"num_encoder_layers": 0}}, "num_encoder_layers is 0"),
-    ({"verifier": {"family": "exits"}}, "exits has no field")])
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"drafter": {"num_encoder_layers": 3}}, "num_encoder_layers is 3, not 0"),
+        ({"drafter": {"vocab_size": 98}}, "vocab_size is 98, the verifier's is 97"),
+        ({"drafter": {"eos_id": 2}}, "eos_id is 2, the verifier's is 1"),
+        ({"drafter": {"num_heads": 0}}, "drafter: num_heads is 0"),
+        ({"drafter": {"family": "gemma2"}}, "drafter is damaged: gemma2 has no field"),
+        ({"verifier": {"num_encoder_layers": 0}}, "num_encoder_layers is 0"),
+        ({"verifier": {"family": "exits"}}, "exits has no field"),
+    ],
+)
 def test_damaged_shapes_are_named(change, said, tmp_path):
     shape = checkpoints.native.shape_of(CONFIG)
     for part, fields in change.items():
@@ -236,8 +259,9 @@ def test_both_decode_in_fewer_bits(dtype, within, tmp_path):
     loaded = checkpoints.load(tmp_path / "run", jnp.dtype(dtype), packed=True)
     flat = {path: x.get_value() for path, x in nnx.to_flat_state(loaded.params)}
     packed = {path for path, x in flat.items() if isinstance(x, PackedKernel)}
-    assert packed == {path for path in flat if path[-1] == "kernel"
-                      or path == ("drafter", "embedding")}  # the drafter's is tied
+    assert packed == {
+        path for path in flat if path[-1] == "kernel" or path == ("drafter", "embedding")
+    }  # the drafter's is tied
     for number, member in enumerate(loaded.model.member_of.members):
         logits, _ = in_blocks(member, loaded.params, text, [1, 23], prefilled(member, loaded.params))
         np.testing.assert_allclose(logits, expected[number], atol=within * np.abs(expected[number]).max())

@@ -17,9 +17,15 @@ from speccascade_jax.models.stacking import stacked
 
 TABLES = dataclasses.replace(TINY_T5, shared_position_bias=False)
 NARROW = dataclasses.replace(TINY_T5, d_model=32, num_heads=2, num_encoder_layers=0, num_decoder_layers=1)
-SHAPES = {"t5": TINY_T5, "t5, a table a layer": TABLES, "exits": ExitsConfig(TINY_T5, (1,), "norm"),
-          "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True),
-          "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"), "t5gemma": TINY_T5GEMMA, **DECODERS}
+SHAPES = {
+    "t5": TINY_T5,
+    "t5, a table a layer": TABLES,
+    "exits": ExitsConfig(TINY_T5, (1,), "norm"),
+    "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True),
+    "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"),
+    "t5gemma": TINY_T5GEMMA,
+    **DECODERS,
+}
 
 
 def both(name, packed=None):
@@ -39,8 +45,11 @@ def decoded(model, params, rows):
     found = []
     for number in range(len(getattr(model, "names", " "))):
         read = getattr(model, "extend_member", lambda _, *given: model.extend(*given))
-        for tokens, covered in ((TARGET[:rows, :5], None), (TARGET[:rows, 5:6], np.arange(rows) + 1),
-                                (TARGET[:rows, :2], None)):  # two reach the caches in turn
+        for tokens, covered in (
+            (TARGET[:rows, :5], None),
+            (TARGET[:rows, 5:6], np.arange(rows) + 1),
+            (TARGET[:rows, :2], None),
+        ):  # two reach the caches in turn
             cache = cache if covered is None else model.roll_back(cache, covered)
             logits, cache = read(number, params, tokens, cache)
             found.append(logits)
@@ -49,9 +58,18 @@ def decoded(model, params, rows):
 
 
 @pytest.mark.full(quick=["t5, a table a layer-3"])
-@pytest.mark.parametrize("name,rows", [
-    ("t5", 1), ("t5, a table a layer", 3), ("exits", 3), ("shared encoder", 1), ("a decoder's exits", 3),
-    ("t5gemma", 1), ("gemma3_text", 3)])
+@pytest.mark.parametrize(
+    "name,rows",
+    [
+        ("t5", 1),
+        ("t5, a table a layer", 3),
+        ("exits", 3),
+        ("shared encoder", 1),
+        ("a decoder's exits", 3),
+        ("t5gemma", 1),
+        ("gemma3_text", 3),
+    ],
+)
 def test_logits_are_those_of_layers_one_by_one(name, rows):
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
     for wanted, found in zip(one_by_one, at_once, strict=True):
@@ -77,8 +95,10 @@ def test_rows_go_on_in_other_places():
             cache = model.prefill(params, SOURCE[rows], LENGTH[rows], 24)[1]
             caches.append(model.extend(params, TARGET[rows, :3], cache)[1])
         caches.insert(0, insert(model, *caches, np.array([1]), False))
-        return [model.extend(params, TARGET[rows, 3:5], cache)[0]
-                for rows, cache in zip(([0, 2], [0, 1], [2]), caches, strict=True)]
+        return [
+            model.extend(params, TARGET[rows, 3:5], cache)[0]
+            for rows, cache in zip(([0, 2], [0, 1], [2]), caches, strict=True)
+        ]
 
     found, first, second = read_on(params)  # mixed, before, and the row that came in
     np.testing.assert_allclose(found[0], first[0], atol=1e-5)
@@ -92,6 +112,12 @@ def test_a_cascade_on_an_accelerator_writes_the_same_texts(t5_pair, monkeypatch)
         monkeypatch.setattr(stacking, "wants_stacking", lambda accelerator=accelerator: accelerator)
         cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=12)
         assert cascade.verifier.stacked == accelerator
-        found.append([one.tokens for one in cascade.generate(texts, method="token_v3", alpha=0.3,
-                                                             temperature=1.0, batch_size=2)])
+        found.append(
+            [
+                one.tokens
+                for one in cascade.generate(
+                    texts, method="token_v3", alpha=0.3, temperature=1.0, batch_size=2
+                )
+            ]
+        )
     assert found[0] == found[1]

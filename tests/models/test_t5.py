@@ -30,8 +30,7 @@ def shared():
     return model, model.init(0)
 
 
-@pytest.mark.parametrize("config", [
-    TINY_T5, TINY_T5_1_0], ids=["t5_1_1", "t5_1_0"])
+@pytest.mark.parametrize("config", [TINY_T5, TINY_T5_1_0], ids=["t5_1_1", "t5_1_0"])
 def test_logits_agree_with_hugging_face(config, tmp_path):
     torch = pytest.importorskip("torch")
     theirs = transformers_t5(config)
@@ -41,9 +40,11 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
     decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
     mask = np.arange(SOURCE.shape[1]) < LENGTH[:, None]
     with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor(SOURCE, dtype=torch.long),
-                          attention_mask=torch.tensor(mask, dtype=torch.long),
-                          decoder_input_ids=torch.tensor(decoder_input, dtype=torch.long)).logits.numpy()
+        expected = theirs(
+            input_ids=torch.tensor(SOURCE, dtype=torch.long),
+            attention_mask=torch.tensor(mask, dtype=torch.long),
+            decoder_input_ids=torch.tensor(decoder_input, dtype=torch.long),
+        ).logits.numpy()
     assert np.ptp(expected) > 2  # weights large enough that a wrong scale or bias shows
     size = TARGET.shape[1]
     for sizes in ([size], [1] * size, [3, 7, 1, 6, 13]):
@@ -63,9 +64,20 @@ def test_equal_tables_are_a_shared_table(shared):
     model, params = shared
     apart = T5Model(dataclasses.replace(TINY_T5, shared_position_bias=False))
     tables = apart.init(1)
-    nnx.update(tables, nnx.from_flat_state([
-        (path, x.replace(jnp.stack([x[...]] * (3 if path == ("encoder_bias",) else 2)))
-         if path[0].endswith("_bias") else x) for path, x in nnx.to_flat_state(params)]))
+    nnx.update(
+        tables,
+        nnx.from_flat_state(
+            [
+                (
+                    path,
+                    x.replace(jnp.stack([x[...]] * (3 if path == ("encoder_bias",) else 2)))
+                    if path[0].endswith("_bias")
+                    else x,
+                )
+                for path, x in nnx.to_flat_state(params)
+            ]
+        ),
+    )
     for sizes in ([30], [5, 25]):
         expected, _ = in_blocks(model, params, TARGET, sizes, prefilled(model, params))
         found, _ = in_blocks(apart, tables, TARGET, sizes, prefilled(apart, tables))
@@ -88,8 +100,16 @@ def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):
     assert np.abs(found - expected[1:2]).max() > 1
 
 
-@pytest.mark.parametrize("name,millions", [("t5_1_1_small", 77), ("t5_1_1_base", 248), ("t5_1_1_large", 783),
-                                           ("t5_1_1_xl", 2850), ("t5_1_1_xxl", 11135)])
+@pytest.mark.parametrize(
+    "name,millions",
+    [
+        ("t5_1_1_small", 77),
+        ("t5_1_1_base", 248),
+        ("t5_1_1_large", 783),
+        ("t5_1_1_xl", 2850),
+        ("t5_1_1_xxl", 11135),
+    ],
+)
 def test_presets_have_the_published_sizes(name, millions):
     shapes = jax.tree.leaves(T5Model(PRESETS[name]).abstract_params())
     assert round(sum(x.size for x in shapes) / 1e6) == millions
@@ -110,7 +130,9 @@ def test_transformers_reads_our_export(shared, tmp_path):
     huggingface.save(tmp_path, model, params, np.float32)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor(SOURCE[:1], dtype=torch.long),
-                          decoder_input_ids=torch.tensor(TARGET[:1], dtype=torch.long)).logits.numpy()
+        expected = theirs(
+            input_ids=torch.tensor(SOURCE[:1], dtype=torch.long),
+            decoder_input_ids=torch.tensor(TARGET[:1], dtype=torch.long),
+        ).logits.numpy()
     logits, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
     np.testing.assert_allclose(logits[:1], expected, rtol=0, atol=1e-4)

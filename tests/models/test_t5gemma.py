@@ -12,16 +12,21 @@ from speccascade_jax.checkpoints.arrays import Placement
 from speccascade_jax.checkpoints.t5gemma import describe, read_config
 
 FED = np.concatenate([np.full((3, 1), 2), TARGET[:, :-1]], axis=1)  # behind the decoder's first token
-CONFIGS = {"tied": TINY_T5GEMMA, "untied": dataclasses.replace(
-    TINY_T5GEMMA, decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False))}
+CONFIGS = {
+    "tied": TINY_T5GEMMA,
+    "untied": dataclasses.replace(
+        TINY_T5GEMMA, decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False)
+    ),
+}
 
 
 def hugging_face(config):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     described = {name: value for name, value in describe(config).items() if name != "architectures"}
-    model = transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(
-        **described, attn_implementation="eager"))
+    model = transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(**described, attn_implementation="eager")
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.25)
@@ -33,11 +38,16 @@ def their_logits(theirs):
     torch, rows = pytest.importorskip("torch"), []
     for source, length, fed in zip(SOURCE, LENGTH, FED, strict=True):
         with torch.no_grad():
-            rows.append(theirs(
-                input_ids=torch.tensor(source[None, :length].astype(np.int64)),
-                attention_mask=torch.ones((1, int(length)), dtype=torch.long),
-                decoder_input_ids=torch.tensor(fed[None].astype(np.int64)),
-                decoder_attention_mask=torch.ones((1, len(fed)), dtype=torch.long)).logits[0].numpy())
+            rows.append(
+                theirs(
+                    input_ids=torch.tensor(source[None, :length].astype(np.int64)),
+                    attention_mask=torch.ones((1, int(length)), dtype=torch.long),
+                    decoder_input_ids=torch.tensor(fed[None].astype(np.int64)),
+                    decoder_attention_mask=torch.ones((1, len(fed)), dtype=torch.long),
+                )
+                .logits[0]
+                .numpy()
+            )
     return np.stack(rows)
 
 
@@ -74,10 +84,18 @@ def test_greedy_texts_are_those_of_transformers(tmp_path):
     assert len(np.unique(texts)) > 30
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"encoder": None}, "encoder is None"), ({"encoder": {}}, "encoder: hidden_size is missing"),
-    ({"decoder": {**describe(TINY_T5GEMMA)["decoder"], "cross_attention_hidden_size": 7}}, "cross_attention"),
-    ({"decoder": {**describe(TINY_T5GEMMA)["decoder"], "vocab_size": 98}}, "97 tokens, the decoder 98")])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"encoder": None}, "encoder is None"),
+        ({"encoder": {}}, "encoder: hidden_size is missing"),
+        (
+            {"decoder": {**describe(TINY_T5GEMMA)["decoder"], "cross_attention_hidden_size": 7}},
+            "cross_attention",
+        ),
+        ({"decoder": {**describe(TINY_T5GEMMA)["decoder"], "vocab_size": 98}}, "97 tokens, the decoder 98"),
+    ],
+)
 def test_what_cannot_be_is_one_sentence(change, words):
     with pytest.raises(ValueError, match=words):
         read_config("it", describe(TINY_T5GEMMA) | change)

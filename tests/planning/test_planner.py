@@ -30,19 +30,24 @@ def candidates(rng, count, timed, flat=False, measured=True):
     acceptance = rng.uniform(0, 1, (count, count))
     if measured:
         acceptance = np.clip(0.97 - 0.06 * np.abs(size[:, None] - size) - 0.05 * acceptance, 0, 1)
-    return Candidates(tuple(f"m{i}" for i in range(count)), seconds, acceptance,
-                      besides=rng.uniform(0, 0.1, (count, count)) * seconds[:, 1])
+    return Candidates(
+        tuple(f"m{i}" for i in range(count)),
+        seconds,
+        acceptance,
+        besides=rng.uniform(0, 0.1, (count, count)) * seconds[:, 1],
+    )
 
 
 def chain(acceptances, timed=40):
     """Candidates of which each accepts its predecessor's tokens so often, with costs 1, 3, 9, ..."""
     count = len(acceptances) + 1
     acceptance = np.diag(acceptances, 1) if count > 1 else np.zeros((1, 1))
-    seconds = np.repeat(3.0**np.arange(count)[:, None], timed + 1, axis=1)
+    seconds = np.repeat(3.0 ** np.arange(count)[:, None], timed + 1, axis=1)
     return Candidates(tuple("abcdef"[:count]), seconds, acceptance)
 
 
 # The process, played
+
 
 class Coins:
     """Tokens without content: each is accepted with its level's probability, whatever happened before."""
@@ -56,7 +61,7 @@ class Coins:
     def verify(self, level, drafts):
         for n in range(len(drafts)):
             if self.random() >= self.acceptances[level - 1]:
-                return drafts[:n + 1]
+                return drafts[: n + 1]
         return [*drafts, None]
 
 
@@ -115,8 +120,13 @@ def ratio(calls, tokens):
     return mean, off.std(0) / tokens.mean() / np.sqrt(len(tokens))
 
 
-CHAINS = [((0.8,), (4,)), ((0.9, 0.7), (2, 5)), ((0.6, 0.8), (5, 2)), ((0.9, 0.8, 0.7), (1, 3, 5)),
-          ((0.7, 0.85, 0.8), (4, 2, 3))]
+CHAINS = [
+    ((0.8,), (4,)),
+    ((0.9, 0.7), (2, 5)),
+    ((0.6, 0.8), (5, 2)),
+    ((0.9, 0.8, 0.7), (1, 3, 5)),
+    ((0.7, 0.85, 0.8), (4, 2, 3)),
+]
 
 
 @pytest.mark.parametrize("hand_over", HAND_OVER)
@@ -125,8 +135,9 @@ def test_independent_acceptances(acceptances, sizes, hand_over, full):
     """There every prediction is exact, that of `keep` too."""
     models = chain(acceptances)
     plan = predict(models, models.names, sizes, hand_over)
-    played = play(Coins(np.random.default_rng(len(sizes)), acceptances), sizes, hand_over,
-                  100_000 if full else 10_000)
+    played = play(
+        Coins(np.random.default_rng(len(sizes)), acceptances), sizes, hand_over, 100_000 if full else 10_000
+    )
     mean, error = ratio(*played)
     assert np.all(error < 0.015 * mean)
     assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
@@ -154,8 +165,10 @@ def test_texts_end(acceptances, sizes, hand_over, full):
     assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
     once = 3 * models.text_seconds.sum() / sum(lengths)
     assert plan.seconds_per_token == pytest.approx(plan.passes_per_token @ models.call_seconds[:, 1] + once)
-    endless, without = (predict(one, one.names, sizes, hand_over).passes_per_token for one in
-                        (dataclasses.replace(models, lengths=(100_000,)), members))
+    endless, without = (
+        predict(one, one.names, sizes, hand_over).passes_per_token
+        for one in (dataclasses.replace(models, lengths=(100_000,)), members)
+    )
     np.testing.assert_allclose(endless, without, rtol=1e-3)
 
 
@@ -179,6 +192,7 @@ def test_speculative_sampling(sizes, hand_over, full):
 
 
 # Formulas
+
 
 def test_renewal_known_values():
     a = np.linspace(0, 1, 21)
@@ -204,7 +218,7 @@ def test_a_pair_is_the_classical_formula():
     models = candidates(rng, 2, 9, measured=False)
     a, seconds = models.acceptance[0, 1], models.call_seconds
     for size, hand_over in itertools.product(range(1, 9), HAND_OVER):
-        plan, rounds = predict(models, models.names, (size,), hand_over), (1 - a) / (1 - a**(size + 1))
+        plan, rounds = predict(models, models.names, (size,), hand_over), (1 - a) / (1 - a ** (size + 1))
         own = seconds[1, size + 1] + models.besides[0, 1] + size * seconds[0, 1]
         assert plan.seconds_per_token == pytest.approx(own * rounds)
         assert plan.passes_per_token == pytest.approx((size * rounds, rounds))
@@ -217,10 +231,13 @@ def by_recursion(models, sizes, level, r):
     if r <= 0 or level == 0:
         return max(r, 0) * models.call_seconds[0, 1]
     a, n = models.acceptance[level - 1, level], min(sizes[level - 1], r - 1)
-    law = [a**(x - 1) * (1 - a) for x in range(1, n + 1)] + [a**n]
+    law = [a ** (x - 1) * (1 - a) for x in range(1, n + 1)] + [a**n]
     own = models.call_seconds[level, sizes[level - 1] + 1] + models.besides[level - 1, level]
-    return (own + by_recursion(models, sizes, level - 1, n)
-            + sum(p * by_recursion(models, sizes, level, r - x) for x, p in enumerate(law, 1)))
+    return (
+        own
+        + by_recursion(models, sizes, level - 1, n)
+        + sum(p * by_recursion(models, sizes, level, r - x) for x, p in enumerate(law, 1))
+    )
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (5, 2), (3, 1, 4), (2, 4, 7), (6, 3, 5)])
@@ -249,6 +266,7 @@ def test_keep_pays_for_its_widest_call():
 
 # The search
 
+
 def every_plan(models, max_block, hand_over, most):
     """Each subset with the target and each tuple of block sizes that was timed."""
     timed = models.call_seconds.shape[1] - 1
@@ -265,8 +283,11 @@ def instances(full):
         count, most, max_block = int(rng.integers(2, 6)), [None, None, 4, 3, 2, 1][seed % 6], 4
         models = candidates(rng, count, max_block + 6, flat=seed % 3 == 0, measured=seed % 4 > 0)
         if seed % 5 < 2:  # models that also cost something once a text, in no order of theirs
-            models = dataclasses.replace(models, lengths=(3, 9), text_seconds=rng.uniform(
-                0, 4 * models.call_seconds[:, 1].mean(), count))
+            models = dataclasses.replace(
+                models,
+                lengths=(3, 9),
+                text_seconds=rng.uniform(0, 4 * models.call_seconds[:, 1].mean(), count),
+            )
         yield models, max_block, most
 
 
@@ -297,8 +318,9 @@ def test_need_wants_other_plans_than_truncate():
     for seed in range(30):
         models = candidates(np.random.default_rng(seed), 4, 10, flat=True)
         other = best(models, 6, "truncate")
-        worse += (predict(models, other.models, other.block_sizes).seconds_per_token
-                  > best(models, 6).seconds_per_token * (1 + 1e-9))
+        worse += predict(models, other.models, other.block_sizes).seconds_per_token > best(
+            models, 6
+        ).seconds_per_token * (1 + 1e-9)
     assert worse > 0
 
 
@@ -322,8 +344,11 @@ def test_eighty_models(texts):
     """Under a second of one core; 0.1 to 0.4 s where it was written."""
     models = candidates(np.random.default_rng(0), 80, 16)
     if texts:
-        models = dataclasses.replace(models, lengths=(20, 30, 60), text_seconds=np.random.default_rng(
-            1).uniform(0, 4, 80) * models.call_seconds[:, 1])
+        models = dataclasses.replace(
+            models,
+            lengths=(20, 30, 60),
+            text_seconds=np.random.default_rng(1).uniform(0, 4, 80) * models.call_seconds[:, 1],
+        )
     for hand_over, most in (("truncate", None), ("need", None), ("need", 4)):
         start = time.process_time()
         plan = best(models, 15, hand_over, most)
@@ -333,6 +358,7 @@ def test_eighty_models(texts):
 
 
 # Checks of what was measured
+
 
 def test_triangle_violations():
     rng = np.random.default_rng(0)
@@ -347,25 +373,28 @@ def test_triangle_violations():
     assert (1, 3, 5) not in [one[:3] for one in triangle_violations(acceptance, 0.49)]
 
 
-@pytest.mark.parametrize("changed,field,value", [
-    ({"names": ()}, "names", ()),
-    ({"names": ("a", "b", "a")}, "names", ("a", "b", "a")),
-    ({"call_seconds": np.ones((2, 9))}, "call_seconds", (2, 9)),
-    ({"call_seconds": np.ones((3, 1))}, "call_seconds", (3, 1)),
-    ({"call_seconds": np.ones(3)}, "call_seconds", (3,)),
-    ({"call_seconds": np.array([[1, 1, 1], [1, 1, np.nan], [1, 1, 1]])}, "call_seconds", NAN),
-    ({"call_seconds": np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1]])}, "call_seconds", 0),
-    ({"call_seconds": np.array([[1, 1, np.inf], [1, 1, 1], [1, 1, 1]])}, "call_seconds", np.inf),
-    ({"acceptance": np.ones((3, 2))}, "acceptance", (3, 2)),
-    ({"acceptance": np.full((3, 3), 1.1)}, "acceptance", 1.1),
-    ({"acceptance": np.triu(np.full((3, 3), np.nan), 2)}, "acceptance", NAN),
-    ({"acceptance": np.full((3, 3), -0.1)}, "acceptance", -0.1),
-    ({"text_seconds": np.ones(2)}, "text_seconds", [1, 1]),
-    ({"text_seconds": np.array([1, -1, 1])}, "text_seconds", [1, -1, 1]),
-    ({"lengths": (4, 0)}, "lengths", 0),
-    ({"besides": np.ones(3)}, "besides", [1, 1, 1]),
-    ({"besides": np.diag([-1.0, -1.0], 1)}, "besides", [[0, -1, 0], [0, 0, -1], [0, 0, 0]]),
-])
+@pytest.mark.parametrize(
+    "changed,field,value",
+    [
+        ({"names": ()}, "names", ()),
+        ({"names": ("a", "b", "a")}, "names", ("a", "b", "a")),
+        ({"call_seconds": np.ones((2, 9))}, "call_seconds", (2, 9)),
+        ({"call_seconds": np.ones((3, 1))}, "call_seconds", (3, 1)),
+        ({"call_seconds": np.ones(3)}, "call_seconds", (3,)),
+        ({"call_seconds": np.array([[1, 1, 1], [1, 1, np.nan], [1, 1, 1]])}, "call_seconds", NAN),
+        ({"call_seconds": np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1]])}, "call_seconds", 0),
+        ({"call_seconds": np.array([[1, 1, np.inf], [1, 1, 1], [1, 1, 1]])}, "call_seconds", np.inf),
+        ({"acceptance": np.ones((3, 2))}, "acceptance", (3, 2)),
+        ({"acceptance": np.full((3, 3), 1.1)}, "acceptance", 1.1),
+        ({"acceptance": np.triu(np.full((3, 3), np.nan), 2)}, "acceptance", NAN),
+        ({"acceptance": np.full((3, 3), -0.1)}, "acceptance", -0.1),
+        ({"text_seconds": np.ones(2)}, "text_seconds", [1, 1]),
+        ({"text_seconds": np.array([1, -1, 1])}, "text_seconds", [1, -1, 1]),
+        ({"lengths": (4, 0)}, "lengths", 0),
+        ({"besides": np.ones(3)}, "besides", [1, 1, 1]),
+        ({"besides": np.diag([-1.0, -1.0], 1)}, "besides", [[0, -1, 0], [0, 0, -1], [0, 0, 0]]),
+    ],
+)
 def test_what_cannot_be_measured(changed, field, value):
     fine = {"names": ("a", "b", "c"), "call_seconds": np.ones((3, 9)), "acceptance": np.ones((3, 3))}
     with pytest.raises(FieldError) as refused:
@@ -380,23 +409,26 @@ def test_what_is_not_read_may_be_anything():
     assert best(Candidates(("a", "b", "c"), seconds, acceptance), 7) == plan
 
 
-@pytest.mark.parametrize("call,field,value", [
-    (lambda m: predict(m, ("a", "z", "c"), (1, 1)), "models", ["a", "z", "c"]),
-    (lambda m: predict(m, (), ()), "models", []),
-    (lambda m: predict(m, ("b", "a", "c"), (1, 1)), "models", ["b", "a", "c"]),
-    (lambda m: predict(m, ("a", "a", "c"), (1, 1)), "models", ["a", "a", "c"]),
-    (lambda m: predict(m, ("a", "c"), (1, 1)), "block_sizes", [1, 1]),
-    (lambda m: predict(m, ("a", "c"), (0,)), "block_sizes", [0]),
-    (lambda m: predict(m, ("a", "c"), (2.5,)), "block_sizes", [2.5]),
-    (lambda m: predict(m, ("a", "c"), (9,)), "block_sizes", [9]),
-    (lambda m: predict(m, ("a", "c"), (1,), "throw"), "hand_over", "throw"),
-    (lambda m: best(m, 3, "throw"), "hand_over", "throw"),
-    (lambda m: best(m, 9), "max_block", 9),
-    (lambda m: best(m, 0), "max_block", 0),
-    (lambda m: best(m, 3, most_models=0), "most_models", 0),
-    (lambda m: renewal(0.5, -1, 2), "n", -1),
-    (lambda m: renewal(0.5, 1, -2), "m", -2),
-])
+@pytest.mark.parametrize(
+    "call,field,value",
+    [
+        (lambda m: predict(m, ("a", "z", "c"), (1, 1)), "models", ["a", "z", "c"]),
+        (lambda m: predict(m, (), ()), "models", []),
+        (lambda m: predict(m, ("b", "a", "c"), (1, 1)), "models", ["b", "a", "c"]),
+        (lambda m: predict(m, ("a", "a", "c"), (1, 1)), "models", ["a", "a", "c"]),
+        (lambda m: predict(m, ("a", "c"), (1, 1)), "block_sizes", [1, 1]),
+        (lambda m: predict(m, ("a", "c"), (0,)), "block_sizes", [0]),
+        (lambda m: predict(m, ("a", "c"), (2.5,)), "block_sizes", [2.5]),
+        (lambda m: predict(m, ("a", "c"), (9,)), "block_sizes", [9]),
+        (lambda m: predict(m, ("a", "c"), (1,), "throw"), "hand_over", "throw"),
+        (lambda m: best(m, 3, "throw"), "hand_over", "throw"),
+        (lambda m: best(m, 9), "max_block", 9),
+        (lambda m: best(m, 0), "max_block", 0),
+        (lambda m: best(m, 3, most_models=0), "most_models", 0),
+        (lambda m: renewal(0.5, -1, 2), "n", -1),
+        (lambda m: renewal(0.5, 1, -2), "m", -2),
+    ],
+)
 def test_what_cannot_be_predicted(call, field, value):
     with pytest.raises(FieldError) as refused:
         call(chain((0.5, 0.5), timed=9))

@@ -56,18 +56,23 @@ def plan_of(sampler, **fields):
 def asked():
     draw = np.random.default_rng(1)
     sizes = [*draw.integers(1, WIDTH + 1, 10), WIDTH, 1, 2, WIDTH - 1]
-    return [Request(draw.integers(3, 90, size).tolist(), Settings(temperature=0.8, alpha=0.3), number)
-            for number, size in enumerate(sizes)]
+    return [
+        Request(draw.integers(3, 90, size).tolist(), Settings(temperature=0.8, alpha=0.3), number)
+        for number, size in enumerate(sizes)
+    ]
 
 
 @pytest.mark.full(quick=["one-7"])
-@pytest.mark.parametrize("make,chunk", [(one, 7), (pair, 1), (pair, 30), (exits, 7)],
-                         ids=["one-7", "pair-1", "pair-30", "exits-7"])
+@pytest.mark.parametrize(
+    "make,chunk", [(one, 7), (pair, 1), (pair, 30), (exits, 7)], ids=["one-7", "pair-1", "pair-30", "exits-7"]
+)
 def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, asked, monkeypatch):
     sampler, params = make()
     levels = sampler.level
-    asked = [request._replace(settings=dataclasses.replace(request.settings, alpha=(0.3,) * max(levels, 1)))
-             for request in asked]
+    asked = [
+        request._replace(settings=dataclasses.replace(request.settings, alpha=(0.3,) * max(levels, 1)))
+        for request in asked
+    ]
     whole = alone(Programs(plan_of(sampler), params, None, Clock()), asked, bucket)
     programs = Programs(plan_of(sampler, chunk=chunk), params, None, Clock())
     scheduler, found, waiting, ids = Continuous(programs, 3, Letters(), bucket, WIDTH), {}, [*asked], []

@@ -10,9 +10,12 @@ from speccascade_jax.settings import Settings
 
 TEXTS = ["200", "202", "201", "012", "1", "120"]
 BROKEN = {2, 4}  # those that end in 1
-CHOICES = {"greedy": {"method": "speculative"}, "sampled": {"temperature": 1.0},
-           "stopped": {"temperature": 1.0, "stop": ("22",)},
-           "verifier": {"method": "verifier", "temperature": 1.0}}
+CHOICES = {
+    "greedy": {"method": "speculative"},
+    "sampled": {"temperature": 1.0},
+    "stopped": {"temperature": 1.0, "stop": ("22",)},
+    "verifier": {"method": "verifier", "temperature": 1.0},
+}
 
 
 def sound():
@@ -36,8 +39,10 @@ def results(cascade, batch_size, **fields):
     [lane] = cascade.lanes([settings]).values()
     rows, _ = cascade.encode(TEXTS)
     scheduler, ended = cascade.scheduler(lane.plan, lane.params, batch_size), {}
-    ids = scheduler.admit(Request(row, settings, number, lane.numbers(settings), settings.stop)
-                          for number, row in enumerate(rows))
+    ids = scheduler.admit(
+        Request(row, settings, number, lane.numbers(settings), settings.stop)
+        for number, row in enumerate(rows)
+    )
     while scheduler.busy:
         scheduler.run(rounds=1)
         ended |= dict(scheduler.finished())

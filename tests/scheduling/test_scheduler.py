@@ -26,8 +26,12 @@ def bucket(length):
 
 @pytest.fixture(scope="module", params=["t5", pytest.param("gemma", marks=pytest.mark.full)])
 def programs(request):
-    model = model_of({"t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
-                      "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2)}[request.param])
+    model = model_of(
+        {
+            "t5": dataclasses.replace(TINY_T5, num_encoder_layers=1, num_decoder_layers=1),
+            "gemma": dataclasses.replace(TINY_GEMMA, num_layers=2),
+        }[request.param]
+    )
     large = model.init(0)
     small = jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, large, model.init(1))
     sampler = Speculative(Autoregressive(model), model, METHODS["token_v3"], 3)
@@ -81,14 +85,15 @@ def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batc
     scheduler.run(rounds=1)
     running = next(number for number in ids if scheduler.partial(number) is not None)
     begun = scheduler.partial(running).tokens
-    assert begun == expected[ids.index(running)].tokens[:len(begun)] != []
+    assert begun == expected[ids.index(running)].tokens[: len(begun)] != []
     scheduler.cancel(running)
     while scheduler.busy:
         found |= dict(scheduler.finished())
         scheduler.run()
     found |= dict(scheduler.finished())
     assert {n: found[n] for n in ids if n in found} == {
-        n: expected[k] for k, n in enumerate(ids) if n not in (ids[0], running)}
+        n: expected[k] for k, n in enumerate(ids) if n not in (ids[0], running)
+    }
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -96,8 +101,11 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
     """Tokens up to the stop sequence; counts up to the round that wrote it, wherever anybody looked."""
     whole = alone(programs, requests)
     letters = Letters()
-    stop = tuple(letters.decode(result.tokens[n:n + 1])
-                 for result, n in zip(whole[:4], (3, 7, 5, 9), strict=True) if len(result.tokens) > n)
+    stop = tuple(
+        letters.decode(result.tokens[n : n + 1])
+        for result, n in zip(whole[:4], (3, 7, 5, 9), strict=True)
+        if len(result.tokens) > n
+    )
     stopping = [request._replace(stop=stop) for request in requests]
 
     def every_round():
@@ -118,33 +126,44 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
     rounds = sum(result.counts["rounds"] for result in expected)
     assert called.count("run") < rounds / 2  # the host does not look after every round
     for cut, full in zip(expected, whole, strict=True):
-        assert cut.tokens == full.tokens[:len(cut.tokens)]
+        assert cut.tokens == full.tokens[: len(cut.tokens)]
         assert len(cut.tokens) <= cut.counts["emitted"] < len(cut.tokens) + 4
 
 
 # A server's scheduler
 
+
 @pytest.fixture(scope="module")
 def served(programs):
     """The same with everything that a row may choose."""
-    plan = dataclasses.replace(programs.plan, truncations=("top_k", "top_p", "min_p"),
-                               bounds=(("top_k", 32),), ragged=True)
+    plan = dataclasses.replace(
+        programs.plan, truncations=("top_k", "top_p", "min_p"), bounds=(("top_k", 32),), ragged=True
+    )
     return Programs(plan, programs.params, None, Clock())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch_size", [3, 6])
-def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requests, batch_size,
-                                                          monkeypatch):
+def test_a_steady_batch_gives_each_row_what_it_gets_alone(
+    programs, served, requests, batch_size, monkeypatch
+):
     """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled.
     The batch is narrow as long as it can be."""
-    asked = [request._replace(tokens=request.tokens[:WIDTHS[number >= 8]], settings=dataclasses.replace(
-        request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number // 8 % 2 else None))
-        for number, request in enumerate(requests)]
+    asked = [
+        request._replace(
+            tokens=request.tokens[: WIDTHS[number >= 8]],
+            settings=dataclasses.replace(
+                request.settings, block_size=(3, 1)[number % 2], top_p=0.9 if number // 8 % 2 else None
+            ),
+        )
+        for number, request in enumerate(requests)
+    ]
     plan = dataclasses.replace(programs.plan, truncations=("top_p",), history=0)
     in_ones = dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, block_size=1))
-    by_size = {3: Programs(plan, programs.params, None, Clock()),
-               1: Programs(in_ones, programs.params, None, Clock())}
+    by_size = {
+        3: Programs(plan, programs.params, None, Clock()),
+        1: Programs(in_ones, programs.params, None, Clock()),
+    }
     expected = [alone(by_size[request.settings.block_size], [request])[0].tokens for request in asked]
     scheduler, found, order = Continuous(served, batch_size, Letters(), bucket, WIDTHS[-1]), {}, []
     scheduler.precompile(WIDTHS)
@@ -171,8 +190,10 @@ def test_a_steady_batch_gives_each_row_what_it_gets_alone(programs, served, requ
 
 
 def test_rows_draft_blocks_of_their_own_sizes(served, requests):
-    sized = [request._replace(settings=dataclasses.replace(request.settings, block_size=1 + n % 3))
-             for n, request in enumerate(requests[:6])]
+    sized = [
+        request._replace(settings=dataclasses.replace(request.settings, block_size=1 + n % 3))
+        for n, request in enumerate(requests[:6])
+    ]
     for request, result in zip(sized, run(Scheduler(served, 3, Letters(), bucket), sized), strict=True):
         size, rounds = request.settings.block_size, result.counts["rounds"]
         assert (size - 1) * rounds < result.counts["drafted"] <= size * rounds  # fewer where a draft ends

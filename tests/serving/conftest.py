@@ -27,9 +27,12 @@ class Server:
         self.log = open(folder / f"{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
         clean = {name: value for name, value in os.environ.items() if name != "SPECCASCADE_API_KEY"}
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPTS / "serve.py", "--port=0", *flags], text=True, stdout=subprocess.PIPE,
-            stderr=self.log, env={**clean, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu",
-                                  **environment})
+            [sys.executable, SCRIPTS / "serve.py", "--port=0", *flags],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**clean, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment},
+        )
         self.url = self.process.stdout.readline().strip()
 
     def until_ready(self):
@@ -92,8 +95,14 @@ def methods(full):
 
 @pytest.fixture(scope="session")
 def server(served_config, methods, tmp_path_factory):
-    own = Server(tmp_path_factory.mktemp("logs"), f"--config={served_config}", "--rows=4", "--max-queue=200",
-                 "--methods", *methods).until_ready()
+    own = Server(
+        tmp_path_factory.mktemp("logs"),
+        f"--config={served_config}",
+        "--rows=4",
+        "--max-queue=200",
+        "--methods",
+        *methods,
+    ).until_ready()
     yield own
     assert own.end() == 0
 
@@ -109,6 +118,7 @@ def cascade(served_config):
 @pytest.fixture(scope="session")
 def post(server):
     """Sends a body and returns the status, the answer and its headers."""
+
     def send(body, path="/v1/completions", url=server.url, **headers):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **headers})

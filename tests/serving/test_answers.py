@@ -50,8 +50,11 @@ def test_each_event_has_the_scores_of_its_tokens(sizes):
     joined = {name: [value for part in scores for value in part[name]] for name in scores[0]}
     assert joined["tokens"] == ["1", "2", "0"] and joined["text_offset"] == [0, 1, 2]
     assert joined["token_logprobs"] == LOGPROBS.tolist()
-    assert joined["top_logprobs"] == [{"1": -0.25, "0": -2.0}, {"0": -0.5, "2": -1.5},
-                                      {"2": -0.125, "1": -2.5}]
+    assert joined["top_logprobs"] == [
+        {"1": -0.25, "0": -2.0},
+        {"0": -0.5, "2": -1.5},
+        {"2": -0.125, "1": -2.5},
+    ]
     reasons = [event["choices"][0]["finish_reason"] for event in events]
     assert reasons == [None] * (len(sizes) - 1) + ["length"]
 
@@ -66,5 +69,6 @@ def test_a_stream_ends_with_its_usage_where_it_is_wanted():
     events = asyncio.run(streamed([update(3, True)], stream=True, stream_options={"include_usage": True}))
     assert events[0]["usage"] is None and events[-1]["choices"] == []
     usage = events[-1]["usage"]
-    assert {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "verifier_calls", "drafted")
-            } == {"prompt_tokens": 4, "completion_tokens": 3, "verifier_calls": 2, "drafted": 3}
+    assert {
+        name: usage[name] for name in ("prompt_tokens", "completion_tokens", "verifier_calls", "drafted")
+    } == {"prompt_tokens": 4, "completion_tokens": 3, "verifier_calls": 2, "drafted": 3}

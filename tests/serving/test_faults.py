@@ -15,23 +15,51 @@ from speccascade_jax.tokenizers.chat import ChatTemplate
 DEEP = b'{"prompt": ' + b"[" * 100_000
 HUGE = b"1" + b"0" * 399
 WRONG = {  # a body -> its status, and the field that is wrong
-    b"": (400, None), b"{": (400, None), b"[]": (400, None), b"3": (400, None), b"null": (400, None),
-    b"\xff\xfe": (400, None), DEEP: (400, None), b'{"prompt": "1\x001"}': (400, None),
+    b"": (400, None),
+    b"{": (400, None),
+    b"[]": (400, None),
+    b"3": (400, None),
+    b"null": (400, None),
+    b"\xff\xfe": (400, None),
+    DEEP: (400, None),
+    b'{"prompt": "1\x001"}': (400, None),
     b'{"prompt": "1", "seed": ' + b"9" * 5000 + b"}": (400, None),  # more digits than Python reads
     b'{"prompt": "1", "temperature": NaN}': (400, "temperature"),
     b'{"prompt": "1", "alpha": Infinity}': (400, "alpha"),
     b'{"prompt": "1", "alpha": [1, NaN]}': (400, "alpha"),
     b'{"prompt": "1", "alpha": [0.1, ' + HUGE + b"]}": (400, "alpha"),
-    **{b'{"prompt": "1", "' + field.encode() + b'": ' + sign + HUGE + b"}": (400, field) for field in (
-        "alpha", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n", "best_of", "logprobs",
-        "block_size", "max_block_size", "presence_penalty") for sign in (b"", b"-")},
-    b'{"prompt": "\\ud800"}': (400, "prompt"), b'{"prompt": 3}': (400, "prompt"),
-    b'{"prompt": ["1", 2]}': (400, "prompt"), b'{"prompt": []}': (400, "prompt"),
-    b'{"prompt": null}': (400, "prompt"), b"{}": (400, "prompt"),
-    b'{"prompt": "1", "n": true}': (400, "n"), b'{"prompt": "1", "n": 0}': (400, "n"),
-    b'{"prompt": "1", "n": 128}': (400, "n"), b'{"prompt": "1", "n": 1.5}': (400, "n"),
+    **{
+        b'{"prompt": "1", "' + field.encode() + b'": ' + sign + HUGE + b"}": (400, field)
+        for field in (
+            "alpha",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "max_tokens",
+            "n",
+            "best_of",
+            "logprobs",
+            "block_size",
+            "max_block_size",
+            "presence_penalty",
+        )
+        for sign in (b"", b"-")
+    },
+    b'{"prompt": "\\ud800"}': (400, "prompt"),
+    b'{"prompt": 3}': (400, "prompt"),
+    b'{"prompt": ["1", 2]}': (400, "prompt"),
+    b'{"prompt": []}': (400, "prompt"),
+    b'{"prompt": null}': (400, "prompt"),
+    b"{}": (400, "prompt"),
+    b'{"prompt": "1", "n": true}': (400, "n"),
+    b'{"prompt": "1", "n": 0}': (400, "n"),
+    b'{"prompt": "1", "n": 128}': (400, "n"),
+    b'{"prompt": "1", "n": 1.5}': (400, "n"),
     b'{"prompt": "1", "stop": "x\xef\xbf\xbd"}': (400, "stop"),
-    b'{"prompt": "1", "stop": ""}': (400, "stop"), b'{"prompt": "1", "stop": [[]]}': (400, "stop"),
+    b'{"prompt": "1", "stop": ""}': (400, "stop"),
+    b'{"prompt": "1", "stop": [[]]}': (400, "stop"),
     b'{"prompt": "1", "stream": "yes"}': (400, "stream"),
     b'{"prompt": "1", "stream_options": {"include_usage": true}}': (400, "stream_options"),
     b'{"prompt": "1", "stream": true, "stream_options": {"x": 1}}': (400, "stream_options"),
@@ -41,7 +69,8 @@ WRONG = {  # a body -> its status, and the field that is wrong
     b'{"prompt": "1", "hand_over": "keep"}': (400, "hand_over"),
     b'{"prompt": "1", "top_k": 1000}': (400, "top_k"),
     b'{"prompt": "1", "block_size": 3}': (400, "block_size"),
-    b'{"prompt": "1", "best_of": 2}': (400, "best_of"), b'{"prompt": "1", "echo": true}': (400, "echo"),
+    b'{"prompt": "1", "best_of": 2}': (400, "best_of"),
+    b'{"prompt": "1", "echo": true}': (400, "echo"),
     b'{"prompt": "1", "model": "x"}': (404, "model"),
     b'{"prompt": "1", "tempreature": 1}': (400, "tempreature"),
     b'{"prompt": "1", "max_tokens": 4}': (400, "max_tokens"),
@@ -50,11 +79,14 @@ WRONG = {  # a body -> its status, and the field that is wrong
     b'{"prompt": "' + b"1" * 10_000_000 + b'"}': (413, None),
 }
 OF_SETTINGS = {  # those that Settings itself refuses
-    b'{"prompt": "1", "method": "x"}': "method", b'{"prompt": "1", "top_p": 1.5}': "top_p",
-    b'{"prompt": "1", "alpha": -1}': "alpha", b'{"prompt": "1", "max_tokens": 0}': "max_tokens",
+    b'{"prompt": "1", "method": "x"}': "method",
+    b'{"prompt": "1", "top_p": 1.5}': "top_p",
+    b'{"prompt": "1", "alpha": -1}': "alpha",
+    b'{"prompt": "1", "max_tokens": 0}': "max_tokens",
     b'{"prompt": "1", "temperature": -1}': "temperature",
     b'{"prompt": "1", "seed": 9223372036854775808}': "seed",
-    b'{"prompt": "1", "block_size": 0}': "block_size"}
+    b'{"prompt": "1", "block_size": 0}': "block_size",
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +119,12 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
         assert 10 < len(error["message"]) < 400 and "\n" not in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
     chat = b'{"messages": [{"role": "user", "content": "1"}]}'
-    for path, body, status in (("/v1/none", b"{}", 404), ("/v1/completions", None, 405),
-                               ("/health", b"{}", 405), ("/v1/chat/completions", chat, 400)):
+    for path, body, status in (
+        ("/v1/none", b"{}", 404),
+        ("/v1/completions", None, 405),
+        ("/health", b"{}", 405),
+        ("/v1/chat/completions", chat, 400),
+    ):
         found, answer, _ = ask(url, body, path)
         assert found == status and answer["error"]["message"]
     assert ask(url, b'{"prompt": "1"}', **{"Content-Type": "text/plain"})[0] == 415
@@ -111,16 +147,21 @@ def test_nul_characters_are_characters(impatient):
 
 def test_metrics_count_what_usage_says(impatient):
     url, _ = impatient
-    names = {"generation_tokens": "completion_tokens", "prompt_tokens": "prompt_tokens",
-             "spec_decode_num_drafts": "verifier_calls", "spec_decode_num_draft_tokens": "drafted",
-             "spec_decode_num_accepted_tokens": "accepted"}
+    names = {
+        "generation_tokens": "completion_tokens",
+        "prompt_tokens": "prompt_tokens",
+        "spec_decode_num_drafts": "verifier_calls",
+        "spec_decode_num_draft_tokens": "drafted",
+        "spec_decode_num_accepted_tokens": "accepted",
+    }
 
     def counted():
         lines = [line.split() for line in ask(url, path="/metrics")[1].splitlines() if line[:1] != "#"]
         values = {name: float(value) for name, value in lines}
         return {name: values.get(f'vllm:{name}_total{{model_name="toy"}}', 0) for name in names} | {
             "deferred": values.get('speccascade:deferred_tokens_total{method="opt",model_name="toy"}', 0),
-            "positions": sum(value for name, value in values.items() if "per_pos_total{" in name)}
+            "positions": sum(value for name, value in values.items() if "per_pos_total{" in name),
+        }
 
     before, wanted = counted(), dict.fromkeys([*names.values(), "deferred"], 0)
     for seed in range(20):
@@ -169,7 +210,8 @@ def test_a_full_queue_says_when_to_come_again(impatient):
     found, before = [], refusals(url)
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         for status, answer, headers in pool.map(
-                lambda n: ask(url, {"prompt": "201", "n": 20, "seed": n}), range(96)):
+            lambda n: ask(url, {"prompt": "201", "n": 20, "seed": n}), range(96)
+        ):
             found.append(status)
             if status == 429:
                 assert int(headers["Retry-After"]) >= 1 and answer["error"]["code"] == "queue_full"
@@ -247,8 +289,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(toy):
 
 
 def test_keys_cors_and_the_page_are_as_asked(toy):
-    with serving(toy, keys=("first", "second"), page=False,
-                 origins=("https://example.org",)) as (url, _):
+    with serving(toy, keys=("first", "second"), page=False, origins=("https://example.org",)) as (url, _):
         assert ask(url, {"prompt": "1"})[0] == 401 == ask(url, path="/v1/models")[0]
         assert ask(url, {"prompt": "1"}, Authorization="Bearer firs")[0] == 401
         assert ask(url, {"prompt": "1"}, Authorization="Bearer \u00e9")[0] == 401

@@ -10,35 +10,68 @@ from served_toys import ask, gauges, serving
 from speccascade_jax.serving.protocol import FIELDS
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-2, 200), st.floats(), st.text(max_size=20),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 200),
+    st.floats(),
+    st.text(max_size=20),
     st.sampled_from(["1", "201", "", "opt", "speculative", "verifier", "toy", "\x00", "\ud800", "🦜"]),
-    st.recursive(st.one_of(st.none(), st.integers(-1, 5), st.text(max_size=5)), lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)), max_leaves=8))
+    st.recursive(
+        st.one_of(st.none(), st.integers(-1, 5), st.text(max_size=5)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+        ),
+        max_leaves=8,
+    ),
+)
 NAMES = st.one_of(st.sampled_from(sorted(FIELDS["completion"] | FIELDS["chat"])), st.text(max_size=12))
-NEARLY = st.fixed_dictionaries({"prompt": st.sampled_from(["1", "201", "", ["1", "2"]])}, optional={
-    "n": st.integers(0, 4), "temperature": st.floats(-0.5, 2), "max_tokens": st.integers(0, 4),
-    "method": st.sampled_from(["opt", "speculative", "verifier", "chow"]), "alpha": st.floats(-1, 2),
-    "block_size": st.integers(0, 3), "top_k": st.integers(-2, 5), "top_p": st.floats(0, 1.1),
-    "logprobs": st.integers(0, 6), "stop": st.one_of(st.text("0123", max_size=3), st.lists(st.text())),
-    "stream": st.just(False), "origin": st.booleans(), "seed": st.integers(-2**64, 2**64)})
+NEARLY = st.fixed_dictionaries(
+    {"prompt": st.sampled_from(["1", "201", "", ["1", "2"]])},
+    optional={
+        "n": st.integers(0, 4),
+        "temperature": st.floats(-0.5, 2),
+        "max_tokens": st.integers(0, 4),
+        "method": st.sampled_from(["opt", "speculative", "verifier", "chow"]),
+        "alpha": st.floats(-1, 2),
+        "block_size": st.integers(0, 3),
+        "top_k": st.integers(-2, 5),
+        "top_p": st.floats(0, 1.1),
+        "logprobs": st.integers(0, 6),
+        "stop": st.one_of(st.text("0123", max_size=3), st.lists(st.text())),
+        "stream": st.just(False),
+        "origin": st.booleans(),
+        "seed": st.integers(-(2**64), 2**64),
+    },
+)
 BODIES = st.one_of(
     NEARLY,
     st.dictionaries(NAMES, VALUES, max_size=5),
     st.dictionaries(NAMES, VALUES, min_size=1, max_size=3).map(lambda own: {"prompt": "201", **own}),
-    VALUES)
+    VALUES,
+)
 
 
 # Draws differ from version to version; these are always among them, so that refusing everything would fail.
 RIGHT = [
-    {"prompt": "1"}, {"prompt": ["1", "201"], "n": 2, "temperature": 0.5}, {"prompt": "201", "method": "opt"}]
+    {"prompt": "1"},
+    {"prompt": ["1", "201"], "n": 2, "temperature": 0.5},
+    {"prompt": "201", "method": "opt"},
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_every_body_is_answered(path, toy, full):
     right = []
     with serving(toy, max_queue=500) as (url, _):
-        @settings(max_examples=1000 if full else 60, deadline=None, database=None, derandomize=True,
-                  suppress_health_check=list(HealthCheck))
+
+        @settings(
+            max_examples=1000 if full else 60,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(BODIES, st.booleans())
         @example(RIGHT[0], False)
         @example(RIGHT[1], False)
@@ -67,6 +100,7 @@ def test_the_description_describes(toy):
         schema.config.update(base_url=url)
         found = set()
         for operation in schema.get_all_operations():
+
             @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.ok().as_strategy())
             def check(case):

@@ -13,9 +13,11 @@ from speccascade_jax.settings import Settings
 
 METHODS = ("speculative", "opt", "token_v3", "verifier")
 TABLES = (table(39, 4), table(40, 4))
-ASKED = {"opt": {"method": "opt", "alpha": 0.05, "temperature": 0.7},
-         "token_v3": {"method": "token_v3", "alpha": 0.4, "block_size": 1, "top_p": 0.8, "temperature": 1.0},
-         "verifier": {"speculative": False, "temperature": 1.0, "min_p": 0.05}}
+ASKED = {
+    "opt": {"method": "opt", "alpha": 0.05, "temperature": 0.7},
+    "token_v3": {"method": "token_v3", "alpha": 0.4, "block_size": 1, "top_p": 0.8, "temperature": 1.0},
+    "verifier": {"speculative": False, "temperature": 1.0, "min_p": 0.05},
+}
 MANY = 96  # answers a request
 
 
@@ -23,6 +25,7 @@ MANY = 96  # answers a request
 def test_answers_under_load_follow_their_law(toy):
     requests = 60
     with serving(toy, max_queue=10_000) as (url, _):
+
         def sampled(number):
             kind = list(ASKED)[number % len(ASKED)]
             body = {"prompt": "201", "n": MANY, "seed": number, "origin": True, **ASKED[kind]}
@@ -32,9 +35,13 @@ def test_answers_under_load_follow_their_law(toy):
 
         def other(number):
             draw = random.Random(number)
-            body = {"prompt": "".join(draw.choices("012", k=draw.randint(1, 15))), "seed": number,
-                    "alpha": draw.random(), "method": draw.choice(METHODS),
-                    "temperature": draw.choice([0, 0.5, 2])}
+            body = {
+                "prompt": "".join(draw.choices("012", k=draw.randint(1, 15))),
+                "seed": number,
+                "alpha": draw.random(),
+                "method": draw.choice(METHODS),
+                "temperature": draw.choice([0, 0.5, 2]),
+            }
             return ask(url, body)[0]
 
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -46,15 +53,19 @@ def test_answers_under_load_follow_their_law(toy):
         padded = np.array([[*tokens, -1, -1, -1][:3] for tokens in texts])
         options = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
         rule = [asked.get("method", "speculative")], [asked.get("alpha", 0.0)]
-        law, wrong = (sequence_law(TABLES, *rule, (2, 0, 1, 3), steps=3, eos=3, **own)
-                      for own in (options, {**options, "temperature": 1.3}))
+        law, wrong = (
+            sequence_law(TABLES, *rule, (2, 0, 1, 3), steps=3, eos=3, **own)
+            for own in (options, {**options, "temperature": 1.3})
+        )
         assert len(ASKED) * chi_square(padded, law) > FAIL_BELOW
         assert chi_square(padded, wrong) < FAIL_BELOW  # the control
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count,method,fields", [
-    (1, "speculative", {}), (3, ("token_v3", "opt"), {"alpha": (0.4, 0.05), "block_size": (1, 2)})])
+@pytest.mark.parametrize(
+    "count,method,fields",
+    [(1, "speculative", {}), (3, ("token_v3", "opt"), {"alpha": (0.4, 0.05), "block_size": (1, 2)})],
+)
 def test_one_model_and_three_are_served(count, method, fields):
     """Each answer is what generate gives, and its probabilities are those of the law."""
     model = toy_models(count, method, **fields)

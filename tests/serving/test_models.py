@@ -25,9 +25,14 @@ def decoding(model, prompt="201", **fields):
 
 def served(t5_pair, **fields):
     """A drafter of another vocabulary than the verifier's."""
-    run = DecodeConfig(drafter=str(DEMO / "e2e_drafter"), verifier=str(t5_pair / "verifier"),
-                       max_source_length=32, max_new_tokens=12, temperature=1.0,
-                       **{"block_size": 2, **fields})
+    run = DecodeConfig(
+        drafter=str(DEMO / "e2e_drafter"),
+        verifier=str(t5_pair / "verifier"),
+        max_source_length=32,
+        max_new_tokens=12,
+        temperature=1.0,
+        **{"block_size": 2, **fields},
+    )
     cascade = Cascade.from_config(run)
     return cascade, ServedModel("it", run, cascade, (), rows=2)
 
@@ -54,8 +59,9 @@ def test_a_drafter_of_another_vocabulary_reads_the_prompt_as_in_a_file(t5_pair):
 
 @pytest.mark.full
 def test_adaptive_blocks_are_served_up_to_each_requests_limit(t5_pair):
-    _, model = served(t5_pair, method="opt", alpha=0.1, block_size="adaptive", max_block_size=3,
-                      stop_below=0.0)
+    _, model = served(
+        t5_pair, method="opt", alpha=0.1, block_size="adaptive", max_block_size=3, stop_below=0.0
+    )
 
     def histogram(**fields):
         way = decoding(model, "the cat", seed=1, **fields)
@@ -75,8 +81,15 @@ def test_adaptive_blocks_are_served_up_to_each_requests_limit(t5_pair):
 def test_what_is_compiled_into_a_lane_is_refused_by_its_field():
     """Whatever else the request changes."""
     model = toy_model()
-    for field, value in (("hand_over", "keep"), ("block_size", 3), ("block_size", "adaptive"),
-                         ("max_tokens", 4), ("top_k", 1000), ("method", "chow"), ("stop", ("x\ufffd",))):
+    for field, value in (
+        ("hand_over", "keep"),
+        ("block_size", 3),
+        ("block_size", "adaptive"),
+        ("max_tokens", 4),
+        ("top_k", 1000),
+        ("method", "chow"),
+        ("stop", ("x\ufffd",)),
+    ):
         with pytest.raises(FieldError) as error:
             decoding(model, **{"seed": 1, "alpha": 0.5, field: value, "min_p": 0.1})
         assert (error.value.field, error.value.value) == (field, value)
@@ -136,11 +149,14 @@ class Another:
 
 
 def test_a_sampler_of_the_configs_is_served_without_log_probabilities():
-    model = toy_model(("speculative", "ours", "verifier"), samplers={
-        "ours": lambda models: Another(Autoregressive(models[-1]))})
+    model = toy_model(
+        ("speculative", "ours", "verifier"),
+        samplers={"ours": lambda models: Another(Autoregressive(models[-1]))},
+    )
     way, alone = (decoding(model, method=method, seed=1, n=4) for method in ("ours", "verifier"))
     assert [result.tokens for result in decoded(way.lane, way.requests)] == [
-        result.tokens for result in decoded(alone.lane, alone.requests)]
+        result.tokens for result in decoded(alone.lane, alone.requests)
+    ]
     assert way.lane.scorer is None and alone.lane.scorer is not None
     with pytest.raises(FieldError) as error:
         decoding(model, method="ours", logprobs=0)

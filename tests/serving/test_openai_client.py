@@ -22,19 +22,44 @@ def asked(number, methods):
     """A prompt, its settings, and the same as the client is told: of all kinds."""
     draw = np.random.default_rng(number)
     words = " ".join(draw.choice(" ".join(SENTENCES).split(), draw.integers(1, 9)))
-    settings = {"method": str(draw.choice(methods)), "alpha": round(float(draw.uniform(0, 0.6)), 2),
-                "block_size": int(draw.choice([1, 3])), "temperature": float(draw.choice([0, 0.7, 1.0, 1.5])),
-                "seed": int(draw.integers(0, 2**40)), "max_new_tokens": int(draw.integers(1, 25))}
-    settings |= draw.choice([{}, {}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"stop": ("e",)},
-                             {"stop": ("the", "at c"), "top_p": 0.9}])
+    settings = {
+        "method": str(draw.choice(methods)),
+        "alpha": round(float(draw.uniform(0, 0.6)), 2),
+        "block_size": int(draw.choice([1, 3])),
+        "temperature": float(draw.choice([0, 0.7, 1.0, 1.5])),
+        "seed": int(draw.integers(0, 2**40)),
+        "max_new_tokens": int(draw.integers(1, 25)),
+    }
+    settings |= draw.choice(
+        [
+            {},
+            {},
+            {"top_p": 0.8},
+            {"top_k": 5},
+            {"min_p": 0.05},
+            {"stop": ("e",)},
+            {"stop": ("the", "at c"), "top_p": 0.9},
+        ]
+    )
     standard = {name: settings[name] for name in ("temperature", "seed", "top_p") if name in settings}
-    ours = {name: value for name, value in settings.items()
-            if name in ("method", "alpha", "block_size", "top_k", "min_p")}
+    ours = {
+        name: value
+        for name, value in settings.items()
+        if name in ("method", "alpha", "block_size", "top_k", "min_p")
+    }
     if settings["method"] == "verifier":
         ours = {**{k: v for k, v in ours.items() if k != "method"}, "speculative": False}
-    return words, settings, {"prompt": words, **standard, "max_tokens": settings["max_new_tokens"],
-                             "stop": list(settings.get("stop", ())) or None,
-                             "extra_body": {**ours, "origin": True}}
+    return (
+        words,
+        settings,
+        {
+            "prompt": words,
+            **standard,
+            "max_tokens": settings["max_new_tokens"],
+            "stop": list(settings.get("stop", ())) or None,
+            "extra_body": {**ours, "origin": True},
+        },
+    )
 
 
 def expected(cascade, questions):
@@ -62,8 +87,11 @@ def test_under_load_every_answer_is_what_it_is_alone(client, cascade, methods, f
         body = questions[number][2]
         if number % 2:
             choice = client.completions.create(model="tiny", **body).choices[0]
-            return (choice.text, [one["token"] for one in choice.origin],
-                    [one["origin"] for one in choice.origin])
+            return (
+                choice.text,
+                [one["token"] for one in choice.origin],
+                [one["origin"] for one in choice.origin],
+            )
         text, tokens, origins = "", [], []
         for event in client.completions.create(model="tiny", stream=True, **body):
             text += event.choices[0].text
@@ -84,8 +112,13 @@ def test_streams_of_unfinished_characters_join_to_the_whole(client, full):
     """The tiny pair writes single bytes of characters and of emoji."""
     broken = 0
     for seed in range(500 if full else 24):
-        body = {"model": "tiny", "prompt": "🦜 naïve façade", "temperature": 2.0, "seed": seed,
-                "stop": ["a", "é"] if seed % 3 == 0 else None}
+        body = {
+            "model": "tiny",
+            "prompt": "🦜 naïve façade",
+            "temperature": 2.0,
+            "seed": seed,
+            "stop": ["a", "é"] if seed % 3 == 0 else None,
+        }
         whole = client.completions.create(**body)
         events = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **body))
         assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
@@ -98,12 +131,15 @@ def test_streams_of_unfinished_characters_join_to_the_whole(client, full):
 
 def test_several_answers_and_several_prompts(client, cascade):
     """Answer i is what line i of a file would give."""
-    answer = client.completions.create(model="tiny", prompt=["the cat", "", "a dog"], n=3, temperature=1.2,
-                                       seed=5, max_tokens=10)
-    settings = Settings(method="token_v3", alpha=0.3, block_size=3, temperature=1.2, seed=5,
-                        max_new_tokens=10)
-    wanted = [one.text for prompt in ("the cat", "", "a dog")
-              for one in cascade.generate([prompt] * 3, settings)]
+    answer = client.completions.create(
+        model="tiny", prompt=["the cat", "", "a dog"], n=3, temperature=1.2, seed=5, max_tokens=10
+    )
+    settings = Settings(
+        method="token_v3", alpha=0.3, block_size=3, temperature=1.2, seed=5, max_new_tokens=10
+    )
+    wanted = [
+        one.text for prompt in ("the cat", "", "a dog") for one in cascade.generate([prompt] * 3, settings)
+    ]
     assert [choice.text for choice in answer.choices] == wanted
     assert [choice.index for choice in answer.choices] == list(range(9)) and len(set(wanted)) > 5
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == answer.usage.accepted > 0
@@ -120,12 +156,20 @@ def test_a_seed_is_drawn_and_told_where_none_is_given(client):
 
 def test_log_probabilities_are_those_of_the_target(client, cascade):
     """At each position the likeliest token of the greedy law; whole and streamed alike; they sum to one."""
-    body = {"model": "tiny", "prompt": "the cat", "temperature": 0.7, "seed": 1, "logprobs": 5,
-            "max_tokens": 12}
+    body = {
+        "model": "tiny",
+        "prompt": "the cat",
+        "temperature": 0.7,
+        "seed": 1,
+        "logprobs": 5,
+        "max_tokens": 12,
+    }
     whole = client.completions.create(**body).choices[0].logprobs
     parts = [event.choices[0].logprobs for event in client.completions.create(stream=True, **body)]
-    joined = {name: [one for part in parts for one in getattr(part, name)]
-              for name in ("tokens", "token_logprobs", "text_offset")}
+    joined = {
+        name: [one for part in parts for one in getattr(part, name)]
+        for name in ("tokens", "token_logprobs", "text_offset")
+    }
     assert joined["tokens"] == whole.tokens and len(whole.tokens) > 3
     np.testing.assert_allclose(joined["token_logprobs"], whole.token_logprobs, atol=1e-4)
     assert all(-50 < value <= 0 for value in whole.token_logprobs)
@@ -137,13 +181,14 @@ def test_log_probabilities_are_those_of_the_target(client, cascade):
 def test_errors_are_the_clients_own(client, methods):
     """And name the field that the client has sent."""
     for body, kind, field in (
-            ({"model": "gpt"}, openai.NotFoundError, "model"),
-            ({"temperature": -1}, openai.BadRequestError, "temperature"),
-            ({"extra_body": {"alpha": 7}}, openai.BadRequestError, "alpha"),
-            ({"extra_body": {"block_size": 4}}, openai.BadRequestError, "block_size"),
-            ({"extra_body": {"method": "diff"}}, openai.BadRequestError, "method"),
-            ({"max_tokens": 25}, openai.BadRequestError, "max_tokens"),
-            ({"prompt": "the cat " * 40}, openai.BadRequestError, "prompt")):
+        ({"model": "gpt"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"extra_body": {"alpha": 7}}, openai.BadRequestError, "alpha"),
+        ({"extra_body": {"block_size": 4}}, openai.BadRequestError, "block_size"),
+        ({"extra_body": {"method": "diff"}}, openai.BadRequestError, "method"),
+        ({"max_tokens": 25}, openai.BadRequestError, "max_tokens"),
+        ({"prompt": "the cat " * 40}, openai.BadRequestError, "prompt"),
+    ):
         with pytest.raises(kind) as error:
             client.completions.create(**{"prompt": "the cat", "model": "tiny", **body})
         assert error.value.param == field

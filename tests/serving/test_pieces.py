@@ -33,8 +33,18 @@ def joined(tokenizer, tokens, stop, cuts):
     return found + pieces.of(result(kept), True), stopped[1] if stopped else tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("stop", [(), ("at",), ("the mat", "e c"), ("🦜",), ("t", "t on the"),
-                                  ("\ufffd",), ("e\ufffd", "cat sat", "at s")])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        (),
+        ("at",),
+        ("the mat", "e c"),
+        ("🦜",),
+        ("t", "t on the"),
+        ("\ufffd",),
+        ("e\ufffd", "cat sat", "at s"),
+    ],
+)
 def test_pieces_join_to_the_whole(tokenizer, stop):
     draw = np.random.default_rng(0)
     texts = ["the cat sat on the mat", "birds 🦜🦜 sing é in", "naïve façade 🏳️‍🌈 why not"]
@@ -45,7 +55,7 @@ def test_pieces_join_to_the_whole(tokenizer, stop):
         cuts = sorted(draw.integers(1, len(tokens) + 1, 6).tolist())
         found, text = joined(tokenizer, tokens, stop, cuts)
         assert "".join(piece.text for piece in found) == text
-        assert [piece.token for piece in found] == tokens[:len(found)]
+        assert [piece.token for piece in found] == tokens[: len(found)]
         once, same = joined(tokenizer, tokens, stop, [])
         held += found != once
         assert same == text
@@ -53,8 +63,17 @@ def test_pieces_join_to_the_whole(tokenizer, stop):
 
 
 def test_only_what_may_begin_a_stop_text_is_held_back():
-    for text, stop, size in (("abc", ("cd",), 1), ("abc", ("abcd", "cx"), 3), ("abc", ("x",), 0),
-                             ("", ("x",), 0), ("aab", ("abab",), 2), ("abc", (), 0), ("aaa", ("aaaa",), 3)):
+    for text, stop, size in (
+        ("abc", ("cd",), 1),
+        ("abc", ("abcd", "cx"), 3),
+        ("abc", ("x",), 0),
+        ("", ("x",), 0),
+        ("aab", ("abab",), 2),
+        ("abc", (), 0),
+        ("aaa", ("aaaa",), 3),
+    ):
         assert held_back(text, stop) == size
-        assert not any(text[n:] and one.startswith(text[n:]) for one, n in itertools.product(
-            stop, range(len(text) - size)))
+        assert not any(
+            text[n:] and one.startswith(text[n:])
+            for one, n in itertools.product(stop, range(len(text) - size))
+        )

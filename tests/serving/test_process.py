@@ -41,11 +41,24 @@ def test_wrong_command_lines_end_with_a_sentence(tmp_path, capsys, served_config
     empty.write_text("\n")
     latin.write_bytes("schl\u00fcssel".encode("latin-1"))
     os.mkfifo(pipe)
-    for flags in (["--port=70000"], ["--host=no.such.host.invalid"], ["--rows=0"], ["--rounds=0"],
-                  ["--timeout=0"], ["--timeout=nan"], [f"--api-key-file={empty}"],
-                  [f"--api-key-file={latin}"], [f"--api-key-file={pipe}"], ["--api-key-file=missing"],
-                  [f"--api-key-file={tmp_path}"], ["--api-key-file=/dev/zero"], ["--methods", "bild"],
-                  ["--also", "nothing"], ["--vocabulary=slem"], ["--also", str(served_config)]):
+    for flags in (
+        ["--port=70000"],
+        ["--host=no.such.host.invalid"],
+        ["--rows=0"],
+        ["--rounds=0"],
+        ["--timeout=0"],
+        ["--timeout=nan"],
+        [f"--api-key-file={empty}"],
+        [f"--api-key-file={latin}"],
+        [f"--api-key-file={pipe}"],
+        ["--api-key-file=missing"],
+        [f"--api-key-file={tmp_path}"],
+        ["--api-key-file=/dev/zero"],
+        ["--methods", "bild"],
+        ["--also", "nothing"],
+        ["--vocabulary=slem"],
+        ["--also", str(served_config)],
+    ):
         sentence = refused(capsys, f"--config={served_config}", "--port=0", *flags)
         assert flags[0].split("=")[0] in sentence or flags[-1] in sentence, (flags, sentence)
 
@@ -74,8 +87,9 @@ def test_keys_are_read_as_utf_8(tmp_path, monkeypatch, served_config):
 
 def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server):
     """At once, and not by an abort."""
-    server = make_server(tmp_path, f"--config={served_config}", "--rows=2",
-                         JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    server = make_server(
+        tmp_path, f"--config={served_config}", "--rows=2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache")
+    )
     while True:  # until it listens
         try:
             assert urllib.request.urlopen(server.url + "/health").status == 200
@@ -93,8 +107,14 @@ def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server)
 
 @pytest.mark.full
 def test_sigterm_under_load_lets_what_runs_finish(served_config, tmp_path, make_server):
-    server = make_server(tmp_path, f"--config={served_config}", "--rows=2", "--methods", "token_v3",
-                         SPECCASCADE_API_KEY="secret").until_ready()
+    server = make_server(
+        tmp_path,
+        f"--config={served_config}",
+        "--rows=2",
+        "--methods",
+        "token_v3",
+        SPECCASCADE_API_KEY="secret",
+    ).until_ready()
     key = {"Authorization": "Bearer secret"}
     assert ask(server.url, {"prompt": "the cat"})[0] == 401
 
@@ -126,22 +146,28 @@ def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_serv
     openai = pytest.importorskip("openai")
     folder = tmp_path / "pair"
     shutil.copytree(gemma_pair, folder)
-    (folder / "verifier" / "tokenizer_config.json").write_text(json.dumps(
-        {"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE}))
+    (folder / "verifier" / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE})
+    )
     config = tmp_path / "chatty.py"
     config.write_text(CHAT.format(drafter=str(folder / "drafter"), verifier=str(folder / "verifier")))
-    server = make_server(tmp_path, f"--config={config}", "--also", str(served_config), "--rows=2",
-                         "--methods", "token_v3").until_ready()
+    server = make_server(
+        tmp_path, f"--config={config}", "--also", str(served_config), "--rows=2", "--methods", "token_v3"
+    ).until_ready()
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["chatty", "tiny"]
-    chat = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": "why not"},
-            {"role": "user", "content": " a dog "}]
+    chat = [
+        {"role": "user", "content": "the cat sat"},
+        {"role": "assistant", "content": "why not"},
+        {"role": "user", "content": " a dog "},
+    ]
     asked = {"model": "chatty", "messages": chat, "seed": 3, "max_completion_tokens": 12}
     answer = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=2)
     prompt = "".join(f"<start_of_turn>{one['role']}\n{one['content'].strip()}<end_of_turn>\n" for one in chat)
     cascade = speccascade_jax.load(str(config))
-    settings = Settings(method="token_v3", alpha=0.3, block_size=2, temperature=1.0, seed=3,
-                        max_new_tokens=12)
+    settings = Settings(
+        method="token_v3", alpha=0.3, block_size=2, temperature=1.0, seed=3, max_new_tokens=12
+    )
     wanted = [one.text for one in cascade.generate([prompt + "<start_of_turn>model\n"] * 2, settings)]
     assert [choice.message.content for choice in answer.choices] == wanted
     scores = answer.choices[0].logprobs.content
@@ -154,13 +180,21 @@ def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_serv
             client.chat.completions.create(model=model, messages=messages)
         assert error.value.param == "messages"
     assert client.completions.create(model="tiny", prompt="the cat").choices[0].text
-    for messages in (b"[]", b'[{"role": "user"}]', b"[3]", b'[{"role": "king", "content": "x"}]', b'"x"',
-                     b'[{"role": "user", "content": "' + b"a dog " * 100 + b'"}]'):
-        status, answer, _ = ask(server.url, b'{"model": "chatty", "messages": ' + messages + b"}",
-                                "/v1/chat/completions")
+    for messages in (
+        b"[]",
+        b'[{"role": "user"}]',
+        b"[3]",
+        b'[{"role": "king", "content": "x"}]',
+        b'"x"',
+        b'[{"role": "user", "content": "' + b"a dog " * 100 + b'"}]',
+    ):
+        status, answer, _ = ask(
+            server.url, b'{"model": "chatty", "messages": ' + messages + b"}", "/v1/chat/completions"
+        )
         assert (status, answer["error"]["param"]) == (400, "messages")
-    status, answer, _ = ask(server.url, {"model": "chatty", "messages": chat, "top_logprobs": 1},
-                            "/v1/chat/completions")
+    status, answer, _ = ask(
+        server.url, {"model": "chatty", "messages": chat, "top_logprobs": 1}, "/v1/chat/completions"
+    )
     assert (status, answer["error"]["param"]) == (400, "top_logprobs")
     assert server.end() == 0
 
@@ -169,8 +203,10 @@ def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_serv
 def test_clients_that_leave_a_process_leave_no_row_behind(server):
     """1,000 of them in the middle of their streams."""
     for number in range(1000):
-        client = raw(server.url, json.dumps({"prompt": "birds sing", "stream": True, "temperature": 1.5,
-                                             "seed": number}).encode())
+        client = raw(
+            server.url,
+            json.dumps({"prompt": "birds sing", "stream": True, "temperature": 1.5, "seed": number}).encode(),
+        )
         if number % 2:
             client.recv(1 + number)
         client.close()
@@ -184,8 +220,19 @@ def test_clients_that_leave_a_process_leave_no_row_behind(server):
 @pytest.mark.full
 def test_load_measures_a_server_against_decode(served_config, tmp_path):
     out = tmp_path / "load.json"
-    assert load.main([f"--config={served_config}", "--requests=6", "--rows=2", "--clients=3",
-                 "--minutes=0.02", f"--output={out}"]) == 0
+    assert (
+        load.main(
+            [
+                f"--config={served_config}",
+                "--requests=6",
+                "--rows=2",
+                "--clients=3",
+                "--minutes=0.02",
+                f"--output={out}",
+            ]
+        )
+        == 0
+    )
     found = json.loads(out.read_text())
     for name in ("saturated", "one_at_a_time"):
         assert (found[name]["accepted"], found[name]["lost"]) == (3 * 6, 0)
@@ -194,7 +241,8 @@ def test_load_measures_a_server_against_decode(served_config, tmp_path):
     assert least <= own <= most
     for name in ("half_load", "load_120"):
         assert found[name]["lost"] == 0 and found[name]["requests"] == (
-            found[name]["accepted"] + found[name]["refused_429"])
+            found[name]["accepted"] + found[name]["refused_429"]
+        )
     assert found["load_120"]["megabytes"]
 
 
@@ -209,12 +257,20 @@ def test_the_page_in_a_browser(server, tmp_path):
     script = tmp_path / "page.mjs"
     script.write_bytes((Path(__file__).parent / "page.mjs").read_bytes())
     (tmp_path / "node_modules").symlink_to(modules)
-    done = subprocess.run([node, str(script), server.url + "/", chromium, str(tmp_path)], capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        [node, str(script), server.url + "/", chromium, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     views = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(view["scheme"], view["width"]) for view in views] == [
-        ("light", 400), ("light", 1200), ("dark", 400), ("dark", 1200)]
+        ("light", 400),
+        ("light", 1200),
+        ("dark", 400),
+        ("dark", 1200),
+    ]
     for view in views:
         assert view["violations"] == [] and view["errors"] == []  # accessibility; scripts, and other hosts
         assert view["scrolls"] <= view["width"] and view["written"] > 3 and view["verifier"] > 3

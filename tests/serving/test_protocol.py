@@ -20,8 +20,10 @@ from speccascade_jax.settings import Settings
 class MoreSettings(Settings):
     """Settings of some later version."""
 
-    tail: float | None = dataclasses.field(default=None, metadata={
-        "help": "Leave the tail out.", "low": 0.0, "high": float("inf"), "above": True})
+    tail: float | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Leave the tail out.", "low": 0.0, "high": float("inf"), "above": True},
+    )
     bans: tuple[str, ...] = ()
     shape: Literal["round", "flat"] = "round"
     count: int = dataclasses.field(default=1, metadata={"low": 1, "high": 9})
@@ -51,13 +53,24 @@ def test_a_setting_of_a_later_version_is_a_field_with_its_bounds():
     for kind in MORE:
         assert MORE[kind].keys() - FIELDS[kind].keys() == {"tail", "bans", "shape", "count"}
         field = MORE[kind]["tail"]
-        assert (field.about, field.schema) == ("Leave the tail out.", {
-            "type": "number", "exclusiveMinimum": 0.0})
+        assert (field.about, field.schema) == (
+            "Leave the tail out.",
+            {"type": "number", "exclusiveMinimum": 0.0},
+        )
     values = {"tail": 2, "bans": "x", "shape": "flat", "count": 9}
     assert changes(MORE["completion"], **values) == {**values, "bans": ("x",)}
     assert changes(MORE["completion"], bans=["x", "y"]) == {"bans": ("x", "y")}
-    for name, value in (("tail", 0), ("tail", "x"), ("tail", 10**400), ("bans", 1), ("shape", "x"),
-                        ("count", 0), ("count", 10), ("count", 1.5), ("count", True)):
+    for name, value in (
+        ("tail", 0),
+        ("tail", "x"),
+        ("tail", 10**400),
+        ("bans", 1),
+        ("shape", "x"),
+        ("count", 0),
+        ("count", 10),
+        ("count", 1.5),
+        ("count", True),
+    ):
         with pytest.raises(FieldError) as error:
             changes(MORE["completion"], **{name: value})
         assert (error.value.field, error.value.value) == (name, value)
@@ -83,7 +96,7 @@ def test_what_other_servers_clients_send_is_understood():
 @pytest.mark.parametrize("digits", [309, 400, 4000])
 def test_numbers_of_hundreds_of_digits_are_out_of_range(digits):
     for schema in ({"type": "number"}, {"type": "integer"}, schema_of(float | tuple[float, ...], {})):
-        for value in (10**digits, -10**digits):
+        for value in (10**digits, -(10**digits)):
             with pytest.raises(FieldError) as error:
                 check("alpha", value, schema)
             assert (error.value.field, error.value.value) == ("alpha", value)

@@ -181,13 +181,23 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """  # noqa: E501
-TEMPLATES = {"gemma2": GEMMA, "gemma3_text": GEMMA3, "llama": LLAMA3, "mistral": MISTRAL, "qwen2": QWEN2,
-             "qwen3": QWEN3}
+TEMPLATES = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA3,
+    "llama": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
 SPECIALS = {  # what begins and ends a text of each family, and what its turns are made of
     "gemma2": ("<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
     "gemma3_text": ("<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
-    "llama": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>",
-                                                  "<|end_of_text|>"]),
+    "llama": (
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"],
+    ),
     "mistral": ("<s>", "</s>", ["[INST]", "[/INST]"]),
     "qwen2": (None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
-    "qwen3": (None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>"])}
+    "qwen3": (None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
+}

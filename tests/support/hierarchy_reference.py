@@ -25,7 +25,7 @@ class Written(NamedTuple):
     """A token of a block, with the law handed up with it."""
 
     token: int
-    own: Law      # from untransformed distributions, which rules read
+    own: Law  # from untransformed distributions, which rules read
     sampled: Law
     level: int = 0
     kind: int = MODEL
@@ -101,7 +101,8 @@ class Hierarchy:
         self.hand_over, self.eos = hand_over, eos
         self.options = {"temperature": 1.0, **options}
         self.model, self.raised, self.blocks, self.committed = map(
-            cache, (self.model, self.raised, self.blocks, self.committed))
+            cache, (self.model, self.raised, self.blocks, self.committed)
+        )
 
     # Laws
 
@@ -125,8 +126,10 @@ class Hierarchy:
         q, p, qs, ps = map(np.array, (own, p, sampled, shaped))
         rule = self.methods[level - 1]
         how = self.alphas[level - 1], self.options["temperature"] == 0
-        return (tuple(map(float, target(rule, q, p, q, p, *how))),
-                tuple(map(float, target(rule, q, p, qs, ps, *how))))
+        return (
+            tuple(map(float, target(rule, q, p, q, p, *how))),
+            tuple(map(float, target(rule, q, p, qs, ps, *how))),
+        )
 
     def chain(self, level: int, context: Context) -> tuple[Law, Law]:
         """The law of level's texts."""
@@ -141,8 +144,9 @@ class Hierarchy:
     def ended(self, block: Block) -> bool:
         return bool(block) and block[-1].token == self.eos
 
-    def block(self, level: int, context: Context, need: int, surplus: bool, choices,
-              past_eos: bool = False) -> Block:
+    def block(
+        self, level: int, context: Context, need: int, surplus: bool, choices, past_eos: bool = False
+    ) -> Block:
         """`need` tokens of level's, fewer only at an end of sequence, more only where a surplus is kept."""
         block: Block = ()
         while len(block) < need and (past_eos or not self.ended(block)):
@@ -179,8 +183,9 @@ class Hierarchy:
         is drafted there, and which token a block ends with depends on what the tokens are."""
         return self.hand_over == "keep" and self.lossless(level)
 
-    def drafted(self, level: int, context: Context, need: int, surplus: bool, choices,
-                past_eos: bool = False) -> Block:
+    def drafted(
+        self, level: int, context: Context, need: int, surplus: bool, choices, past_eos: bool = False
+    ) -> Block:
         if not isinstance(choices, Choices):
             return self.block(level, context, need, surplus, choices, past_eos)
         found, chances = self.blocks(level, self.state(context), need, surplus)
@@ -204,8 +209,9 @@ class Hierarchy:
         for one in draft:
             here = context + tokens(written)
             law = self.raised(level, one.own, one.sampled, self.state(here))
-            accepted, span = choices.accepts(level, len(here), one.sampled[one.token], law[1][one.token],
-                                             self.reused(one.span))
+            accepted, span = choices.accepts(
+                level, len(here), one.sampled[one.token], law[1][one.token], self.reused(one.span)
+            )
             if not accepted:
                 rest = np.maximum(np.subtract(law[1], one.sampled), 0)
                 token = choices.draw(level, len(here), rest)
@@ -272,6 +278,7 @@ def deviation(found: dict[Context, float], right: dict[Context, float]) -> float
 
 
 # Wrong variants
+
 
 class LowerLaw(Hierarchy):
     """Tokens that came from below keep the law they came with."""

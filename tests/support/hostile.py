@@ -48,9 +48,13 @@ class Reader:
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", READ, *map(str, self.folders)], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"})
+            [sys.executable, "-c", READ, *map(str, self.folders)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+        )
         assert self.process.stdout.readline() == "ready\n"
 
     def __call__(self, path, what="load") -> Outcome:
@@ -96,8 +100,18 @@ def content(value):
     return lambda path: path.write_bytes(value)
 
 
-INSTEAD = {"a pipe": pipe, "a folder": Path.mkdir, "an endless device": endless, "a sparse terabyte": huge,
-           "nothing": content(b""), "no text": content(b"\xff\xfe\x00\x01" * 5), "deep": content(DEEP),
-           "a list": content(b"[]"), "a number": content(b"3"), "null": content(b"null"),
-           "a string": content(b'"x"'), "digits": content(b'{"vocab_size": ' + b"9" * 5000 + b"}"),
-           "itself": lambda path: path.symlink_to(path.name)}
+INSTEAD = {
+    "a pipe": pipe,
+    "a folder": Path.mkdir,
+    "an endless device": endless,
+    "a sparse terabyte": huge,
+    "nothing": content(b""),
+    "no text": content(b"\xff\xfe\x00\x01" * 5),
+    "deep": content(DEEP),
+    "a list": content(b"[]"),
+    "a number": content(b"3"),
+    "null": content(b"null"),
+    "a string": content(b'"x"'),
+    "digits": content(b'{"vocab_size": ' + b"9" * 5000 + b"}"),
+    "itself": lambda path: path.symlink_to(path.name),
+}

@@ -23,17 +23,33 @@ TABLES = [table(seed, VOCAB) for seed in (39, 40, 41, 42)]  # rules defer in abo
 TRANSFORMS = {"plain": {}, **{name: {name: value} for name, (_, value) in CUTS.items()}}
 FAMILIES = {"speculative": 0.0, "opt": 0.05, "token_v3": 0.4}  # lenience at which each defers and trusts
 WIDEST = 2.0  # the part of an unbounded range in which leniences are looked for
-LENIENCE = {"chow": 0.5, "chow_log": 1.17, "diff": 0.03, "diff_log": 0.05, "opt": 0.05, "opt_log": 0.1,
-            "token_v1": 0.3, "token_v2": 0.2, "token_v3": 0.4, "bild_star": 1.5, "lossy": 0.3,
-            "typical": 0.5, "mixture": 0.4, "learned_mixture": 0.4,
-            "router": 0.05, "lossy_tuned": 0.3, "lossy_greedy": 0.3,
-            "speculative": 0.0}
+LENIENCE = {
+    "chow": 0.5,
+    "chow_log": 1.17,
+    "diff": 0.03,
+    "diff_log": 0.05,
+    "opt": 0.05,
+    "opt_log": 0.1,
+    "token_v1": 0.3,
+    "token_v2": 0.2,
+    "token_v3": 0.4,
+    "bild_star": 1.5,
+    "lossy": 0.3,
+    "typical": 0.5,
+    "mixture": 0.4,
+    "learned_mixture": 0.4,
+    "router": 0.05,
+    "lossy_tuned": 0.3,
+    "lossy_greedy": 0.3,
+    "speculative": 0.0,
+}
 """Chosen by hand; lenience() finds those of other methods."""
 
 
 def exact(method: Method, place: int = 0, places: int = 1):
     """A method's own target function in float64, as toys.target takes it, at one of a round's places. It is
     what a method is held against that nothing else has a formula of."""
+
     @cache
     def law(*position: tuple[float, ...] | float | bool) -> np.ndarray:
         *laws, alpha, greedy = position
@@ -44,7 +60,8 @@ def exact(method: Method, place: int = 0, places: int = 1):
         return np.asarray(pi)[0, place]
 
     return lambda q, p, qs, ps, alpha, greedy=False: law(
-        *(tuple(map(float, x)) for x in (q, p, qs, ps)), float(alpha), bool(greedy))
+        *(tuple(map(float, x)) for x in (q, p, qs, ps)), float(alpha), bool(greedy)
+    )
 
 
 def oracle(name: str):
@@ -74,11 +91,21 @@ def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
     which = np.arange(rows) % len(PROMPTS)
     inputs = np.zeros((rows, max(map(len, PROMPTS))), np.int32)
     for n, prompt in enumerate(PROMPTS):
-        inputs[which == n, :len(prompt)] = prompt
+        inputs[which == n, : len(prompt)] = prompt
     lengths = np.array([len(p) for p in PROMPTS], np.int32)[which]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-    result = generate(sampler, params, keys, inputs, lengths, options, jnp.array(alphas),
-                      max_new_tokens=STEPS, eos_id=EOS, **per_row)
+    result = generate(
+        sampler,
+        params,
+        keys,
+        inputs,
+        lengths,
+        options,
+        jnp.array(alphas),
+        max_new_tokens=STEPS,
+        eos_id=EOS,
+        **per_row,
+    )
     if sampler.level:
         check_identities(result.counts[1])
         assert (np.asarray(result.counts[1].emitted) == result.length).all()
@@ -90,7 +117,7 @@ def texts(methods, alphas, block_sizes, *, rows, seed=0, hand_over="need", **opt
     models = [TableLM(VOCAB)] * (len(methods) + 1)
     sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes, hand_over)
     params = TABLES[0]
-    for larger in TABLES[1:len(models)]:
+    for larger in TABLES[1 : len(models)]:
         params = (params, larger)
     options = SamplingOptions(**{"temperature": 1.0, **options})
     result, which = decoded(sampler, params, rows, options, alphas, seed)
@@ -103,16 +130,19 @@ def p_value(methods, alphas, block_sizes, *, rows, **options):
     for name in ("seed", "hand_over"):
         options.pop(name, None)
     names = [oracle(method) for method in methods]
-    laws = [sequence_law(TABLES[:len(methods) + 1], names, alphas, prompt, steps=STEPS, eos=EOS, **options)
-            for prompt in PROMPTS]
+    laws = [
+        sequence_law(TABLES[: len(methods) + 1], names, alphas, prompt, steps=STEPS, eos=EOS, **options)
+        for prompt in PROMPTS
+    ]
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
 
 
 def block_p_value(method, alpha, block_size, *, rows, **options):
     """p_value() of a method that reads its place in the round."""
     tokens, which = texts([method], [alpha], [block_size], rows=rows, **options)
-    at = [partial(exact(METHODS[method], place, block_size + 1), alpha=alpha)
-          for place in range(block_size + 1)]
+    at = [
+        partial(exact(METHODS[method], place, block_size + 1), alpha=alpha) for place in range(block_size + 1)
+    ]
     laws = [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options) for prompt in PROMPTS]
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
 

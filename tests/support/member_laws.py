@@ -53,8 +53,10 @@ def check_full(network, params, part, member):
     for full in (network, member):
         found, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
         np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(jax.jit(network.forced)(params, SOURCE, LENGTH, TARGET),
-                                  jax.jit(plain.forced)(own, SOURCE, LENGTH, TARGET))
+    np.testing.assert_array_equal(
+        jax.jit(network.forced)(params, SOURCE, LENGTH, TARGET),
+        jax.jit(plain.forced)(own, SOURCE, LENGTH, TARGET),
+    )
 
 
 def check_interleaved(network, params, writes_for, rounds=14):
@@ -109,11 +111,11 @@ def check_rows(network, params):
     np.testing.assert_array_equal(cache.length, np.asarray(whole.length)[order])
     for member, extend in zip(network.members, extends, strict=True):
         ahead = np.asarray(member.length(cache)) - begins[order]
-        tokens = np.stack([text[row, n:n + 5] for row, n in zip(order, ahead, strict=True)])
+        tokens = np.stack([text[row, n : n + 5] for row, n in zip(order, ahead, strict=True)])
         found, _ = extend(params, tokens, cache)
         for place, row in enumerate(order[:2]):
             alone, _ = begun(np.array([row]))
-            expected, _ = extend(params, tokens[place:place + 1], alone)
+            expected, _ = extend(params, tokens[place : place + 1], alone)
             np.testing.assert_allclose(found[place], expected[0], atol=2e-5)
 
 

@@ -16,7 +16,12 @@ def devices(count):
 
 def run(code, **environment):
     """Python code in a process of its own: its last line of output."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]

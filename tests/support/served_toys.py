@@ -32,8 +32,9 @@ def toy_model(methods=("speculative", "opt"), rows=8, **fields):
     """The toy pair as a model named toy; texts are digits below 4, and 3 ends one."""
     cascade = toys.pair(**fields)
     cascade.tokenizer = Digits()
-    config = DecodeConfig(drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0,
-                          max_new_tokens=3)
+    config = DecodeConfig(
+        drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0, max_new_tokens=3
+    )
     return ServedModel("toy", config, cascade, methods, rows)
 
 
@@ -81,16 +82,25 @@ def raw(url, body, path="/v1/completions", length=None):
     """A socket on which a request has been sent; length: what its header says."""
     host, port = url.removeprefix("http://").split(":")
     found = socket.create_connection((host, int(port)), timeout=60)
-    found.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-                  f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+    found.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode()
+        + body
+    )
     return found
 
 
 def gauges(url):
     """Running and waiting requests, as /metrics says."""
     text = ask(url, path="/metrics")[1]
-    return [float(next(line for line in text.splitlines() if line.startswith(f"vllm:num_requests_{name}{{")
-                       ).split()[-1]) for name in ("running", "waiting")]
+    return [
+        float(
+            next(
+                line for line in text.splitlines() if line.startswith(f"vllm:num_requests_{name}{{")
+            ).split()[-1]
+        )
+        for name in ("running", "waiting")
+    ]
 
 
 def until_idle(url):

@@ -8,34 +8,102 @@ from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 
-TINY_T5 = T5Config(vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=4, num_encoder_layers=3,
-                   num_decoder_layers=2, relative_buckets=8, relative_max_distance=12)
+TINY_T5 = T5Config(
+    vocab_size=97,
+    d_model=48,
+    d_kv=16,
+    d_ff=80,
+    num_heads=4,
+    num_encoder_layers=3,
+    num_decoder_layers=2,
+    relative_buckets=8,
+    relative_max_distance=12,
+)
 TINY_T5_1_0 = dataclasses.replace(TINY_T5, gated=False, tied_embeddings=True)
-TINY_GEMMA = dataclasses.replace(GEMMA2, vocab_size=97, d_model=48, d_kv=16, d_ff=80, num_heads=6,
-                                 num_kv_heads=2,
-                         num_layers=3, window=7, query_scalar=20, attention_softcap=2.0, logit_softcap=3.0)
-SMALL = {"vocab_size": 97, "d_model": 36, "d_kv": 10, "d_ff": 52, "num_heads": 4, "num_kv_heads": 1,
-         "num_layers": 2,
-         "pad_id": 0, "eos_id": 1, "bos_id": 2}  # a head's width is not d_model / num_heads
+TINY_GEMMA = dataclasses.replace(
+    GEMMA2,
+    vocab_size=97,
+    d_model=48,
+    d_kv=16,
+    d_ff=80,
+    num_heads=6,
+    num_kv_heads=2,
+    num_layers=3,
+    window=7,
+    query_scalar=20,
+    attention_softcap=2.0,
+    logit_softcap=3.0,
+)
+SMALL = {
+    "vocab_size": 97,
+    "d_model": 36,
+    "d_kv": 10,
+    "d_ff": 52,
+    "num_heads": 4,
+    "num_kv_heads": 1,
+    "num_layers": 2,
+    "pad_id": 0,
+    "eos_id": 1,
+    "bos_id": 2,
+}  # a head's width is not d_model / num_heads
 DECODERS = {  # of each family: positions reach past what was trained on, windows are shorter than the texts
     "llama": dataclasses.replace(
-        LLAMA, **SMALL, query_bias=True, output_bias=True, mlp_bias=True, rope_theta=50.0, rope_type="llama3",
-        rope_factor=4.0, rope_length=16, max_positions=64, more_eos=(5, 3)),
+        LLAMA,
+        **SMALL,
+        query_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        rope_theta=50.0,
+        rope_type="llama3",
+        rope_factor=4.0,
+        rope_length=16,
+        max_positions=64,
+        more_eos=(5, 3),
+    ),
     "mistral": dataclasses.replace(MISTRAL, **SMALL, window=5),
     "qwen2": dataclasses.replace(
-        QWEN2, **SMALL, tied_embeddings=True, window=5, local=(0, 1), rope_theta=100.0, rope_type="yarn",
-        rope_factor=4.0, rope_length=16, rope_low=0.5, rope_high=2.0, rope_attention=1.1,
-        rope_truncate=False, max_positions=64),
+        QWEN2,
+        **SMALL,
+        tied_embeddings=True,
+        window=5,
+        local=(0, 1),
+        rope_theta=100.0,
+        rope_type="yarn",
+        rope_factor=4.0,
+        rope_length=16,
+        rope_low=0.5,
+        rope_high=2.0,
+        rope_attention=1.1,
+        rope_truncate=False,
+        max_positions=64,
+    ),
     "qwen3": dataclasses.replace(QWEN3, **SMALL, rope_type="dynamic", rope_factor=3.0, max_positions=24),
     "gemma2": TINY_GEMMA,
     "gemma3_text": dataclasses.replace(
-        GEMMA3, **SMALL, query_bias=True, output_bias=True, query_scalar=20, window=5, local=(1, 0),
-        rope_theta=1000.0, local_rope_theta=50.0, rope_type="linear", rope_factor=8.0)}
+        GEMMA3,
+        **SMALL,
+        query_bias=True,
+        output_bias=True,
+        query_scalar=20,
+        window=5,
+        local=(1, 0),
+        rope_theta=1000.0,
+        local_rope_theta=50.0,
+        rope_type="linear",
+        rope_factor=8.0,
+    ),
+}
 TINY_T5GEMMA = T5GemmaConfig(
     dataclasses.replace(GEMMA2, **SMALL, query_scalar=20, window=5, attention_softcap=2.0, logit_softcap=3.0),
-    dataclasses.replace(GEMMA2, **SMALL | {"d_model": 40, "d_ff": 28, "num_layers": 3}, query_scalar=8,
-                        window=7,
-                        attention_softcap=3.0, logit_softcap=2.5))
+    dataclasses.replace(
+        GEMMA2,
+        **SMALL | {"d_model": 40, "d_ff": 28, "num_layers": 3},
+        query_scalar=8,
+        window=7,
+        attention_softcap=3.0,
+        logit_softcap=2.5,
+    ),
+)
 SOURCE = np.random.default_rng(0).integers(2, 97, (3, 20)).astype(np.int32)
 LENGTH = np.array([20, 13, 1], np.int32)
 TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)

@@ -30,7 +30,7 @@ def in_blocks(model, params, tokens, sizes, cache):
     """Logits of `tokens` fed in blocks of the given sizes, and the cache after them."""
     extend, logits, begin = jax.jit(model.extend), [], 0
     for size in sizes:
-        part, cache = extend(params, tokens[:, begin:begin + size], cache)
+        part, cache = extend(params, tokens[:, begin : begin + size], cache)
         logits.append(part)
         begin += size
     return np.concatenate(logits, axis=1), cache
@@ -43,9 +43,19 @@ PROMPT_LENGTHS = np.random.default_rng(3).integers(1, 21, 100).astype(np.int32)
 def greedy(model, params, count=12):
     """The tokens [100, count] written after each of PROMPTS, -1 after a text's end."""
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
-    return np.asarray(generate(
-        Autoregressive(model), params, keys, PROMPTS, PROMPT_LENGTHS, SamplingOptions(0.0), jnp.zeros(0),
-        max_new_tokens=count, eos_id=model.config.eos_id).tokens)
+    return np.asarray(
+        generate(
+            Autoregressive(model),
+            params,
+            keys,
+            PROMPTS,
+            PROMPT_LENGTHS,
+            SamplingOptions(0.0),
+            jnp.zeros(0),
+            max_new_tokens=count,
+            eos_id=model.config.eos_id,
+        ).tokens
+    )
 
 
 def their_texts(theirs, count=12):
@@ -56,11 +66,17 @@ def their_texts(theirs, count=12):
         rows = np.flatnonzero(length == PROMPT_LENGTHS)
         prompts = torch.tensor(PROMPTS[rows, :length].astype(np.int64))
         with torch.no_grad():
-            texts = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
-                                    max_new_tokens=count, eos_token_id=1, pad_token_id=0).numpy()
-        texts = texts[:, 1 if theirs.config.is_encoder_decoder else length:]
+            texts = theirs.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=False,
+                max_new_tokens=count,
+                eos_token_id=1,
+                pad_token_id=0,
+            ).numpy()
+        texts = texts[:, 1 if theirs.config.is_encoder_decoder else length :]
         ended = np.cumsum(texts == 1, axis=1) - (texts == 1) > 0
-        found[rows, :texts.shape[1]] = np.where(ended, -1, texts)
+        found[rows, : texts.shape[1]] = np.where(ended, -1, texts)
     return found
 
 
@@ -70,13 +86,20 @@ def transformers_t5(config, seed=0):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     described = {theirs: getattr(config, ours) for ours, theirs in t5.CONFIG_KEYS.items()}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
-        **described, feed_forward_proj="gated-gelu" if config.gated else "relu",
-        tie_word_embeddings=config.tied_embeddings, decoder_start_token_id=config.pad_id))
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **described,
+            feed_forward_proj="gated-gelu" if config.gated else "relu",
+            tie_word_embeddings=config.tied_embeddings,
+            decoder_start_token_id=config.pad_id,
+        )
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # the defaults are too small or constant to test scales
-            parameter.copy_(torch.randn_like(parameter) * (0.12 if parameter.ndim > 1 else 0.1)
-                            + (1.0 if parameter.ndim == 1 else 0.0))
+            parameter.copy_(
+                torch.randn_like(parameter) * (0.12 if parameter.ndim > 1 else 0.1)
+                + (1.0 if parameter.ndim == 1 else 0.0)
+            )
         model.shared.weight.copy_(torch.randn_like(model.shared.weight))
         if not config.tied_embeddings:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)

@@ -36,15 +36,17 @@ class Words(Tokenizer):
 
     def surfaces(self):
         roles = {PADDING: "pad", END: "eos"}
-        return [Surface(roles[piece], b"") if piece in roles else Surface("piece", piece.encode())
-                for piece in self.words]
+        return [
+            Surface(roles[piece], b"") if piece in roles else Surface("piece", piece.encode())
+            for piece in self.words
+        ]
 
     def cut(self, text):
         tokens = []
         while text:
             piece = max((p for p in self.words if p not in (PADDING, END) and text.startswith(p)), key=len)
             tokens.append(self.words.index(piece))
-            text = text[len(piece):]
+            text = text[len(piece) :]
         return tokens
 
     def text(self, tokens):
@@ -58,8 +60,9 @@ def shortest(text, pieces):
     """The ids of the fewest pieces that spell `text`; of several the smallest ids."""
     words = [n for n, piece in enumerate(pieces) if piece not in (END, PADDING)]
     for count in itertools.count(1):
-        found = [ids for ids in itertools.product(words, repeat=count)
-                 if "".join(pieces[n] for n in ids) == text]
+        found = [
+            ids for ids in itertools.product(words, repeat=count) if "".join(pieces[n] for n in ids) == text
+        ]
         if found:
             return list(min(found))
 
@@ -88,8 +91,9 @@ class Pair:
         context = [0, *self.own.cut(self.target.text(prompt))]
         for token in text:
             piece = self.target.words[token] if token < self.target.size else PADDING
-            context += ([self.own.words.index(piece)] if piece in self.own.words else
-                        shortest(piece, self.own.words))
+            context += (
+                [self.own.words.index(piece)] if piece in self.own.words else shortest(piece, self.own.words)
+            )
         return context
 
     def raw(self, prompt, text):
@@ -106,7 +110,7 @@ class Pair:
 
     def tli(self, prompt):
         def law(context):
-            found = self.common(self.raw(prompt, context[1 + len(prompt):]))
+            found = self.common(self.raw(prompt, context[1 + len(prompt) :]))
             return found / found.sum()
 
         return law
@@ -118,11 +122,19 @@ class Pair:
         """The law of texts with TLI; more tables above the pair's may be in `above`."""
         above = [lambda context, own=own: table_law(own, *context[-2:]) for own in options.pop("above", ())]
         drafter = (self.psi if options.pop("slrs", False) else self.tli)(prompt)
-        return text_law([drafter, self.verifier, *above], methods, alphas, prompt,
-                        steps=STEPS, eos=self.target.eos_id, **options)
+        return text_law(
+            [drafter, self.verifier, *above],
+            methods,
+            alphas,
+            prompt,
+            steps=STEPS,
+            eos=self.target.eos_id,
+            **options,
+        )
 
     def psi(self, prompt):
         """How probable it is that what the drafter writes begins with each token, as the longest match."""
+
         def law(context):
             found = np.zeros(self.size)
 
@@ -142,22 +154,42 @@ class Pair:
                         found[self.target.words.index(match)] += mass * chance
 
             words = [w for w in self.target.words if w not in (PADDING, END)]
-            write(self.own_context(prompt, context[1 + len(prompt):]), "", 1.0)
+            write(self.own_context(prompt, context[1 + len(prompt) :]), "", 1.0)
             return found / found.sum()
 
         return law
 
     def models(self, union=False, slrs=False):
         strategy = UNION if union else SLRS if slrs else TLI
-        drafter, params = translated(BranchingTable(self.tables[0].shape[0]), self.tables[0], self.own,
-                                     self.target, self.size, None, strategy=strategy)
+        drafter, params = translated(
+            BranchingTable(self.tables[0].shape[0]),
+            self.tables[0],
+            self.own,
+            self.target,
+            self.size,
+            None,
+            strategy=strategy,
+        )
         verifier = TableLM(self.size)
         if union:
             verifier = Resized(verifier, drafter.vocab_size, self.size)
         return (drafter, verifier), (params, self.tables[1])
 
-    def decoded(self, methods, alphas, block_sizes, rows, *, union=False, slrs=False, above=(),
-                prompts=PROMPTS, seed=0, steps=STEPS, **options):
+    def decoded(
+        self,
+        methods,
+        alphas,
+        block_sizes,
+        rows,
+        *,
+        union=False,
+        slrs=False,
+        above=(),
+        prompts=PROMPTS,
+        seed=0,
+        steps=STEPS,
+        **options,
+    ):
         """The compiled loop: its result, and which prompt each row has."""
         (drafter, verifier), (own, params) = self.models(union, slrs)
         params = own, params
@@ -166,14 +198,23 @@ class Pair:
         reads = [self.own.cut(self.target.text(prompt)) for prompt in prompts]
         read = np.zeros((rows, drafter.reads(tokens.shape[1])), np.int32)
         for n, (prompt, ids) in enumerate(zip(prompts, reads, strict=True)):
-            tokens[which == n, :len(prompt)] = prompt
-            read[which == n, :len(ids)] = ids
+            tokens[which == n, : len(prompt)] = prompt
+            read[which == n, : len(ids)] = ids
         inputs = Source(tokens, read, np.array([len(ids) for ids in reads], np.int32)[which]), tokens
         for own_table in above:
             params, inputs = (params, own_table), (inputs, tokens)
-        sampler = hierarchy([drafter, verifier, *[verifier] * len(above)], [METHODS[m] for m in methods],
-                            block_sizes)
+        sampler = hierarchy(
+            [drafter, verifier, *[verifier] * len(above)], [METHODS[m] for m in methods], block_sizes
+        )
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-        return generate(sampler, params, keys, inputs, np.array([len(p) for p in prompts], np.int32)[which],
-                        SamplingOptions(**{"temperature": 1.0, **options}), jnp.array(alphas),
-                        max_new_tokens=steps, eos_id=self.target.eos_id), which
+        return generate(
+            sampler,
+            params,
+            keys,
+            inputs,
+            np.array([len(p) for p in prompts], np.int32)[which],
+            SamplingOptions(**{"temperature": 1.0, **options}),
+            jnp.array(alphas),
+            max_new_tokens=steps,
+            eos_id=self.target.eos_id,
+        ), which

@@ -74,8 +74,12 @@ def within_sigmas(probs: np.ndarray, number: float, whole: np.ndarray) -> np.nda
     return logits >= logits.max() - number * logits.std()
 
 
-CUTS = {"top_k": (likeliest, 3), "top_n_sigma": (within_sigmas, 1.5), "top_p": (nucleus, 0.8),
-        "min_p": (likely, 0.05)}
+CUTS = {
+    "top_k": (likeliest, 3),
+    "top_n_sigma": (within_sigmas, 1.5),
+    "top_p": (nucleus, 0.8),
+    "min_p": (likely, 0.05),
+}
 """Truncation -> which tokens it keeps, of the law so far, its value and the untransformed law; and a value at
 which joint laws are held against it. In the order in which they follow one another."""
 
@@ -110,13 +114,23 @@ def target(method, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
         return method(q, p, qs, ps, alpha, greedy)
     size, tv = len(q), np.maximum(ps - qs, 0).sum()
     cross = -np.log(p[np.argmax(q)]) if greedy else -(q * np.log(p)).sum()
-    position = {"speculative": True, "chow": q.max() < 1 - alpha, "chow_log": entropy(q) > alpha,
-                "diff": q.max() < p.max() - alpha, "diff_log": entropy(q) > entropy(p) + alpha,
-                "router": q.max() < p.max() - alpha * tv, "opt": q.max() < p.max() - alpha * tv,
-                "opt_log": entropy(q) > entropy(p) + alpha * tv, "bild_star": cross > alpha}
-    token = {"token_v1": lambda v: q[v] < p.max() - alpha, "token_v2": lambda v: p[v] < p.max() - alpha,
-             "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
-             "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max()}
+    position = {
+        "speculative": True,
+        "chow": q.max() < 1 - alpha,
+        "chow_log": entropy(q) > alpha,
+        "diff": q.max() < p.max() - alpha,
+        "diff_log": entropy(q) > entropy(p) + alpha,
+        "router": q.max() < p.max() - alpha * tv,
+        "opt": q.max() < p.max() - alpha * tv,
+        "opt_log": entropy(q) > entropy(p) + alpha * tv,
+        "bild_star": cross > alpha,
+    }
+    token = {
+        "token_v1": lambda v: q[v] < p.max() - alpha,
+        "token_v2": lambda v: p[v] < p.max() - alpha,
+        "token_v3": lambda v: p[v] < (1 - alpha) * p.max(),
+        "lossy_greedy": lambda v: p[v] < (1 - alpha) * p.max(),
+    }
     if method in ("mixture", "learned_mixture"):
         return alpha * qs + (1 - alpha) * ps
     if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
@@ -154,15 +168,32 @@ def knows(method: str) -> bool:
     return True
 
 
-def sequence_law(tables, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
-                 **truncations: float | None) -> dict[tuple[int, ...], float]:
+def sequence_law(
+    tables,
+    methods,
+    alphas,
+    prompt,
+    *,
+    steps: int,
+    eos: int,
+    temperature: float = 1.0,
+    **truncations: float | None,
+) -> dict[tuple[int, ...], float]:
     """Every text of at most `steps` tokens (shorter only after eos) -> its probability.
 
     tables, methods, alphas run from the smallest model up; level n's target builds on level n-1's.
     """
     laws = [cache(partial(table_law, logits)) for logits in tables]
-    return text_law([lambda context, own=own: own(*context[-2:]) for own in laws], methods, alphas, prompt,
-                    steps=steps, eos=eos, temperature=temperature, **truncations)
+    return text_law(
+        [lambda context, own=own: own(*context[-2:]) for own in laws],
+        methods,
+        alphas,
+        prompt,
+        steps=steps,
+        eos=eos,
+        temperature=temperature,
+        **truncations,
+    )
 
 
 def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
@@ -171,9 +202,19 @@ def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
     return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
 
 
-def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature: float = 1.0,
-             **truncations: float | None) -> dict[tuple[int, ...], float]:
+def text_law(
+    laws,
+    methods,
+    alphas,
+    prompt,
+    *,
+    steps: int,
+    eos: int,
+    temperature: float = 1.0,
+    **truncations: float | None,
+) -> dict[tuple[int, ...], float]:
     """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law."""
+
     @cache
     def law(context: tuple[int, ...]) -> tuple[float, ...]:
         own, sampled = None, None
@@ -184,8 +225,10 @@ def text_law(laws, methods, alphas, prompt, *, steps: int, eos: int, temperature
                 own, sampled = probs, shaped
             else:
                 rule = (methods[level - 1], alphas[level - 1], temperature == 0)
-                own, sampled = (target(rule[0], own, probs, own, probs, *rule[1:]),
-                                target(rule[0], own, probs, sampled, shaped, *rule[1:]))
+                own, sampled = (
+                    target(rule[0], own, probs, own, probs, *rule[1:]),
+                    target(rule[0], own, probs, sampled, shaped, *rule[1:]),
+                )
         return tuple(sampled)
 
     texts, open_texts = {}, {(): 1.0}
@@ -208,8 +251,9 @@ def lookahead(place, gamma, alpha, acceptance, round_cost, q, p, qs, ps):
     return ps if q.max() < p.max() - price * np.maximum(ps - qs, 0).sum() else qs
 
 
-def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
-              ) -> dict[tuple[int, ...], float]:
+def block_law(
+    tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
+) -> dict[tuple[int, ...], float]:
     """As sequence_law, of two models, where the target depends on the position's place in its round:
     at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'."""
     own = [cache(partial(table_law, logits)) for logits in tables]
@@ -228,8 +272,10 @@ def block_law(tables, at, prompt, *, steps: int, eos: int, stop_below: float | N
             ended = (seen[0] + place + drafts, seen[1] + place, seen[2] + hoped + drafts * sure)
             for token, mine in enumerate(pi):
                 kept = min(qs[token], mine) if drafts else 0
-                for share, state in ((kept, (place + 1, chance, hoped + sure, seen)),
-                                     (mine - kept, (0, 1.0, 0.0, ended))):
+                for share, state in (
+                    (kept, (place + 1, chance, hoped + sure, seen)),
+                    (mine - kept, (0, 1.0, 0.0, ended)),
+                ):
                     if share > 0:
                         closed, own_text = token == eos or step == steps - 1, (*text, token)
                         found, key = (texts, own_text) if closed else (grown, (own_text, *state))
@@ -277,5 +323,11 @@ def pair(**fields):
     from speccascade_jax.inference.text import Cascade
 
     model = TableLM(4)
-    return Cascade((model, model), (table(39, 4), table(40, 4)), Digits(), max_source_length=16,
-                   max_new_tokens=3, **fields)
+    return Cascade(
+        (model, model),
+        (table(39, 4), table(40, 4)),
+        Digits(),
+        max_source_length=16,
+        max_new_tokens=3,
+        **fields,
+    )

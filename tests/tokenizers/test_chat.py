@@ -18,9 +18,11 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user
 from speccascade_jax.vocabularies.matching import matched
 
 SYSTEM = {"role": "system", "content": " You are brief. "}
-CHAT = [{"role": "user", "content": " Why does <ice> float? \n"},
-        {"role": "assistant", "content": "<think>\nDensity.\n</think>\n\nBecause it's \"lighter\"."},
-        {"role": "user", "content": "Grüße & 東京!"}]
+CHAT = [
+    {"role": "user", "content": " Why does <ice> float? \n"},
+    {"role": "assistant", "content": '<think>\nDensity.\n</think>\n\nBecause it\'s "lighter".'},
+    {"role": "user", "content": "Grüße & 東京!"},
+]
 CHATS = {"one": CHAT[:1], "several": CHAT, "system": [SYSTEM, *CHAT], "answered": CHAT[:2]}
 
 
@@ -33,22 +35,34 @@ def published(folder, family, template=None):
     tokenizer = Json(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([*PROMPTS, *SENTENCES], trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.train_from_iterator(
+        [*PROMPTS, *SENTENCES],
+        trainers.BpeTrainer(
+            vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     specials = [one for one in (bos, eos, *turns) if one]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos,
-        "eos_token": {"__type": "AddedToken", "content": eos, "special": True},
-        **({} if template is None else {"chat_template": template})}))
-    (folder / "generation_config.json").write_text(json.dumps(
-        {"eos_token_id": [tokenizer.token_to_id(one) for one in (eos, specials[-1])]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": bos,
+                "eos_token": {"__type": "AddedToken", "content": eos, "special": True},
+                **({} if template is None else {"chat_template": template}),
+            }
+        )
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(one) for one in (eos, specials[-1])]})
+    )
     return folder / "tokenizer.json"
 
 
@@ -70,7 +84,7 @@ def test_a_chat_is_what_transformers_makes_of_it(family, tmp_path):
                 continue
             assert ours.template().render(chat, begun) == text
             if begun:
-                row, = ours.encode_batch([ours.conversation(chat)])
+                (row,) = ours.encode_batch([ours.conversation(chat)])
                 ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
                 assert ours.framed(row) == ids
     assert refused == 2 * (family == "gemma2")
@@ -89,7 +103,7 @@ def test_special_tokens_have_their_roles_from_the_files_next_to_it(family, tmp_p
     assert found.ends(None) == [turns[-1]] and found.size == len(ids)
     assert found.decode([ids[turns[0]], *found.encode_batch(["Grüße"])[0], found.eos_id]) == "Grüße"
     surfaces = found.surfaces()  # of bytes, whatever the file writes for them
-    row, = found.encode_batch(["Grüße, 東京 <think>"])
+    (row,) = found.encode_batch(["Grüße, 東京 <think>"])
     assert b"".join(surfaces[n].text for n in row).decode() == "Grüße, 東京 <think>"
     assert [surfaces[n].kind for n in (found.eos_id, found.encode_batch(["x"])[0][0])] == ["eos", "piece"]
     other = Tokenizer(published(tmp_path / "other", "gemma2")).surfaces()
@@ -130,17 +144,21 @@ def test_a_folder_of_today_decodes_chats(tmp_path):
     end = next(n for n in whole.tokens[4:] if tokenizer.surfaces()[n].text.isalpha())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_id, end]}))
     cut, _ = decoded("Why?", chat=True)
-    assert cut.tokens == whole.tokens[:whole.tokens.index(end) + 1]
+    assert cut.tokens == whole.tokens[: whole.tokens.index(end) + 1]
     assert cut.text == tokenizer.decode(cut.tokens[:-1])
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(ValueError, match="no chat template next to"):
         decoded("Why?", chat=True)
 
 
-BAD = {"{% for": "damaged", "{{ 1 / 0 }}": "does not take", "{{ ''.__class__.__mro__ }}": "does not take",
-       "{% for n in range(10**9) %}x{% endfor %}": "does not take", "{{ messages[5].content.x }}": "does "
-                                                                                                   "not take",
-       "{{ raise_exception('no') }}": "says: no"}
+BAD = {
+    "{% for": "damaged",
+    "{{ 1 / 0 }}": "does not take",
+    "{{ ''.__class__.__mro__ }}": "does not take",
+    "{% for n in range(10**9) %}x{% endfor %}": "does not take",
+    "{{ messages[5].content.x }}": "does not take",
+    "{{ raise_exception('no') }}": "says: no",
+}
 
 
 @pytest.mark.parametrize("source", BAD)
@@ -151,11 +169,22 @@ def test_a_bad_template_is_one_sentence(source):
 
 
 def test_templates_by_name_and_for_training(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [
-        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{% generation %}a{% "
-                                                                                "endgeneration %}"
-         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor "
-         "%}"}]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "chat_template": [
+                    {"name": "tool_use", "template": "no"},
+                    {
+                        "name": "default",
+                        "template": "{% generation %}a{% "
+                        "endgeneration %}"
+                        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+                        "{{ m | tojson }}{% endfor %}",
+                    },
+                ]
+            }
+        )
+    )
     assert ChatTemplate.find(tmp_path, {}).render([{"x": "<é>"}, {}]) == 'a{"x": "<é>"}'
     (tmp_path / "chat_template.jinja").write_text("b")
     assert ChatTemplate.find(tmp_path, {}).render([]) == "b"

@@ -42,9 +42,17 @@ def test_those_who_wait_behind_a_loop_wait_no_longer_than_it_may_take(hurried):
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("source", [
-    "{{ 'x' * 10 ** 10 }}", "{{ 'x' | center(10 ** 10) }}", "{{ '%99999999999d' % 1 }}",
-    "{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "{{ '\\ud800' }}", "{{ [1] * 10 ** 10 }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{{ '\\ud800' }}",
+        "{{ [1] * 10 ** 10 }}",
+    ],
+)
 def test_what_no_tokenizer_could_read_is_refused(source):
     with pytest.raises(ValueError) as error:
         ChatTemplate(source, {}).render(USER)
@@ -56,9 +64,20 @@ def test_half_a_character_of_a_message_is_the_templates_affair_alone():
     assert template.render([{"role": "user", "content": "\ud800"}]) == "1"
 
 
-@pytest.mark.parametrize("templates", [
-    [], [3], ["{{ x }}"], [{"template": "a"}], [{"name": ["default"], "template": "a"}],
-    [{"name": "default", "template": 3}], [{"name": "rag", "template": "a"}], {"default": "a"}, 3])
+@pytest.mark.parametrize(
+    "templates",
+    [
+        [],
+        [3],
+        ["{{ x }}"],
+        [{"template": "a"}],
+        [{"name": ["default"], "template": "a"}],
+        [{"name": "default", "template": 3}],
+        [{"name": "rag", "template": "a"}],
+        {"default": "a"},
+        3,
+    ],
+)
 def test_several_templates_without_a_default_are_refused(templates, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     with pytest.raises(ValueError) as error:

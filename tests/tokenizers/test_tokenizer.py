@@ -16,10 +16,15 @@ def gemma_json(gemma_vocabulary, path):
     tokenizer = Json(models.Unigram(scores, unk_id=3, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?=▁)"), "isolated")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
-                                           decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)
-                                  for name in ("<pad>", "<eos>", "<bos>", "<unk>", *TURN)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(name, normalized=False, special=True)
+            for name in ("<pad>", "<eos>", "<bos>", "<unk>", *TURN)
+        ]
+    )
     tokenizer.save(str(path))
 
 
@@ -52,8 +57,8 @@ def test_up_to_stop(gemma_vocabulary):
     tokenizer = Tokenizer(gemma_vocabulary)
     tokens = tokenizer.encode_batch(["the cat sat<end_of_turn> on the mat"])[0]
     end = tokens.index(5)
-    assert up_to_stop(tokenizer, tokens, ("<end_of_turn>",)) == (tokens[:end + 1], "the cat sat")
-    assert up_to_stop(tokenizer, tokens, ("mat", "<end_of_turn>")) == (tokens[:end + 1], "the cat sat")
+    assert up_to_stop(tokenizer, tokens, ("<end_of_turn>",)) == (tokens[: end + 1], "the cat sat")
+    assert up_to_stop(tokenizer, tokens, ("mat", "<end_of_turn>")) == (tokens[: end + 1], "the cat sat")
     kept, text = up_to_stop(tokenizer, tokens, ("<end_of_turn>", " sa"))
     assert text == "the cat" and " sa" in tokenizer.decode(kept) and " sa" not in tokenizer.decode(kept[:-1])
     assert up_to_stop(tokenizer, tokens, ("dog", "<start_of_turn>")) is None

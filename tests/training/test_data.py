@@ -9,9 +9,14 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.training.data import joined_examples, texts
 
 
-@pytest.mark.parametrize("example,field,value", [
-    ({"source": None, "target": "x"}, "source", None), ({"source": "one"}, "target", None),
-    ({"source": "one", "targets": "abc"}, "targets", "abc")])
+@pytest.mark.parametrize(
+    "example,field,value",
+    [
+        ({"source": None, "target": "x"}, "source", None),
+        ({"source": "one"}, "target", None),
+        ({"source": "one", "targets": "abc"}, "targets", "abc"),
+    ],
+)
 def test_a_field_that_an_example_lacks_is_the_errors(tmp_path, example, field, value):
     (tmp_path / "bad.jsonl").write_text(json.dumps(example) + "\n")
     with pytest.raises(FieldError) as refused:

@@ -25,27 +25,55 @@ from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters
 from speccascade_jax.training.steps import make_steps
 
-T5 = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
-              num_decoder_layers=3, dropout_rate=0.1)
-GEMMA = dataclasses.replace(GEMMA2, vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_kv_heads=2,
-                            num_layers=3,
-                    window=12, query_scalar=8)
+T5 = T5Config(
+    vocab_size=300,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_heads=4,
+    num_encoder_layers=1,
+    num_decoder_layers=3,
+    dropout_rate=0.1,
+)
+GEMMA = dataclasses.replace(
+    GEMMA2,
+    vocab_size=300,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=3,
+    window=12,
+    query_scalar=8,
+)
 DRAFTER = dataclasses.replace(T5, d_model=16, num_encoder_layers=0, num_decoder_layers=1)
-FROZEN = {"adapters": ExitsConfig(T5, (1, 2), "adapter", 8), "heads": ExitsConfig(GEMMA, (1,), "own"),
-          "drafter": SharedEncoderConfig(T5, DRAFTER), "reads states": SharedEncoderConfig(T5, DRAFTER, True)}
+FROZEN = {
+    "adapters": ExitsConfig(T5, (1, 2), "adapter", 8),
+    "heads": ExitsConfig(GEMMA, (1,), "own"),
+    "drafter": SharedEncoderConfig(T5, DRAFTER),
+    "reads states": SharedEncoderConfig(T5, DRAFTER, True),
+}
 
 
 def run_of(model, **changes):
-    usual = {"steps": 60, "optimizer": "adamw", "learning_rate": 0.03, "weight_decay": 0.1,
-             "dtype": "float32", "distillation": 1.0}
+    usual = {
+        "steps": 60,
+        "optimizer": "adamw",
+        "learning_rate": 0.03,
+        "weight_decay": 0.1,
+        "dtype": "float32",
+        "distillation": 1.0,
+    }
     return TrainConfig("", "", model, Task("", "", ""), **usual | changes)
 
 
 def batch_of(seed):
     rng = np.random.default_rng(seed)
     source = rng.integers(3, 20, (8, 10)).astype(np.int32)
-    return Batch(source, np.full(8, 10, np.int32), np.sort(source, axis=1),
-                 rng.integers(5, 11, 8).astype(np.int32))
+    return Batch(
+        source, np.full(8, 10, np.int32), np.sort(source, axis=1), rng.integers(5, 11, 8).astype(np.int32)
+    )
 
 
 def trained(config, params, steps):
@@ -122,14 +150,16 @@ def test_exits_learn_from_the_full_model_without_dropout():
 @pytest.mark.full
 @pytest.mark.parametrize("model", [ExitsConfig(T5, (1, 2)), ExitsConfig(GEMMA, (1, 2))], ids=["t5", "gemma"])
 def test_exits_and_full_model_learn_together(model):
-    config = run_of(model, distillation=0.0, exits=ExitTraining(
-        frozen=False, layer_dropout=0.1, curriculum="rotational"))
+    config = run_of(
+        model, distillation=0.0, exits=ExitTraining(frozen=False, layer_dropout=0.1, curriculum="rotational")
+    )
     params = model_of(model).init(0)
     after = trained(config, params, 60)
     first, last = (member_losses(config, x, batch_of(99))[0] for x in (params, after))
     assert all(new < 0.6 * old for old, new in zip(first, last, strict=True)), (first, last)
-    alone = trained(dataclasses.replace(config, exits=dataclasses.replace(
-        config.exits, exit_weight=0.0)), params, 60)
+    alone = trained(
+        dataclasses.replace(config, exits=dataclasses.replace(config.exits, exit_weight=0.0)), params, 60
+    )
     data, _ = member_losses(config, alone, batch_of(99))
     assert data[0] > last[0] + 0.05  # the control: without their losses, exits learn less
 
@@ -137,20 +167,34 @@ def test_exits_and_full_model_learn_together(model):
 def test_later_layers_are_left_out_more_often():
     rate, layers, rows = 0.4, 5, 20_000
     after = layer_dropout(jax.random.key(0), rate, layers, rows)
-    left_out = [float(np.mean(after(n, jnp.zeros((rows, 2, 3)), jnp.ones((rows, 2, 3))) == 0))
-                for n in range(layers)]
+    left_out = [
+        float(np.mean(after(n, jnp.zeros((rows, 2, 3)), jnp.ones((rows, 2, 3))) == 0)) for n in range(layers)
+    ]
     np.testing.assert_allclose(left_out, rate * (2 ** (np.arange(layers) / 4) - 1), atol=0.015)
     assert left_out[0] == 0
     whole = after(4, jnp.zeros((rows, 2, 3)), jnp.ones((rows, 2, 3)))
     assert set(np.asarray(whole).mean(axis=(1, 2))) == {0.0, 1.0}  # of a row all positions
-    assert abs(np.corrcoef(*(np.asarray(after(n, jnp.zeros((rows, 1, 1)), jnp.ones((rows, 1, 1)))).ravel()
-                             for n in (3, 4)))[0, 1]) < 0.03
+    assert (
+        abs(
+            np.corrcoef(
+                *(
+                    np.asarray(after(n, jnp.zeros((rows, 1, 1)), jnp.ones((rows, 1, 1)))).ravel()
+                    for n in (3, 4)
+                )
+            )[0, 1]
+        )
+        < 0.03
+    )
 
 
 def test_weights_and_curricula():
     """Layers 2, 4 and 8 of 16 with weight 0.5: sums 3, 10 and 36; the full model 15 + 0.5 * 120."""
-    config = run_of(ExitsConfig(dataclasses.replace(T5, num_decoder_layers=16), (2, 4, 8)), steps=60,
-                    accumulate=2, exits=ExitTraining(frozen=False, exit_weight=0.5))
+    config = run_of(
+        ExitsConfig(dataclasses.replace(T5, num_decoder_layers=16), (2, 4, 8)),
+        steps=60,
+        accumulate=2,
+        exits=ExitTraining(frozen=False, exit_weight=0.5),
+    )
     whole = np.array([1.5, 5, 18, 75])
 
     def expected(*on):
@@ -164,22 +208,38 @@ def test_weights_and_curricula():
         return pair[0]
 
     np.testing.assert_allclose(weights(config, None), expected(1, 1, 1), rtol=1e-6)
-    for step, curriculum, on in ((0, "all", (1, 1, 1)), (0, "rotational", (1, 0, 0)),
-                                 (1, "rotational", (0, 1, 0)), (5, "rotational", (0, 0, 1)),
-                                 (0, "gradual", (0, 0, 0)), (9, "gradual", (0, 0, 0)),
-                                 (10, "gradual", (0, 0, 1)), (20, "gradual", (0, 1, 1)),
-                                 (29, "gradual", (0, 1, 1)), (30, "gradual", (1, 1, 1))):
+    for step, curriculum, on in (
+        (0, "all", (1, 1, 1)),
+        (0, "rotational", (1, 0, 0)),
+        (1, "rotational", (0, 1, 0)),
+        (5, "rotational", (0, 0, 1)),
+        (0, "gradual", (0, 0, 0)),
+        (9, "gradual", (0, 0, 0)),
+        (10, "gradual", (0, 0, 1)),
+        (20, "gradual", (0, 1, 1)),
+        (29, "gradual", (0, 1, 1)),
+        (30, "gradual", (1, 1, 1)),
+    ):
         np.testing.assert_allclose(at(step, curriculum), expected(*on), rtol=1e-6)
 
 
 # Runs
 
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory, number_words):
     """A run that has trained the plain full model a little."""
     folder = tmp_path_factory.mktemp("exits")
-    config = dataclasses.replace(number_words, output_dir=str(folder / "full"), model=T5, export_dir=None,
-                                 steps=20, save_every=20, eval_every=20, validation_examples=0)
+    config = dataclasses.replace(
+        number_words,
+        output_dir=str(folder / "full"),
+        model=T5,
+        export_dir=None,
+        steps=20,
+        save_every=20,
+        eval_every=20,
+        validation_examples=0,
+    )
     return config, train(config)
 
 
@@ -190,16 +250,28 @@ def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
     next to the plain checkpoint that holds what that has not."""
     base, full = toy
     out = full.with_name(f"exported {name}")
-    config = dataclasses.replace(base, output_dir=str(tmp_path / "run"), model=FROZEN[name], init=str(full),
-                                 tokenizer=None, distillation=1.0, steps=4, save_every=4, eval_every=4,
-                                 export_dir=str(out))
+    config = dataclasses.replace(
+        base,
+        output_dir=str(tmp_path / "run"),
+        model=FROZEN[name],
+        init=str(full),
+        tokenizer=None,
+        distillation=1.0,
+        steps=4,
+        save_every=4,
+        eval_every=4,
+        export_dir=str(out),
+    )
     train(config)
     run = train(dataclasses.replace(config, steps=8))  # it goes on, with another length
     small, whole = checkpoints.load_all([f"{run}@{model_of(config.model).names[0]}", str(run)])
     assert small.params is whole.params and small.tokenizer_file().is_file()
     plain = checkpoints.load(full)
-    jax.tree.map(np.testing.assert_array_equal, plain.params,
-                 nnx.from_flat_state(nnx.to_flat_state(whole.params[config.model.full_part])))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        plain.params,
+        nnx.from_flat_state(nnx.to_flat_state(whole.params[config.model.full_part])),
+    )
     exported = checkpoints.load(out).params
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), whole.params)
     mine, theirs = dict(nnx.to_flat_state(exported)), dict(nnx.to_flat_state(rounded))
@@ -219,8 +291,13 @@ def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
     base, full = toy
     shape = dataclasses.replace(DRAFTER, num_encoder_layers=1)
     checkpoints.save(tmp_path / "drafter", random_checkpoint(shape), "native")
-    config = dataclasses.replace(base, model=FROZEN["reads states"], init=str(full), tokenizer=None,
-                                 exits=ExitTraining(drafter=str(tmp_path / "drafter")))
+    config = dataclasses.replace(
+        base,
+        model=FROZEN["reads states"],
+        init=str(full),
+        tokenizer=None,
+        exits=ExitTraining(drafter=str(tmp_path / "drafter")),
+    )
     found = dict(nnx.to_flat_state(first_parameters(config, model_of(config.model), make_mesh())))
     other = dict(nnx.to_flat_state(random_checkpoint(shape).params))
     fresh = dict(nnx.to_flat_state(model_of(config.model).around(checkpoints.load(full).params, config.seed)))
@@ -234,13 +311,18 @@ def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
         first_parameters(wide, model_of(wide.model), make_mesh())
 
 
-@pytest.mark.parametrize("changes,field,value", [
-    ({"init": None}, "init", None), ({"model": ExitsConfig(T5, (1,))}, "head", "shared"),
-    ({"export_dir": "out"}, "export_dir", "out"),
-    ({"exits": ExitTraining(layer_dropout=1.0)}, "layer_dropout", 1.0),
-    ({"exits": ExitTraining(drafter="gone")}, "drafter", "gone"),
-    ({"exits": ExitTraining(exit_weight=-1.0)}, "exit_weight", -1.0),
-    ({"exits": ExitTraining(curriculum="none")}, "curriculum", "none")])
+@pytest.mark.parametrize(
+    "changes,field,value",
+    [
+        ({"init": None}, "init", None),
+        ({"model": ExitsConfig(T5, (1,))}, "head", "shared"),
+        ({"export_dir": "out"}, "export_dir", "out"),
+        ({"exits": ExitTraining(layer_dropout=1.0)}, "layer_dropout", 1.0),
+        ({"exits": ExitTraining(drafter="gone")}, "drafter", "gone"),
+        ({"exits": ExitTraining(exit_weight=-1.0)}, "exit_weight", -1.0),
+        ({"exits": ExitTraining(curriculum="none")}, "curriculum", "none"),
+    ],
+)
 def test_what_cannot_be_trained_is_said_beforehand(changes, field, value, toy, tmp_path):
     base, full = toy
     usual = {"output_dir": str(tmp_path / "run"), "model": FROZEN["adapters"], "init": str(full)}

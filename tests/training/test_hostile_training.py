@@ -31,7 +31,7 @@ from speccascade_jax.training.data import joined_examples, texts
 from speccascade_jax.training.loop import export, locked
 from speccascade_jax.training.reporting import loss_curve, read_events
 
-CONFIG = '''
+CONFIG = """
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config
 
@@ -42,7 +42,7 @@ config = TrainConfig(
     model=T5Config(vocab_size=296, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_encoder_layers=1,
                    num_decoder_layers=1),
     steps=1, batch_tokens=128, dtype="float32", log_every=1, validation_examples=0)
-'''
+"""
 LINES = [{"source": "one two", "target": "eins zwei"}, {"source": "three", "target": "drei"}] * 20
 
 
@@ -58,6 +58,7 @@ def toy(tmp_path_factory):
 def refused(toy, tmp_path, capfd):
     """A function from flags to the error that they end in, said once: nothing else is written, and nothing
     saved."""
+
     def said(*flags):
         began = time.monotonic()
         with refusals() as errors:
@@ -70,13 +71,42 @@ def refused(toy, tmp_path, capfd):
     return said
 
 
-@pytest.mark.parametrize("flag", [
-    "learning-rate=nan", "learning-rate=inf", "learning-rate=-1", "label-smoothing=1", "label-smoothing=nan",
-    "distillation=1.5", "distillation=-0.1", "distillation=nan", "on-policy=1.1", "z-loss=nan", "z-loss=-1",
-    "clip-norm=0", "clip-norm=nan", "clip-norm=inf", "weight-decay=-1", "weight-decay=nan", "warmup-steps=-1",
-    "tokenizer-size=0", "teacher-examples=0", "validation-examples=-1", "steps=0", "seed=-1",
-    "seed=9223372036854775808", "max-source-length=0", "max-target-length=-1", "join=0", "join=-3",
-    "d-model=0", "num-heads=-1", "dropout-rate=1.5", "num-decoder-layers=1000000000"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "learning-rate=nan",
+        "learning-rate=inf",
+        "learning-rate=-1",
+        "label-smoothing=1",
+        "label-smoothing=nan",
+        "distillation=1.5",
+        "distillation=-0.1",
+        "distillation=nan",
+        "on-policy=1.1",
+        "z-loss=nan",
+        "z-loss=-1",
+        "clip-norm=0",
+        "clip-norm=nan",
+        "clip-norm=inf",
+        "weight-decay=-1",
+        "weight-decay=nan",
+        "warmup-steps=-1",
+        "tokenizer-size=0",
+        "teacher-examples=0",
+        "validation-examples=-1",
+        "steps=0",
+        "seed=-1",
+        "seed=9223372036854775808",
+        "max-source-length=0",
+        "max-target-length=-1",
+        "join=0",
+        "join=-3",
+        "d-model=0",
+        "num-heads=-1",
+        "dropout-rate=1.5",
+        "num-decoder-layers=1000000000",
+    ],
+)
 def test_values_out_of_their_range_are_named(refused, flag):
     name, value = flag.split("=")
     error = refused(f"--{flag}")
@@ -87,28 +117,39 @@ def test_values_out_of_their_range_are_named(refused, flag):
         assert f"{name.replace('-', '_')} is " in str(error)
 
 
-@pytest.mark.parametrize("flag", ["d-model=2000000000", "vocab-size=2000000000",
-                                  "max-target-length=1000000000", "max-source-length=2000000"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "d-model=2000000000",
+        "vocab-size=2000000000",
+        "max-target-length=1000000000",
+        "max-source-length=2000000",
+    ],
+)
 def test_what_no_device_holds_is_refused_before_it_is_asked_for(refused, flag):
     assert "GiB on each device" in str(refused(f"--{flag}"))
 
 
-@pytest.mark.parametrize("line,said", [
-    ('{"source": "one", "targets": "abc"}', "'targets' is 'abc'; it must be a list"),
-    ('{"source": "one", "targets": null}', "'targets' is None"),
-    ('{"source": "one", "targets": {"a": "b"}}', "'targets' is {'a': 'b'}"),
-    ('{"source": "one", "targets": [1]}', "'targets' is 1"),
-    ('{"source": "one", "target": "x", "targets": 5}', "'targets' is 5"),
-    ('{"source": null, "target": "x"}', "no text in field 'source'"),
-    ('{"source": 5, "target": "x"}', "'source' is 5"),
-    ('{"source": ["one"], "target": "x"}', "'source' is ['one']"),
-    ('{"source": "one", "target": {"de": "x"}}', "'target' is {'de': 'x'}"),
-    ('["one", "eins"]', "is ['one', 'eins']; a line of a .jsonl is an object"),
-    ("[" * 100_000, "nested too deeply"),
-    ('{"source": "\\ud800", "target": "x"}', "half a character"),
-    ('{"source": "one", "target": "x', "not JSON"),
-    ("1" * 5000, "not JSON"),
-], ids=lambda x: x[:40] if x.startswith(("{", "[")) else None)
+@pytest.mark.parametrize(
+    "line,said",
+    [
+        ('{"source": "one", "targets": "abc"}', "'targets' is 'abc'; it must be a list"),
+        ('{"source": "one", "targets": null}', "'targets' is None"),
+        ('{"source": "one", "targets": {"a": "b"}}', "'targets' is {'a': 'b'}"),
+        ('{"source": "one", "targets": [1]}', "'targets' is 1"),
+        ('{"source": "one", "target": "x", "targets": 5}', "'targets' is 5"),
+        ('{"source": null, "target": "x"}', "no text in field 'source'"),
+        ('{"source": 5, "target": "x"}', "'source' is 5"),
+        ('{"source": ["one"], "target": "x"}', "'source' is ['one']"),
+        ('{"source": "one", "target": {"de": "x"}}', "'target' is {'de': 'x'}"),
+        ('["one", "eins"]', "is ['one', 'eins']; a line of a .jsonl is an object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"source": "\\ud800", "target": "x"}', "half a character"),
+        ('{"source": "one", "target": "x', "not JSON"),
+        ("1" * 5000, "not JSON"),
+    ],
+    ids=lambda x: x[:40] if x.startswith(("{", "[")) else None,
+)
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_line_that_is_no_example_is_named(refused, tmp_path, split, line, said):
     path = tmp_path / "bad.jsonl"
@@ -141,27 +182,31 @@ def test_examples_are_joined_by_ones_and_more(toy):
             joined_examples(Task("", "", "", join=join), str(toy / "train.jsonl"))
 
 
-@pytest.mark.parametrize("flags,field,value", [
-    (["--train=missing.jsonl"], "train", "missing.jsonl"),
-    (["--validation=FOLDER"], "validation", "FOLDER"),
-    (["--teacher-singles"], "teacher_singles", True),
-    (["--teacher=runs/nowhere"], "teacher", "runs/nowhere"),
-    (["--init=runs/nowhere"], "init", "runs/nowhere"),
-    (["--tokenizer=None"], "tokenizer", None),
-    (["--tokenizer=FOLDER"], "tokenizer", "FOLDER"),
-    (["--tokenizer-size=2147483647"], "tokenizer_size", 2147483647),
-    (["--teacher-outputs=x"], "teacher_outputs", "x"),
-    (["--teacher-tokens"], "teacher_tokens", True),
-    (["--on-policy=0.5"], "on_policy", 0.5),
-    (["--output-dir=FILE"], "output_dir", "FILE"),
-    (["--output-dir=FILE/run"], "output_dir", "FILE/run"),
-    (["--output-dir=/proc/run"], "output_dir", "/proc/run"),
-    (["--output-dir=gs://bucket/run"], "output_dir", "gs://bucket/run"),
-    (["--export-dir=FILE"], "export_dir", "FILE"),
-    (["--export-dir=RUN"], "export_dir", "RUN"),
-    (["--ship"], "ship", True),
-    (["--metric=accuracy"], "metric", "accuracy"),
-], ids=lambda x: x[0] if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    "flags,field,value",
+    [
+        (["--train=missing.jsonl"], "train", "missing.jsonl"),
+        (["--validation=FOLDER"], "validation", "FOLDER"),
+        (["--teacher-singles"], "teacher_singles", True),
+        (["--teacher=runs/nowhere"], "teacher", "runs/nowhere"),
+        (["--init=runs/nowhere"], "init", "runs/nowhere"),
+        (["--tokenizer=None"], "tokenizer", None),
+        (["--tokenizer=FOLDER"], "tokenizer", "FOLDER"),
+        (["--tokenizer-size=2147483647"], "tokenizer_size", 2147483647),
+        (["--teacher-outputs=x"], "teacher_outputs", "x"),
+        (["--teacher-tokens"], "teacher_tokens", True),
+        (["--on-policy=0.5"], "on_policy", 0.5),
+        (["--output-dir=FILE"], "output_dir", "FILE"),
+        (["--output-dir=FILE/run"], "output_dir", "FILE/run"),
+        (["--output-dir=/proc/run"], "output_dir", "/proc/run"),
+        (["--output-dir=gs://bucket/run"], "output_dir", "gs://bucket/run"),
+        (["--export-dir=FILE"], "export_dir", "FILE"),
+        (["--export-dir=RUN"], "export_dir", "RUN"),
+        (["--ship"], "ship", True),
+        (["--metric=accuracy"], "metric", "accuracy"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
 def test_files_and_folders_are_looked_at_first(refused, tmp_path, flags, field, value):
     """And no tokenizer is trained before."""
     (tmp_path / "file").write_text("kept")
@@ -192,9 +237,18 @@ def test_a_host_out_of_reach_is_said_at_once(toy, tmp_path):
     for flag in ("--tokenizer", "--init", "--teacher"):
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, str(SCRIPTS / "finetune.py"), f"--config={toy / 'toy.py'}",
-             f"--output-dir={tmp_path / 'run'}", f"{flag}=gs://nobody/model"],
-            env=environment, capture_output=True, text=True, timeout=60)
+            [
+                sys.executable,
+                str(SCRIPTS / "finetune.py"),
+                f"--config={toy / 'toy.py'}",
+                f"--output-dir={tmp_path / 'run'}",
+                f"{flag}=gs://nobody/model",
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "gs://nobody/model" in done.stderr and "cannot be reached" in done.stderr
         assert time.monotonic() - began < 12 and not (tmp_path / "run").exists()  # most of it imports
@@ -228,7 +282,11 @@ def test_a_run_has_one_process(toy, refused, tmp_path):
     (tmp_path / "out" / "model-00001-of-00002.safetensors").write_text("an earlier export's")
     export(tmp_path / "run", tmp_path / "out", None)  # takes its place file by file
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.safetensors", "spiece.model", "metrics.jsonl"}
+        "config.json",
+        "model.safetensors",
+        "spiece.model",
+        "metrics.jsonl",
+    }
     checkpoints.load(tmp_path / "out")
 
 
@@ -236,8 +294,13 @@ def test_a_run_has_one_process(toy, refused, tmp_path):
 def teacher(t5_pair):
     checkpoint = checkpoints.load(t5_pair / "verifier")
     model, params = checkpoint.model, checkpoint.params
-    return Cascade((model, model), (params, params), Tokenizer(checkpoint.tokenizer_file()),
-                   max_source_length=16, max_new_tokens=4)
+    return Cascade(
+        (model, model),
+        (params, params),
+        Tokenizer(checkpoint.tokenizer_file()),
+        max_source_length=16,
+        max_new_tokens=4,
+    )
 
 
 def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, teacher, tmp_path):
@@ -253,9 +316,13 @@ def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, tea
         assert part.read_text() == lines and not path.exists()
         return str(error.value)
 
-    for lines, said in (('{"source": "elsewhere", "target": "x"}\n', "another source"), ("7\n", "no output"),
-                        ('{"source": "one two"}\n', "no output"), ("{\n", "not JSON"),
-                        ("null\n", "other settings")):
+    for lines, said in (
+        ('{"source": "elsewhere", "target": "x"}\n', "another source"),
+        ("7\n", "no output"),
+        ('{"source": "one two"}\n', "no output"),
+        ("{\n", "not JSON"),
+        ("null\n", "other settings"),
+    ):
         changes = {"prefix": "translate: "} if "settings" in said else {}
         assert "--teacher-outputs" in refuses(lines, said, **changes)
     with OutputFile(part):
@@ -265,9 +332,23 @@ def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, tea
     assert part.read_text() == "null\n" * 3 and not path.exists()
 
 
-@pytest.mark.parametrize("cluster", [
-    "host:port,-1,0", "localhost:1234,-1,0", "localhost:1234,2,5", "localhost,1,0", ":,1,0", ":1234,1,0",
-    "localhost:99999999,1,0", "localhost:0,1,0", "", ",,", "localhost:1234,2,-1", "localhost:1234,2"])
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        "host:port,-1,0",
+        "localhost:1234,-1,0",
+        "localhost:1234,2,5",
+        "localhost,1,0",
+        ":,1,0",
+        ":1234,1,0",
+        "localhost:99999999,1,0",
+        "localhost:0,1,0",
+        "",
+        ",,",
+        "localhost:1234,2,-1",
+        "localhost:1234,2",
+    ],
+)
 def test_a_cluster_that_is_none_is_said_at_once(refused, cluster):
     assert "HOST:PORT,PROCESSES,NUMBER" in str(refused(f"--cluster={cluster}"))
 

@@ -30,8 +30,11 @@ from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.steps import make_steps
 
-FAMILIES = {"qwen3": DECODERS["qwen3"], "t5": dataclasses.replace(TINY_T5, dropout_rate=0.0),
-            "t5gemma": TINY_T5GEMMA}  # one of each kind of network
+FAMILIES = {
+    "qwen3": DECODERS["qwen3"],
+    "t5": dataclasses.replace(TINY_T5, dropout_rate=0.0),
+    "t5gemma": TINY_T5GEMMA,
+}  # one of each kind of network
 
 
 def saved(folder):
@@ -39,13 +42,15 @@ def saved(folder):
     import orbax.checkpoint as ocp
 
     items = lora.ADAPTERS, "optimizer", "params"
-    return native.manager(folder / "latest").restore(12, args=ocp.args.Composite(
-        **{item: ocp.args.StandardRestore() for item in items}))
+    return native.manager(folder / "latest").restore(
+        12, args=ocp.args.Composite(**{item: ocp.args.StandardRestore() for item in items})
+    )
 
 
 def trained_like(model, **fields):
-    return TrainConfig(name="", output_dir="", model=model, task=Task("", "", ""), dtype="float32",
-                       lora_rank=3, **fields)
+    return TrainConfig(
+        name="", output_dir="", model=model, task=Task("", "", ""), dtype="float32", lora_rank=3, **fields
+    )
 
 
 def flat(params):
@@ -65,8 +70,9 @@ def test_the_laws_of_adapters(family):
     alone = jax.jit(model.forced)(base, SOURCE, LENGTH, TARGET)
     np.testing.assert_array_equal(forced(begun), alone)
 
-    adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.shape[0]), x.shape) / 8,
-                            lora.split_adapters(begun)[0])
+    adapters = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(x.shape[0]), x.shape) / 8, lora.split_adapters(begun)[0]
+    )
     params = lora.with_adapters(base, adapters)
     whole, kernels = lora.merging(config, mesh)(params), set(lora.chosen(config))
     assert len(kernels) > 10 and not any("head" in path for path in kernels)
@@ -107,11 +113,18 @@ def test_chosen_kernels_only():
     assert (error.value.field, error.value.value) == ("lora_kernels", ("q_proj",))
 
 
-@pytest.mark.parametrize("change,field,value", [
-    ({"init": None}, "lora_rank", 3), ({"lora_rank": 11}, "lora_rank", 11),
-    ({"lora_kernels": ("cross",)}, "lora_kernels", ("cross",)), ({"lora_alpha": 0.0}, "lora_alpha", 0.0),
-    ({"lora_base": "int8"}, "lora_base", "int8"), ({"lora_rank": -1}, "lora_rank", -1),
-    ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "lora_rank", 3)])
+@pytest.mark.parametrize(
+    "change,field,value",
+    [
+        ({"init": None}, "lora_rank", 3),
+        ({"lora_rank": 11}, "lora_rank", 11),
+        ({"lora_kernels": ("cross",)}, "lora_kernels", ("cross",)),
+        ({"lora_alpha": 0.0}, "lora_alpha", 0.0),
+        ({"lora_base": "int8"}, "lora_base", "int8"),
+        ({"lora_rank": -1}, "lora_rank", -1),
+        ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "lora_rank", 3),
+    ],
+)
 def test_adapters_that_cannot_be_are_one_sentence(change, field, value, tmp_path):
     usual = {"init": str(tmp_path), "tokenizer": "x.model", "export_dir": None}
     with pytest.raises(FieldError) as error:
@@ -130,18 +143,39 @@ def toy(tmp_path_factory):
     (folder / "train.jsonl").write_text("".join(line + "\n" for line in lines * 8))
     (folder / "validation.jsonl").write_text("".join(line + "\n" for line in lines))
     train_tokenizer((word for pair in words.items() for word in pair * 50), folder / "spiece.model", 290)
-    shape = dataclasses.replace(DECODERS["qwen3"], vocab_size=300, d_model=32, d_kv=8, d_ff=48,
-                                rope_type="default", rope_factor=1.0)
+    shape = dataclasses.replace(
+        DECODERS["qwen3"], vocab_size=300, d_model=32, d_kv=8, d_ff=48, rope_type="default", rope_factor=1.0
+    )
     model = model_of(shape)
-    checkpoints.save(folder / "base", Checkpoint(model, model.init(0), folder / "spiece.model", "memory"),
-                     "huggingface")
-    task = Task(train=str(folder / "train.jsonl"), validation=str(folder / "validation.jsonl"), test="",
-                suffix=" =", max_source_length=12, max_target_length=12)
+    checkpoints.save(
+        folder / "base", Checkpoint(model, model.init(0), folder / "spiece.model", "memory"), "huggingface"
+    )
+    task = Task(
+        train=str(folder / "train.jsonl"),
+        validation=str(folder / "validation.jsonl"),
+        test="",
+        suffix=" =",
+        max_source_length=12,
+        max_target_length=12,
+    )
     return TrainConfig(
-        name="lora", output_dir=str(folder / "run"), model=checkpoints.config_of(str(folder / "base")),
-        task=task, init=str(folder / "base"), steps=12, batch_tokens=192, optimizer="adamw",
-        learning_rate=0.02, dtype="float32", save_every=4, eval_every=6, log_every=1, validation_examples=0,
-        export_dir=str(folder / "export"), lora_rank=4)
+        name="lora",
+        output_dir=str(folder / "run"),
+        model=checkpoints.config_of(str(folder / "base")),
+        task=task,
+        init=str(folder / "base"),
+        steps=12,
+        batch_tokens=192,
+        optimizer="adamw",
+        learning_rate=0.02,
+        dtype="float32",
+        save_every=4,
+        eval_every=6,
+        log_every=1,
+        validation_examples=0,
+        export_dir=str(folder / "export"),
+        lora_rank=4,
+    )
 
 
 @pytest.mark.full
@@ -167,8 +201,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one_and_decodes(toy, tmp_path, mo
     first, second = map(saved, (whole, resumed))
     for item in (lora.ADAPTERS, "optimizer", "params"):
         jax.tree.map(np.testing.assert_array_equal, first[item], second[item])
-    base, best, export = (flat(checkpoints.load(path).params)
-                          for path in (toy.init, whole, toy.export_dir))
+    base, best, export = (flat(checkpoints.load(path).params) for path in (toy.init, whole, toy.export_dir))
     kernels = set(lora.chosen(toy))
     for path, value in base.items():
         assert (value == best[path]).all() == (path not in kernels), path
@@ -204,8 +237,9 @@ print(max(shares))
 def test_eight_devices_split_adapters_and_base(toy, tmp_path):
     """FSDP, the base in bfloat16: each holds about an eighth of both, and what is trained is what one device
     trains."""
-    config = dataclasses.replace(toy, export_dir=None, steps=3, lora_base="bfloat16", split_parameters=True,
-                                 lora_rank=8)
+    config = dataclasses.replace(
+        toy, export_dir=None, steps=3, lora_base="bfloat16", split_parameters=True, lora_rank=8
+    )
     ends = []
     for count in (1, 8):
         own = dataclasses.replace(config, output_dir=str(tmp_path / str(count)))
@@ -221,10 +255,12 @@ def test_an_adapted_kernel_is_one_leaf_to_the_model():
     from speccascade_jax.models.layers import project
 
     rng = np.random.default_rng(0)
-    x, base, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32)
-                     for shape in ((2, 5, 8), (8, 6), (8, 2), (2, 6)))
+    x, base, a, b = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 8), (8, 6), (8, 2), (2, 6))
+    )
     expected = x @ (base + 3.0 * a @ b)
-    np.testing.assert_allclose(project(x, AdaptedKernel(base, a, b, 3.0), jnp.float32), expected, rtol=1e-4,
-                               atol=1e-4)
+    np.testing.assert_allclose(
+        project(x, AdaptedKernel(base, a, b, 3.0), jnp.float32), expected, rtol=1e-4, atol=1e-4
+    )
     off = project(x, AdaptedKernel(base, a, b, 1.0), jnp.float32)
     assert np.abs(off - expected).max() > 1

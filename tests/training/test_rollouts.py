@@ -42,10 +42,10 @@ def test_it_stops_where_the_cascade_would_have(t5_pair):
     cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=24, max_new_tokens=12)
     source = "the cat sings"
     [whole] = cascade.generate([source], method="opt", alpha=ALPHA)
-    stop = whole.text[len(whole.text) // 2:][:2]
+    stop = whole.text[len(whole.text) // 2 :][:2]
     cascade = dataclasses.replace(cascade, stop=(stop,))
     [own] = cascade.generate([source], method="opt", alpha=ALPHA)
-    assert own.text == whole.text[:whole.text.index(stop)]
+    assert own.text == whole.text[: whole.text.index(stop)]
     begun = [(0, list(whole.tokens[:at])) for at in (1, len(own.tokens), len(whole.tokens))]
     assert continued(cascade, cascade.encode([source])[0], begun) == [own.text] * 3
 
@@ -70,7 +70,7 @@ def test_tokens_are_tried_where_the_models_disagree():
                 expected[n, at] = [q.argmax(), p.argmax()]
     assert len(expected) > 2
     assert {(place.text, len(place.begun)): place.tokens for place in found} == expected
-    assert all(place.begun == texts[place.text][:len(place.begun)] for place in found)
+    assert all(place.begun == texts[place.text][: len(place.begun)] for place in found)
 
     many, places = 4000, np.zeros(3)
     drawn = np.zeros((3, 2, 4))
@@ -107,8 +107,12 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     rows, _ = cascade.encode(PROMPTS)
     references = [own for _, own in examples]
     for n, (option, place) in enumerate(places):
-        texts = [o.text for o in cascade.generate(PROMPTS, method="opt", alpha=ALPHA, top_p=option.top_p,
-                                                  temperature=option.temperature)]
+        texts = [
+            o.text
+            for o in cascade.generate(
+                PROMPTS, method="opt", alpha=ALPHA, top_p=option.top_p, temperature=option.temperature
+            )
+        ]
         scores = []
         for token in place.tokens:
             ended = [*place.begun, token]

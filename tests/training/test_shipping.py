@@ -13,8 +13,18 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.training import checks
 
 LINES = [{"source": "one two", "target": "eins zwei"}, {"source": "three", "target": "drei"}] * 20
-TINY = ["--steps=1", "--d-model=32", "--d-kv=8", "--d-ff=32", "--num-heads=4", "--num-encoder-layers=1",
-        "--num-decoder-layers=1", "--validation-examples=0", "--tokenizer-size=290", "--batch-tokens=128"]
+TINY = [
+    "--steps=1",
+    "--d-model=32",
+    "--d-kv=8",
+    "--d-ff=32",
+    "--num-heads=4",
+    "--num-encoder-layers=1",
+    "--num-decoder-layers=1",
+    "--validation-examples=0",
+    "--tokenizer-size=290",
+    "--batch-tokens=128",
+]
 
 
 def contents(folder):
@@ -38,9 +48,17 @@ def run(demo, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
 
     def trained(*flags):
-        return finetune.main(["--config=e2e_verifier", *TINY, f"--train={tmp_path / 'data.jsonl'}",
-                              f"--validation={tmp_path / 'data.jsonl'}", f"--output-dir={tmp_path / 'run'}",
-                              f"--tokenizer={tmp_path / 'spiece.model'}", *flags])
+        return finetune.main(
+            [
+                "--config=e2e_verifier",
+                *TINY,
+                f"--train={tmp_path / 'data.jsonl'}",
+                f"--validation={tmp_path / 'data.jsonl'}",
+                f"--output-dir={tmp_path / 'run'}",
+                f"--tokenizer={tmp_path / 'spiece.model'}",
+                *flags,
+            ]
+        )
 
     return trained
 
@@ -85,8 +103,11 @@ def test_no_config_writes_there_of_itself(name):
 
 
 def test_what_is_shipped_has_one_config():
-    names = [config.shipped for config in map(configs.load, configs.available())
-             if isinstance(config, TrainConfig | RouterConfig) and config.shipped is not None]
+    names = [
+        config.shipped
+        for config in map(configs.load, configs.available())
+        if isinstance(config, TrainConfig | RouterConfig) and config.shipped is not None
+    ]
     assert len(names) == len(set(names)) == 13
 
 

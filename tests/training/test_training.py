@@ -97,14 +97,23 @@ def test_batches_are_a_function_of_the_step(trained, number_words):
     for step in (0, 1, 17, 59):
         for a, b in zip(next(batches.from_step(step)), walked[step], strict=True):
             np.testing.assert_array_equal(a, b)
-    assert any((a.source.shape != b.source.shape) or (a.source != b.source).any()
-               for a, b in itertools.pairwise(walked))
+    assert any(
+        (a.source.shape != b.source.shape) or (a.source != b.source).any()
+        for a, b in itertools.pairwise(walked)
+    )
 
 
 @pytest.mark.full
 def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path):
-    student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
-                                  steps=100, distillation=1.0, export_dir=None, seed=1)
+    student = dataclasses.replace(
+        number_words,
+        output_dir=str(tmp_path / "run"),
+        teacher=str(trained),
+        steps=100,
+        distillation=1.0,
+        export_dir=None,
+        seed=1,
+    )
     run = train(student)
     assert events(run, "evaluation")[-1]["loss"] < events(trained, "evaluation")[0]["loss"] + 0.3
 
@@ -113,9 +122,16 @@ def test_a_student_learns_from_its_teacher_alone(trained, number_words, tmp_path
 def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tmp_path, monkeypatch):
     """teacher_outputs holds the teacher's own greedy outputs, however often writing it was killed."""
     path = tmp_path / "outputs.jsonl"
-    student = dataclasses.replace(number_words, output_dir=str(tmp_path / "run"), teacher=str(trained),
-                                  steps=60, distillation=0.0, export_dir=None, seed=1,
-                                  teacher_outputs=str(path))
+    student = dataclasses.replace(
+        number_words,
+        output_dir=str(tmp_path / "run"),
+        teacher=str(trained),
+        steps=60,
+        distillation=0.0,
+        export_dir=None,
+        seed=1,
+        teacher_outputs=str(path),
+    )
     generate = Cascade.generate
 
     def dying(self, *args, **options):
@@ -130,21 +146,31 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
     assert not path.exists() and len(part.read_text().splitlines()) == 130
     part.write_bytes(part.read_bytes()[:-5])  # and inside a line
     judged = []
-    monkeypatch.setattr(training_loop, "validation_batches", lambda *arguments: judged.extend(
-        validation_batches(*arguments)) or judged)
+    monkeypatch.setattr(
+        training_loop,
+        "validation_batches",
+        lambda *arguments: judged.extend(validation_batches(*arguments)) or judged,
+    )
     run = train(student)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     teacher = Cascade.load(trained, trained, max_source_length=24, max_new_tokens=24)
     sources = [source for source, _ in joined_examples(number_words.task, number_words.task.train)]
-    expected = {o.source: o.text for o in teacher.generate(sources, method="verifier", batch_size=64)
-                if o.tokens[-1] == teacher.tokenizer.eos_id}
+    expected = {
+        o.source: o.text
+        for o in teacher.generate(sources, method="verifier", batch_size=64)
+        if o.tokens[-1] == teacher.tokenizer.eos_id
+    }
     assert [line["source"] for line in lines] == [s for s in sources if s in expected]
     agree = np.mean([expected[line["source"]] == line["target"] for line in lines])
     assert agree > 0.99  # the trainer's batches may round a tie the other way
     assert events(run, "evaluation")[-1]["loss"] < 3.0 and not part.exists()
     kept = [json.loads(line) for line in path.with_name("outputs.validation.jsonl").read_text().splitlines()]
-    targets = [teacher.tokenizer.decode(row[:size].tolist()) for batch in judged
-               for row, size in zip(batch.target, batch.target_length, strict=True) if size]
+    targets = [
+        teacher.tokenizer.decode(row[:size].tolist())
+        for batch in judged
+        for row, size in zip(batch.target, batch.target_length, strict=True)
+        if size
+    ]
     assert sorted(targets) == sorted(line["target"] for line in kept)
     outputs = teacher.generate([line["source"] for line in kept], method="verifier", batch_size=64)
     assert np.mean([o.text == line["target"] for o, line in zip(outputs, kept, strict=True)]) > 0.8
@@ -153,20 +179,28 @@ def test_a_student_learns_from_what_its_teacher_writes(trained, number_words, tm
 def test_single_outputs_are_written_once_and_joined_in_training(tmp_path):
     """The teacher stands for one that writes in capitals."""
     train, path = tmp_path / "train.jsonl", tmp_path / "outputs.jsonl"
-    train.write_text("".join(json.dumps({"source": s, "target": t}) + "\n"
-                             for s, t in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"))))
+    train.write_text(
+        "".join(
+            json.dumps({"source": s, "target": t}) + "\n"
+            for s, t in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"))
+        )
+    )
     task = Task(str(train), "", "", join=3)
 
     class Capitals:
         tokenizer = types.SimpleNamespace(eos_id=1)
 
         def generate(self, sources, **_):
-            return (types.SimpleNamespace(source=s, text=s.upper(), tokens=[1], truncated=False)
-                    for s in sources)
+            return (
+                types.SimpleNamespace(source=s, text=s.upper(), tokens=[1], truncated=False) for s in sources
+            )
 
     write_outputs(Capitals(), task, path, singles=True)
     assert sorted((e["source"], e["target"]) for e in map(json.loads, path.read_text().splitlines())) == [
-        ("a", "A"), ("b", "B"), ("c", "C")]
+        ("a", "A"),
+        ("b", "B"),
+        ("c", "C"),
+    ]
     assert distilled(task, path, singles=True).join == 3 and distilled(task, path).join == 1
 
 
@@ -185,12 +219,20 @@ def test_targets_are_cut_as_the_teacher_cuts_them(number_words, tmp_path, monkey
     monkeypatch.setattr(TrainingBatches, "from_step", caught)
     monkeypatch.setattr(training_loop, "validation_batches", validated)
     student = dataclasses.replace(
-        number_words, output_dir=str(tmp_path / "run"), teacher=str(tmp_path), teacher_tokens=True,
-        distillation=0.0)
+        number_words,
+        output_dir=str(tmp_path / "run"),
+        teacher=str(tmp_path),
+        teacher_tokens=True,
+        distillation=0.0,
+    )
     model, path = T5Model(student.model), tmp_path / "spiece.model"
     huggingface.save(tmp_path, model, model.init(0))
-    train_tokenizer((text for two in texts(student.task, student.task.train) for text in two[:2]), path, 280,
-                    pieces="char")
+    train_tokenizer(
+        (text for two in texts(student.task, student.task.train) for text in two[:2]),
+        path,
+        280,
+        pieces="char",
+    )
     with pytest.raises(KeyboardInterrupt):
         train(student)
     own = Tokenizer(student.tokenizer)
@@ -201,9 +243,10 @@ def test_targets_are_cut_as_the_teacher_cuts_them(number_words, tmp_path, monkey
     assert found == cut(targets) != own.encode_batch(targets)
     assert [data.sources.row(n).tolist() for n in range(len(sources))] == own.encode_batch(sources)
     [(source, [target]), *_] = joined_examples(student.task, student.task.validation)
-    assert validation.target[0, :validation.target_length[0]].tolist() == [*cut([target])[0], own.eos_id]
-    assert validation.source[0, :validation.source_length[0]].tolist() == own.framed(
-        own.encode_batch([source])[0])
+    assert validation.target[0, : validation.target_length[0]].tolist() == [*cut([target])[0], own.eos_id]
+    assert validation.source[0, : validation.source_length[0]].tolist() == own.framed(
+        own.encode_batch([source])[0]
+    )
 
 
 def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
@@ -213,8 +256,9 @@ def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
     (tmp_path / "someone" / "pairs").mkdir(parents=True)
     line = json.dumps({"translation": {"en": "one", "de": "eins"}})
     (tmp_path / "someone" / "pairs" / "train.jsonl").write_text(line + "\n")
-    task = Task(train="", validation="", test="", source_field="translation.en",
-                target_field="translation.de")
+    task = Task(
+        train="", validation="", test="", source_field="translation.en", target_field="translation.de"
+    )
     assert list(texts(task, "hf://someone/pairs:train")) == [("one", "eins", ["eins"])]
     for name, said in (("someone/pairs", "names no split"), ("pairs:train", "ORGANISATION/NAME")):
         with pytest.raises(ValueError, match=said):
@@ -223,11 +267,13 @@ def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
 
 def test_tfds_texts_are_decoded(monkeypatch):
     """A stub stands for the library, which needs TensorFlow."""
-    stub = types.SimpleNamespace(as_numpy=iter, load=lambda name, split: [
-        {"source": f"{name} {split}".encode(), "target": b"eins"}])
+    stub = types.SimpleNamespace(
+        as_numpy=iter, load=lambda name, split: [{"source": f"{name} {split}".encode(), "target": b"eins"}]
+    )
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", stub)
     assert list(texts(Task("", "", ""), "tfds://wmt14/de-en:test")) == [
-        ("wmt14/de-en test", "eins", ["eins"])]
+        ("wmt14/de-en test", "eins", ["eins"])
+    ]
 
 
 def test_rouge_takes_the_best_reference_and_no_stems():
@@ -247,18 +293,37 @@ def test_adafactor_steps_as_transformers_does(tmp_path):
     """50 fine-tuning steps of one T5: the losses are those of torch and transformers' Adafactor."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = T5Config(vocab_size=160, d_model=128, d_kv=32, d_ff=256, num_heads=4, num_encoder_layers=1,
-                     num_decoder_layers=1, dropout_rate=0.0)
+    shape = T5Config(
+        vocab_size=160,
+        d_model=128,
+        d_kv=32,
+        d_ff=256,
+        num_heads=4,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        dropout_rate=0.0,
+    )
     described = {theirs: getattr(shape, ours) for ours, theirs in t5.CONFIG_KEYS.items()}
-    reference = transformers.T5ForConditionalGeneration(transformers.T5Config(
-        **described, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0))
+    reference = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **described, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0
+        )
+    )
     reference.lm_head.weight = torch.nn.Parameter(torch.randn_like(reference.lm_head.weight) * 0.1)
     reference.save_pretrained(tmp_path / "hf")
     checkpoint = checkpoints.load(tmp_path / "hf")
     theirs = transformers.optimization.Adafactor(
-        reference.parameters(), lr=1e-2, scale_parameter=True, relative_step=False, warmup_init=False)
-    config = TrainConfig(name="", output_dir="", model=shape, task=Task("", "", ""), learning_rate=1e-2,
-                         z_loss=0.0, dtype="float32")
+        reference.parameters(), lr=1e-2, scale_parameter=True, relative_step=False, warmup_init=False
+    )
+    config = TrainConfig(
+        name="",
+        output_dir="",
+        model=shape,
+        task=Task("", "", ""),
+        learning_rate=1e-2,
+        z_loss=0.0,
+        dtype="float32",
+    )
     mesh, optimizer = make_mesh(), make_optimizer(config)
     steps = make_steps(checkpoint.model, config, optimizer, mesh)
     params, state = checkpoint.params, optimizer.init(checkpoint.params)
@@ -272,8 +337,11 @@ def test_adafactor_steps_as_transformers_does(tmp_path):
         params, state, _ = steps.update(params, state, grads, count)
         labels = torch.tensor(np.where(np.arange(12) < lengths[:, None], target, -100)).long()
         shifted = np.pad(target[:, :-1], ((0, 0), (1, 0)))
-        found = reference(input_ids=torch.tensor(source).long(), labels=labels,
-                          decoder_input_ids=torch.tensor(shifted).long()).loss
+        found = reference(
+            input_ids=torch.tensor(source).long(),
+            labels=labels,
+            decoder_input_ids=torch.tensor(shifted).long(),
+        ).loss
         theirs.zero_grad()
         found.backward()
         theirs.step()
@@ -289,8 +357,9 @@ def test_distillation_loss_is_a_masked_divergence():
     assert abs(distillation_loss(a, a, length, "kl")) < 1e-6
     p, q = (np.asarray(jax.nn.softmax(x)) for x in (b, a))
     expected = (p * np.log(p / q)).sum(-1)
-    np.testing.assert_allclose(distillation_loss(a, b, length, "kl"), expected[0].sum() + expected[1, 0],
-                               rtol=1e-5)
+    np.testing.assert_allclose(
+        distillation_loss(a, b, length, "kl"), expected[0].sum() + expected[1, 0], rtol=1e-5
+    )
 
 
 def test_texts_of_the_models_own_follow_its_law(number_words):
@@ -313,13 +382,14 @@ def test_texts_of_the_models_own_follow_its_law(number_words):
     seen = np.bincount(target[:, 0] * 5 + target[:, 1], minlength=25)
     chance = law > 0
     assert seen[~chance].sum() == 0 and law.sum() == pytest.approx(1)
-    assert ((seen - rows * law)[chance]**2 / (rows * law[chance])).sum() < 60  # 20 degrees: 1e-5
+    assert ((seen - rows * law)[chance] ** 2 / (rows * law[chance])).sum() < 60  # 20 degrees: 1e-5
 
 
 def test_on_policy_batches_are_learnt_from_the_teacher_alone(number_words):
     """A student that is its teacher has nothing to learn from its own texts; from the data it has."""
-    config = dataclasses.replace(number_words, distillation=0.5,
-                                 model=dataclasses.replace(number_words.model, dropout_rate=0.0))
+    config = dataclasses.replace(
+        number_words, distillation=0.5, model=dataclasses.replace(number_words.model, dropout_rate=0.0)
+    )
     model, mesh = model_of(config.model), make_mesh()
     params, optimizer = model.init(0), make_optimizer(config)
     batches = TrainingBatches(config.task, prepare_tokenizer(config), config.batch_tokens, seed=3)
@@ -354,18 +424,36 @@ def test_mixed_precision_gradients_are_those_of_float32(tied):
 def test_a_decoder_only_model_learns_a_task_and_decodes_it(number_words, tmp_path):
     """The toy translation above as a prompt and its continuation, from config to text."""
     folder = tmp_path / "run"
-    shape = dataclasses.replace(GEMMA2, vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_heads=4,
-                                num_kv_heads=2,
-                        num_layers=2, window=12, query_scalar=8)
+    shape = dataclasses.replace(
+        GEMMA2,
+        vocab_size=300,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_heads=4,
+        num_kv_heads=2,
+        num_layers=2,
+        window=12,
+        query_scalar=8,
+    )
     config = dataclasses.replace(
-        number_words, output_dir=str(folder), model=shape, tokenizer=str(tmp_path / "spiece.model"),
-        task=dataclasses.replace(number_words.task, suffix=" =", join=1), steps=300,
-        eval_every=300, save_every=300, export_dir=None)
+        number_words,
+        output_dir=str(folder),
+        model=shape,
+        tokenizer=str(tmp_path / "spiece.model"),
+        task=dataclasses.replace(number_words.task, suffix=" =", join=1),
+        steps=300,
+        eval_every=300,
+        save_every=300,
+        export_dir=None,
+    )
     train(config)
     examples = joined_examples(config.task, config.task.validation)
     cascade = Cascade.load(folder, folder, max_source_length=24, max_new_tokens=24, suffix=" =")
     assert cascade.encode(["one two"])[0][0][0] == cascade.tokenizer.bos_id == 2
     outputs = list(cascade.generate([source for source, _ in examples], batch_size=8))
-    assert np.mean([output.text == targets[0] for output, (_, targets) in zip(outputs, examples, strict=True)]
-                   ) > 0.8
+    assert (
+        np.mean([output.text == targets[0] for output, (_, targets) in zip(outputs, examples, strict=True)])
+        > 0.8
+    )
     assert all(output.tokens[-1] == cascade.tokenizer.eos_id for output in outputs)

@@ -20,8 +20,9 @@ from speccascade_jax.vocabularies.prefix_tree import strings
 from speccascade_jax.vocabularies.translated import Resized, Translated
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
-SHAPE = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                 num_decoder_layers=1)
+SHAPE = T5Config(
+    vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1, num_decoder_layers=1
+)
 
 
 def pieces(*texts):
@@ -83,7 +84,7 @@ def test_texts_are_cut_for_training_as_a_drafter_reads_them(spiece, other_spiece
     _, (*_, tables, _) = translated(model, model.init(3), own, target, 320, 0)
     found = cut_as(target, own)(SENTENCES)
     for row, tokens in zip(found, target.encode_batch(SENTENCES), strict=True):
-        assert row == [int(n) for one in tokens for n in tables.spelled[one][:tables.sizes[one]]]
+        assert row == [int(n) for one in tokens for n in tables.spelled[one][: tables.sizes[one]]]
     assert found != own.encode_batch(SENTENCES)
     assert cut_as(target, target)(SENTENCES) == target.encode_batch(SENTENCES)
 
@@ -128,8 +129,10 @@ def test_the_drafter_reads_the_source_in_its_own_tokens(foreign, t5_pair):
     cascade = Cascade.load(foreign, t5_pair / "verifier", **LIMITS)
     [output] = cascade.generate(SENTENCES[:1], method="drafter", max_new_tokens=1)
     own = Tokenizer(foreign / "spiece.model")
-    model, params = T5Model(dataclasses.replace(SHAPE, vocab_size=304)), T5Model(
-        dataclasses.replace(SHAPE, vocab_size=304)).init(3)
+    model, params = (
+        T5Model(dataclasses.replace(SHAPE, vocab_size=304)),
+        T5Model(dataclasses.replace(SHAPE, vocab_size=304)).init(3),
+    )
     source = np.array([own.framed(own.encode_batch(SENTENCES[:1])[0])], np.int32)
     start, cache = model.prefill(params, source, np.array([source.shape[1]]), 4)
     logits, _ = model.extend(params, start.tokens, cache)

@@ -1,6 +1,5 @@
 """String-level exact match: texts that pass between tokenizers that do not agree."""
 
-
 import io
 
 import jax.numpy as jnp
@@ -22,9 +21,11 @@ from speccascade_jax.vocabularies.slem import TextDrafter, going_on, longest_mat
 from speccascade_jax.vocabularies.translated import Translated, TranslatedParams
 
 LIMITS = {"max_source_length": 32, "max_new_tokens": 24}
-GERMAN = ["Wo ist der Bahnhof? Ich muss den letzten Zug nach Berlin fangen.",
-          "Tom sagte, dass er morgen kommen würde, aber ich glaube ihm nicht.",
-          "Sie öffnete das Fenster, weil es im Zimmer zu heiß war."]
+GERMAN = [
+    "Wo ist der Bahnhof? Ich muss den letzten Zug nach Berlin fangen.",
+    "Tom sagte, dass er morgen kommen würde, aber ich glaube ihm nicht.",
+    "Sie öffnete das Fenster, weil es im Zimmer zu heiß war.",
+]
 
 
 def test_a_run_that_ends_where_the_old_tokens_end():
@@ -61,9 +62,12 @@ def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
         tokens = target.encode_batch([text.lower() if lossy else text])[0] + [target.eos_id]
         for at in range(len(tokens)):
             _, held = texts.own_tokens(tokens[:at])
-            rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()):]
-            ahead = [*longest_matches(rest, texts.own.ids, texts.own.longest), own.eos_id] if at else [
-                *own.encode_batch([target.decode(tokens)])[0], own.eos_id]
+            rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()) :]
+            ahead = (
+                [*longest_matches(rest, texts.own.ids, texts.own.longest), own.eos_id]
+                if at
+                else [*own.encode_batch([target.decode(tokens)])[0], own.eos_id]
+            )
             found = texts.candidates([], tokens[:at], held, ahead)
             asked += len(tokens) - at
             right += sum(a == b for a, b in zip(found, tokens[at:], strict=False))
@@ -76,14 +80,33 @@ def foreign(tmp_path_factory):
     folder = tmp_path_factory.mktemp("foreign")
     with (folder / "spiece.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(shuffled(SENTENCES)), model_writer=file, vocab_size=290, pad_id=0,
-            eos_id=1, bos_id=-1, unk_id=2, normalization_rule_name="nmt_nfkc_cf", byte_fallback=True,
-            hard_vocab_limit=False, minloglevel=2, num_threads=1)
+            sentence_iterator=iter(shuffled(SENTENCES)),
+            model_writer=file,
+            vocab_size=290,
+            pad_id=0,
+            eos_id=1,
+            bos_id=-1,
+            unk_id=2,
+            normalization_rule_name="nmt_nfkc_cf",
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            num_threads=1,
+        )
     own = Tokenizer(folder / "spiece.model")
     [loud, quiet] = own.encode_batch(["The  CAT \u6f22", "the cat \u6f22"])
     assert loud == quiet and own.id_of("<0xE6>") in loud
-    model = T5Model(T5Config(vocab_size=304, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                             num_decoder_layers=1))
+    model = T5Model(
+        T5Config(
+            vocab_size=304,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_heads=4,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+        )
+    )
     huggingface.save(folder / "model", model, model.init(3), np.float32)
     (folder / "spiece.model").rename(folder / "model" / "spiece.model")
     return folder / "model"
@@ -98,8 +121,9 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monk
     for batch_size in (1, 4) if full else (4,):
         found = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
         assert [output.tokens for output in found] == alone
-    assert all((output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below)
-               for output in found)
+    assert all(
+        (output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below) for output in found
+    )
     assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
     with pytest.raises(ValueError, match="opt needs the drafter's distribution, which slem has not"):
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
@@ -111,14 +135,35 @@ def renumbered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("renumbered")
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(shuffled(SENTENCES)), model_writer=written, vocab_size=64, model_type="char",
-        pad_id=0, eos_id=1, bos_id=-1, unk_id=2, normalization_rule_name="identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2, num_threads=1)
+        sentence_iterator=iter(shuffled(SENTENCES)),
+        model_writer=written,
+        vocab_size=64,
+        model_type="char",
+        pad_id=0,
+        eos_id=1,
+        bos_id=-1,
+        unk_id=2,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+    )
     pieces = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
     size = len(pieces.pieces)
-    turned = np.r_[:3, size - 1:2:-1]
-    model = T5Model(T5Config(vocab_size=size, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_encoder_layers=1,
-                             num_decoder_layers=2))
+    turned = np.r_[:3, size - 1 : 2 : -1]
+    model = T5Model(
+        T5Config(
+            vocab_size=size,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_heads=4,
+            num_encoder_layers=1,
+            num_decoder_layers=2,
+        )
+    )
     for name, order in (("verifier", np.arange(size)), ("drafter", turned)):
         params = dict(nnx.to_flat_state(model.init(6)))
         embedding, head = params["embedding",], params["head", "kernel"]
@@ -157,7 +202,7 @@ def test_a_draft_ends_where_it_will_hardly_stand():
     tokens, length, _ = slem.draft(model, 6, 7, table, allowed, cache, keep, first[:, None], size)
     assert length.tolist() == [5, 4, 3, 0]  # 0.9 0.9 0.8 0.5 0.75 < 0.3; 0.9 0.8 0.5 0.75 < 0.3; to the end
     for row, begin in enumerate(first[:3]):
-        drafted = tokens[row, :length[row]].tolist()
+        drafted = tokens[row, : length[row]].tolist()
         assert drafted == list(range(begin + 1, begin + 1 + len(drafted)))
 
 

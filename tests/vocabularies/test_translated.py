@@ -45,9 +45,13 @@ def p_value(pair, methods, alphas, block_sizes, rows, prompts=PROMPTS, law=None,
     return len(prompts) * min(chi_square(tokens[which == n], law(p)) for n, p in enumerate(prompts))
 
 
-@pytest.mark.parametrize("family,gamma", quick(
-    *((family, gamma) for family in FAMILIES for gamma in (1, 2, 4)),
-    among=[("speculative", 2), ("opt", 1), ("token_v3", 4)]))
+@pytest.mark.parametrize(
+    "family,gamma",
+    quick(
+        *((family, gamma) for family in FAMILIES for gamma in (1, 2, 4)),
+        among=[("speculative", 2), ("opt", 1), ("token_v3", 4)],
+    ),
+)
 def test_a_foreign_drafter_follows_the_law(family, gamma, rows):
     """Tokens of several letters, the end under another number, tokens that only one of the two has."""
     assert p_value(PAIR, [family], [FAMILIES[family]], [gamma], rows) > FAIL_BELOW
@@ -71,11 +75,15 @@ MIXED = (["ba", "b", END, "aab", PADDING, "a", "ab", "b", "aab"], ["bb", "a", PA
 OTHER_PROMPTS = [(5,), (6, 1)]
 
 
-@pytest.mark.parametrize("pair,family", [
-    pytest.param(LETTERS, "opt", id="letters-opt"),
-    pytest.param(PAIR, "token_v3", id="pieces-token_v3"),
-    pytest.param(LETTERS, "speculative", id="letters-speculative", marks=pytest.mark.full),
-    pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "pair,family",
+    [
+        pytest.param(LETTERS, "opt", id="letters-opt"),
+        pytest.param(PAIR, "token_v3", id="pieces-token_v3"),
+        pytest.param(LETTERS, "speculative", id="letters-speculative", marks=pytest.mark.full),
+        pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full),
+    ],
+)
 def test_drafts_of_the_first_token_of_a_text_follow_the_law(pair, family, rows):
     """SLRS: the law psi over the target's tokens is the drafter's."""
     assert p_value(pair, [family], [FAMILIES[family]], [2], rows, slrs=True) > FAIL_BELOW
@@ -91,7 +99,7 @@ def test_psi_is_enumerated_exactly(pair):
     logits, _ = drafter.extend(params, jnp.array([text]), cache)
     laws = np.exp(np.asarray(logits[0], np.float64))
     for at in range(len(text)):
-        expected = pair.psi((1,))((0, 1, *text[1:at + 1]))
+        expected = pair.psi((1,))((0, 1, *text[1 : at + 1]))
         np.testing.assert_allclose(laws[at] / laws[at].sum(), expected, atol=1e-6)
 
 
@@ -134,12 +142,22 @@ def test_identical_vocabularies_change_nothing(method):
     sampler = hierarchy([TableLM(pair.size)] * 2, [METHODS[method]], [3])
     tokens = np.array([[1, 0], [4, 2]] * 128, np.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(256))
-    plain = generate(sampler, pair.tables, keys, tokens, np.array([1, 2] * 128), SamplingOptions(1.0),
-                     jnp.array([0.3]), max_new_tokens=12, eos_id=pair.target.eos_id)
+    plain = generate(
+        sampler,
+        pair.tables,
+        keys,
+        tokens,
+        np.array([1, 2] * 128),
+        SamplingOptions(1.0),
+        jnp.array([0.3]),
+        max_new_tokens=12,
+        eos_id=pair.target.eos_id,
+    )
     jax.tree.map(np.testing.assert_array_equal, plain, found)
 
 
 # One position, exactly: a procedure's output and acceptance, and variants that look right
+
 
 def step(q, p, ratio=None, refill=None):
     """(output, acceptance) of: draw from q, accept with min(1, p / ratio), else draw from refill, by default
@@ -191,8 +209,15 @@ def test_each_way_gives_p_and_accepts_as_stated():
         assert more == pytest.approx(np.minimum(p, psi).sum(), abs=1e-12) and more >= accepted
 
 
-@pytest.mark.parametrize("wrong", ["ratio not renormalised", "target cut to the intersection",
-                                   "p anew for a draft that is no token", "p anew for another token"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "ratio not renormalised",
+        "target cut to the intersection",
+        "p anew for a draft that is no token",
+        "p anew for another token",
+    ],
+)
 def test_variants_that_look_right_are_not(wrong):
     def variant(p, q):
         common = np.where([True, True, False, False, False, False], q, 0)
@@ -234,6 +259,7 @@ def cut_target(monkeypatch):
 
 def rolled_back_to_target_positions(monkeypatch):
     """The drafter's cache rolled back to as many own tokens as there are target tokens."""
+
     def wrong(self, cache, length):
         own = self.model.roll_back(cache.own, jnp.minimum(cache.own.length, length))
         return cache._replace(own=own, length=length)
@@ -253,9 +279,15 @@ def permuted_columns(monkeypatch):
 
 
 @pytest.mark.full(quick=["permuted_columns-speculative"])
-@pytest.mark.parametrize("plant,method", [
-    (not_renormalised, "speculative"), (cut_target, "speculative"), (permuted_columns, "speculative"),
-    (rolled_back_to_target_positions, "token_v3")])
+@pytest.mark.parametrize(
+    "plant,method",
+    [
+        (not_renormalised, "speculative"),
+        (cut_target, "speculative"),
+        (permuted_columns, "speculative"),
+        (rolled_back_to_target_positions, "token_v3"),
+    ],
+)
 def test_the_law_test_fails_on_a_planted_bug(plant, method, rows, monkeypatch):
     alphas, sizes = [FAMILIES[method]], [2]
     plant(monkeypatch)
@@ -267,6 +299,7 @@ def test_the_law_test_fails_on_a_planted_bug(plant, method, rows, monkeypatch):
 
 
 # The laws of a LanguageModel
+
 
 def wrapped(config, seed=0, vocab=40):
     """A drafter of 97 tokens for a vocabulary of 40, each spelled by one to four of its own."""
@@ -314,7 +347,7 @@ def test_it_is_a_language_model(foreign):
     for row in range(3):
         own = [int(start.first[row])]
         for token in tokens[row, 1:12]:
-            own += tables.spelled[token, :tables.sizes[token]].tolist()
+            own += tables.spelled[token, : tables.sizes[token]].tolist()
         table = {} if params.head is None else {"table": params.head}
         alone = begun(model, params, [row]).own
         logits, _ = model.model.extend(params.own, np.array([own]), alone, **table)
@@ -339,6 +372,7 @@ def test_rolling_back_is_a_length(foreign):
 @pytest.mark.parametrize("widths", [(20, 13), (13, 20)])
 def test_rows_can_be_replaced(foreign, widths):
     model, params = foreign
+
     def read(rows, width, count, sizes):
         return in_blocks(model, params, TARGET[rows, :count] % 40, sizes, begun(model, params, rows, width))
 
@@ -365,7 +399,7 @@ def test_a_text_of_too_many_own_tokens_is_read_to_a_limit():
     logits, cache = in_blocks(model, params, tokens, [2] * 15, start)
     expected, _ = in_blocks(model, params, tokens, [2] * 15, roomy)
     np.testing.assert_allclose(logits[0, :limit], expected[0, :limit], atol=2e-5)
-    assert {0.0, -np.inf} == set(np.unique(logits[0, limit + 2:]))
+    assert {0.0, -np.inf} == set(np.unique(logits[0, limit + 2 :]))
     again, _ = in_blocks(model, params, tokens[:, :4], [4], model.roll_back(cache, start.length + 2))
     np.testing.assert_allclose(again[0], expected[0, 2:6], atol=2e-5)
 

@@ -19,7 +19,7 @@ Array = jax.Array
 STOP_BELOW = 0.25
 ACCEPTANCE = 0.8  # of a row that has tested nothing
 PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
-PARTS = 3    # widths in which drafts are verified; more are slower where other programs run in between
+PARTS = 3  # widths in which drafts are verified; more are slower where other programs run in between
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
@@ -62,8 +62,16 @@ class Narrowed(Speculative):
     """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
     every row's."""
 
-    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
-                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+    def verified(
+        self,
+        params: Params,
+        caches: Cache,
+        rows: Rows,
+        eos_id: int,
+        drafted: Block,
+        below: Cache,
+        drafter_counts: Counts,
+    ) -> tuple[Block, Cache, Counts]:
         """As Speculative's. A method that reads its place in the round must not see how long the draft is:
         it has one width."""
         whole, verified = self.block_size, super().verified
@@ -80,8 +88,9 @@ class Narrowed(Speculative):
             def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
                 # With what changes in the loop, or XLA would compute beforehand what every width needs.
                 (draft, asked, counts), (_, _, now, _) = lax.optimization_barrier(
-                    ((drafted, rows, drafter_counts), carry))
-                cut = Block._make((*(x[:, :width + 1] for x in draft[:-1]), draft.size))
+                    ((drafted, rows, drafter_counts), carry)
+                )
+                cut = Block._make((*(x[:, : width + 1] for x in draft[:-1]), draft.size))
                 lower = now if self.shares else now[0]
                 block, *rest = verified(params, now, asked, eos_id, cut, lower, counts)
                 columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
@@ -136,14 +145,17 @@ class Adaptive(Narrowed):
             """The law of every unfinished row's next token, and the token where the row goes on. All of these
             rows stand at column n; one that has stopped keeps what lies before it."""
             n, drafted, caches, recent, passes, sure, chance, on = carry
-            at = rows._replace(recent=recent, start=rows.start + passes, want=None, so_far=None,
-                               room=on.astype(jnp.int32))
+            at = rows._replace(
+                recent=recent, start=rows.start + passes, want=None, so_far=None, room=on.astype(jnp.int32)
+            )
             block, caches, _ = step(drafter, params, caches, at, eos_id)
             own = confidence(block.own[:, 0])
             chance = chance * jnp.clip(own + bias, 0.0, 1.0)
             takes = self.goes_on(chance, block, spared) & on & (drafted.size < most)
-            *columns, sure = (lax.dynamic_update_slice_in_dim(old, new, n, axis=1) for old, new in
-                              ((*zip(drafted[:-1], block[:-1], strict=True), (sure, own[:, None]))))
+            *columns, sure = (
+                lax.dynamic_update_slice_in_dim(old, new, n, axis=1)
+                for old, new in ((*zip(drafted[:-1], block[:-1], strict=True), (sure, own[:, None])))
+            )
             size, recent = drafted.size + takes, after(block._replace(size=1 * takes), recent)
             enough = (size == most) | (chance * acceptance < self.stop_below)
             on_now = takes & (recent[:, -1] != eos_id) & ~(spared & enough)
@@ -153,13 +165,25 @@ class Adaptive(Narrowed):
         columns = jnp.zeros((len(none), self.width), jnp.int32)
         laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
         blank = Block(columns, laws, laws, columns, none)
-        carry = ask(self.reader, (0, blank, caches, rows.recent, none, jnp.zeros((len(none), self.width)),
-                                  jnp.ones(len(none)), rows.room > 0))
+        carry = ask(
+            self.reader,
+            (
+                0,
+                blank,
+                caches,
+                rows.recent,
+                none,
+                jnp.zeros((len(none), self.width)),
+                jnp.ones(len(none)),
+                rows.room > 0,
+            ),
+        )
         carry = lax.while_loop(lambda carry: jnp.any(carry[-1]), partial(ask, self.drafter), carry)
         _, drafted, caches, _, passes, sure, *_ = carry
         return drafted, caches, (passes, sure)
 
-    def goes_on(self, chance: Float[Array, " B"], block: Block, spared: Bool[Array, " B"]
-                ) -> Bool[Array, " B"]:
+    def goes_on(
+        self, chance: Float[Array, " B"], block: Block, spared: Bool[Array, " B"]
+    ) -> Bool[Array, " B"]:
         """Whether to take the token of `block` into the draft. Its law may be asked, the token itself not."""
         return spared | (chance >= self.stop_below)

@@ -36,8 +36,13 @@ class Autoregressive:
         probs = token_probs(logits, rows.options)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])
         size = jnp.minimum(rows.room, 1)
-        block = Block(token[:, None], probs, jax.nn.softmax(logits, axis=-1),
-                      jnp.full_like(token, Origin.MODEL)[:, None], size)
+        block = Block(
+            token[:, None],
+            probs,
+            jax.nn.softmax(logits, axis=-1),
+            jnp.full_like(token, Origin.MODEL)[:, None],
+            size,
+        )
         return block, roll_back(self.models, caches, rows.start - 1 + size), size
 
 

@@ -21,7 +21,7 @@ class Proposals(NamedTuple):
     """The next drafts, put here between two rounds."""
 
     tokens: Int[AnyArray, "B G"]
-    size: Int[AnyArray, " B"]    # how many of them
+    size: Int[AnyArray, " B"]  # how many of them
     passes: Int[AnyArray, " B"]  # of the drafter that wrote them
     length: Int[AnyArray, " B"]
 
@@ -31,21 +31,24 @@ class Proposed:
     """Stands where a drafter's model does; its cache holds the drafts. It has no parameters."""
 
     vocab_size: int
-    most: int             # drafts of a round
+    most: int  # drafts of a round
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
 
-    def prefill(self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"],
-                max_length: int) -> tuple[Prefix, Proposals]:
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Proposals]:
         rows = inputs.shape[0]
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
         if self.start_id is not None:
             prefix = Prefix(jnp.full((rows, 1), self.start_id, jnp.int32), jnp.ones((rows,), jnp.int32))
         nothing = jnp.zeros((rows,), jnp.int32)
-        return prefix, Proposals(jnp.zeros((rows, self.most), jnp.int32), nothing, nothing,
-                                 jnp.maximum(prefix.length - 1, 0))
+        return prefix, Proposals(
+            jnp.zeros((rows, self.most), jnp.int32), nothing, nothing, jnp.maximum(prefix.length - 1, 0)
+        )
 
-    def extend(self, params: Params, tokens: Int[AnyArray, "B T"], cache: Proposals
-               ) -> tuple[Float[Array, "B T V"], Proposals]:
+    def extend(
+        self, params: Params, tokens: Int[AnyArray, "B T"], cache: Proposals
+    ) -> tuple[Float[Array, "B T V"], Proposals]:
         """Of what follows other tokens nothing is known: all are equally likely."""
         logits = jnp.zeros((*tokens.shape, self.vocab_size))
         return logits, cache._replace(length=cache.length + tokens.shape[1])
@@ -71,8 +74,9 @@ class Matched(Narrowed):
         block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), size)
         return block, caches, jnp.where(active, caches.passes, 0)
 
-    def target(self, scores: Scores, rows: Rows, draft: Draft
-                ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
+    def target(
+        self, scores: Scores, rows: Rows, draft: Draft
+    ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         pi, deferred = super().target(scores, rows, draft)
         bonus = jnp.arange(pi.shape[1]) == draft.size[:, None]
         return jnp.where(bonus[..., None], scores.p_sampled, pi), deferred

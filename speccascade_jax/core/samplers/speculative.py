@@ -83,8 +83,11 @@ class Speculative:
         if "drafter_passes" not in below:
             return {"drafter_passes": passes, **numbers}
         lower = {name: value for name, value in below.items() if name not in ("drafter_passes", "below")}
-        return {"drafter_passes": passes, **numbers,
-                "below": [*below.get("below", [{"passes": passes}]), lower]}
+        return {
+            "drafter_passes": passes,
+            **numbers,
+            "below": [*below.get("below", [{"passes": passes}]), lower],
+        }
 
     @property
     def capacity(self) -> int:
@@ -118,12 +121,21 @@ class Speculative:
         return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        drafted = self._draft(params if self.shares else params[0], caches if self.shares else caches[0],
-                              rows, eos_id)
+        drafted = self._draft(
+            params if self.shares else params[0], caches if self.shares else caches[0], rows, eos_id
+        )
         return self.verified(params, caches, rows, eos_id, *drafted)
 
-    def verified(self, params: Params, caches: Cache, rows: Rows, eos_id: int, drafted: Block, below: Cache,
-                 drafter_counts: Counts) -> tuple[Block, Cache, Counts]:
+    def verified(
+        self,
+        params: Params,
+        caches: Cache,
+        rows: Rows,
+        eos_id: int,
+        drafted: Block,
+        below: Cache,
+        drafter_counts: Counts,
+    ) -> tuple[Block, Cache, Counts]:
         """The rest of step(), after what _draft() has returned."""
         size, count = drafted.tokens.shape[1] - 1, drafted.size
         draft = Draft(drafted.tokens[:, :size], drafted.probs, count)
@@ -131,14 +143,23 @@ class Speculative:
 
         cache = top(self.drafter.models, below) if self.shares else caches[1]
         logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
-        scores = Scores(drafted.own, jax.nn.softmax(logits, axis=-1), draft.probs,
-                        token_probs(logits, rows.options), is_greedy(rows))
+        scores = Scores(
+            drafted.own,
+            jax.nn.softmax(logits, axis=-1),
+            draft.probs,
+            token_probs(logits, rows.options),
+            is_greedy(rows),
+        )
 
         pi, deferred = self.target(scores, rows, draft)
         own_pi, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
 
-        verdict = verify(uniforms(rows, self.level, Role.ACCEPT, size),
-                         uniforms(rows, self.level, Role.DRAW, size + 1), draft, pi)
+        verdict = verify(
+            uniforms(rows, self.level, Role.ACCEPT, size),
+            uniforms(rows, self.level, Role.DRAW, size + 1),
+            draft,
+            pi,
+        )
         tokens, origin = written(draft, drafted.origin, verdict, self.level)
         emitted = jnp.minimum(cut_after(tokens, verdict.num_accepted + 1, eos_id), rows.room)
 
@@ -149,8 +170,9 @@ class Speculative:
         counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, self.capacity)
         return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
 
-    def target(self, scores: Scores, rows: Rows, draft: Draft
-                ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
+    def target(
+        self, scores: Scores, rows: Rows, draft: Draft
+    ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         """pi of each row's method, and at how many drafted positions it defers."""
         alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]
         found: list[Array] = []
@@ -184,6 +206,7 @@ class Speculative:
             return block, caches, after(block, recent), counts
 
         if drafter.width == 1 and rows.want is None:  # a known number of steps
+
             def another(carry: Any, n: Int[Array, ""]) -> Any:
                 block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)
                 return carry, (block, counts)
@@ -192,7 +215,7 @@ class Speculative:
             steps = jnp.arange(1, self.block_size + (not all(lossless)))
             (caches, _), (blocks, counts) = lax.scan(another, begun, steps)
             blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
-            found = (jnp.moveaxis(x[:self.width, :, 0], 0, 1) for x in blocks[:-1])
+            found = (jnp.moveaxis(x[: self.width, :, 0], 0, 1) for x in blocks[:-1])
             size = jnp.where(rows.room > 0, self.block_size, 0)
             return Block._make((*found, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
 
@@ -208,8 +231,13 @@ class Speculative:
         columns = jnp.zeros((len(need), self.width), jnp.int32)
         laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
         counts = jax.eval_shape(partial(one_block, drafter), need, caches, rows.recent)[-1]
-        carry = (Block(columns, laws, laws, columns, jnp.zeros_like(need)), caches, rows.recent,
-                 jnp.zeros_like(need, bool), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts))
+        carry = (
+            Block(columns, laws, laws, columns, jnp.zeros_like(need)),
+            caches,
+            rows.recent,
+            jnp.zeros_like(need, bool),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts),
+        )
         if drafter != self.drafter:  # only the first block has to read what the caches lack
             carry = lax.cond(jnp.any(busy(carry)), partial(advance, drafter=drafter), lambda x: x, carry)
         drafted, caches, *_, counts = lax.while_loop(lambda x: jnp.any(busy(x)), advance, carry)
@@ -217,16 +245,22 @@ class Speculative:
         return drafted._replace(size=size), caches, counts
 
 
-def hierarchy(models: Sequence[LanguageModel], methods: Sequence[Method | tuple[Method, ...]],
-              block_sizes: Sequence[int], hand_over: HandOver = "need") -> Sampler:
+def hierarchy(
+    models: Sequence[LanguageModel],
+    methods: Sequence[Method | tuple[Method, ...]],
+    block_sizes: Sequence[int],
+    hand_over: HandOver = "need",
+) -> Sampler:
     """Models from smallest to largest; each but the first verifies what those before it draft.
 
     methods and block_sizes have one entry for each verifier, from the smallest up; hand_over: see
     Speculative. Raises ValueError for other numbers of them.
     """
     if not len(models) - 1 == len(methods) == len(block_sizes):
-        raise ValueError(f"{len(models)} models need {len(models) - 1} methods and block sizes, "
-                         f"got {len(methods)} and {len(block_sizes)}.")
+        raise ValueError(
+            f"{len(models)} models need {len(models) - 1} methods and block sizes, "
+            f"got {len(methods)} and {len(block_sizes)}."
+        )
     sampler: Sampler = Autoregressive(models[0])
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
         sampler = Speculative(sampler, verifier, method, block_size, hand_over)

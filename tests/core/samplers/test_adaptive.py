@@ -29,20 +29,32 @@ def adaptive(family, kind=Adaptive, stop_below=0.25):
 
 def p_value(family, kind=Adaptive, *, rows, seed=0, **options):
     options = {"temperature": 1.0, **options}
-    result, which = decoded(adaptive(family, kind), tuple(TABLES[:2]), rows, SamplingOptions(**options),
-                            [FAMILIES[family]], seed)
+    result, which = decoded(
+        adaptive(family, kind), tuple(TABLES[:2]), rows, SamplingOptions(**options), [FAMILIES[family]], seed
+    )
     counts = result.counts[1]
     if kind is Adaptive and options == {"temperature": 1.0}:  # blocks of every length
         assert (np.asarray(counts.drafted) < MOST * np.asarray(counts.rounds)).any()
         assert (np.asarray(counts.drafted) > np.asarray(counts.rounds)).any()
-    return 2 * min(chi_square(np.asarray(result.tokens)[which == n], sequence_law(
-        TABLES[:2], [family], [FAMILIES[family]], prompt, steps=STEPS, eos=EOS, **options))
-        for n, prompt in enumerate(PROMPTS))
+    return 2 * min(
+        chi_square(
+            np.asarray(result.tokens)[which == n],
+            sequence_law(TABLES[:2], [family], [FAMILIES[family]], prompt, steps=STEPS, eos=EOS, **options),
+        )
+        for n, prompt in enumerate(PROMPTS)
+    )
 
 
-@pytest.mark.parametrize("family,transform", quick(
-    ("speculative", "plain"), ("opt", "plain"), ("opt", "top_p"), ("token_v3", "min_p"),
-    among=[("opt", "plain")]))
+@pytest.mark.parametrize(
+    "family,transform",
+    quick(
+        ("speculative", "plain"),
+        ("opt", "plain"),
+        ("opt", "top_p"),
+        ("token_v3", "min_p"),
+        among=[("opt", "plain")],
+    ),
+)
 def test_adaptive_blocks_follow_the_law(family, transform, rows):
     assert p_value(family, rows=rows, **TRANSFORMS[transform]) > FAIL_BELOW
 
@@ -63,17 +75,32 @@ class NoBonusLaw(Adaptive):
         return super().verified(params, caches, rows, eos_id, drafted, *rest)
 
 
-@pytest.mark.parametrize("bug,family", quick(
-    (DropsUnlikely, "speculative"), (DropsUnlikely, "opt"), (NoBonusLaw, "token_v3"),
-    among=[(DropsUnlikely, "speculative")]))
+@pytest.mark.parametrize(
+    "bug,family",
+    quick(
+        (DropsUnlikely, "speculative"),
+        (DropsUnlikely, "opt"),
+        (NoBonusLaw, "token_v3"),
+        among=[(DropsUnlikely, "speculative")],
+    ),
+)
 def test_what_must_not_be_is_seen(bug, family):
     assert p_value(family, bug, rows=40_000) < FAIL_BELOW
 
 
 def written(sampler, rows, eos_id=NO_TOKEN, temperature=1.0, steps=24, family="opt"):
     keys, ones = jax.vmap(jax.random.key)(rows), np.ones((len(rows), 1), np.int32)
-    return generate(sampler, tuple(TABLES[:2]), keys, ones, ones[:, 0], SamplingOptions(temperature),
-                    jnp.array([FAMILIES[family]]), max_new_tokens=steps, eos_id=eos_id)
+    return generate(
+        sampler,
+        tuple(TABLES[:2]),
+        keys,
+        ones,
+        ones[:, 0],
+        SamplingOptions(temperature),
+        jnp.array([FAMILIES[family]]),
+        max_new_tokens=steps,
+        eos_id=eos_id,
+    )
 
 
 def test_a_row_depends_on_no_other():
@@ -93,8 +120,9 @@ def test_extremes_are_blocks_of_a_fixed_length(family):
     """Never stopping is Speculative, token for token, pass for pass; always stopping drafts nothing, or one
     token where that is decided before the drafter is asked."""
     whole = written(adaptive(family, stop_below=-1.0), np.arange(32), family=family)
-    fixed = written(Speculative(Autoregressive(MODEL), MODEL, METHODS[family], MOST), np.arange(32),
-                    family=family)
+    fixed = written(
+        Speculative(Autoregressive(MODEL), MODEL, METHODS[family], MOST), np.arange(32), family=family
+    )
     np.testing.assert_array_equal(whole.tokens, fixed.tokens)
     np.testing.assert_array_equal(whole.counts[0].passes, fixed.counts[0])
     none = written(adaptive(family, stop_below=2.0), np.arange(32), family=family)
@@ -107,10 +135,20 @@ def test_extremes_are_blocks_of_a_fixed_length(family):
 @pytest.mark.full
 def test_a_row_learns_what_its_drafter_is_worth():
     """A drafter that is its own verifier is always right, whatever it says of itself: blocks grow."""
+
     def drafted(steps, params):
         keys, ones = jax.vmap(jax.random.key)(np.arange(64)), np.ones((64, 1), np.int32)
-        return generate(adaptive("speculative", stop_below=0.3), params, keys, ones, ones[:, 0],
-                        SamplingOptions(), jnp.zeros(1), max_new_tokens=steps, eos_id=NO_TOKEN).counts
+        return generate(
+            adaptive("speculative", stop_below=0.3),
+            params,
+            keys,
+            ones,
+            ones[:, 0],
+            SamplingOptions(),
+            jnp.zeros(1),
+            max_new_tokens=steps,
+            eos_id=NO_TOKEN,
+        ).counts
 
     (seen, long), (_, short) = (drafted(steps, (TABLES[0], TABLES[0])) for steps in (120, 4))
     np.testing.assert_array_equal(seen.kept, long.accepted)
@@ -150,8 +188,17 @@ def test_a_draft_ends_with_the_end_of_the_text(family):
     sure = np.zeros((VOCAB,) * 3, np.float32)
     sure[:, :, 2], sure[:, 2] = 30, 30 * np.eye(VOCAB)[EOS]
     ones = np.ones((2, 1), np.int32)
-    result = generate(adaptive(family), (sure, sure), jax.random.split(jax.random.key(0), 2), ones,
-                      ones[:, 0], SamplingOptions(), jnp.zeros(1), max_new_tokens=8, eos_id=EOS)
+    result = generate(
+        adaptive(family),
+        (sure, sure),
+        jax.random.split(jax.random.key(0), 2),
+        ones,
+        ones[:, 0],
+        SamplingOptions(),
+        jnp.zeros(1),
+        max_new_tokens=8,
+        eos_id=EOS,
+    )
     assert np.asarray(result.tokens)[:, :3].tolist() == [[2, EOS, NO_TOKEN]] * 2
     assert result.counts[1].drafted.tolist() == result.counts[0].passes.tolist() == [2, 2]
 
@@ -167,14 +214,23 @@ class Watched(TableLM):
         return super().extend(params, tokens, cache)
 
 
-@pytest.mark.parametrize("rule,widths", [(METHODS["opt"], {5, 9, 13}), (METHODS["lookahead"], {13})],
-                         ids=["opt", "lookahead"])
+@pytest.mark.parametrize(
+    "rule,widths", [(METHODS["opt"], {5, 9, 13}), (METHODS["lookahead"], {13})], ids=["opt", "lookahead"]
+)
 def test_drafts_are_scored_in_three_widths(rule, widths):
     """By a rule that reads its place in the round in one: another would tell how long the draft is."""
     verifier, ones = Watched(VOCAB, ([],)), np.ones((2, 1), np.int32)
-    generate.lower(Adaptive(Autoregressive(MODEL), verifier, rule, 12), tuple(TABLES[:2]),
-                   jax.random.split(jax.random.key(0), 2), ones, ones[:, 0], SamplingOptions(), jnp.zeros(1),
-                   max_new_tokens=24, eos_id=NO_TOKEN)
+    generate.lower(
+        Adaptive(Autoregressive(MODEL), verifier, rule, 12),
+        tuple(TABLES[:2]),
+        jax.random.split(jax.random.key(0), 2),
+        ones,
+        ones[:, 0],
+        SamplingOptions(),
+        jnp.zeros(1),
+        max_new_tokens=24,
+        eos_id=NO_TOKEN,
+    )
     assert {width for width in verifier.widths[0] if width > 1} == widths
 
 
@@ -184,12 +240,15 @@ class Switches(Adaptive):
     def verified(self, params, caches, rows, eos_id, drafted, below, drafter_counts):
         def of(width):
             def narrow(caches):
-                cut = drafted._replace(**{name: getattr(drafted, name)[:, :width + 1]
-                                          for name in drafted._fields[:-1]})
-                block, *rest = Speculative.verified(self, params, (below, caches), rows, eos_id, cut, below,
-                                                    drafter_counts)
+                cut = drafted._replace(
+                    **{name: getattr(drafted, name)[:, : width + 1] for name in drafted._fields[:-1]}
+                )
+                block, *rest = Speculative.verified(
+                    self, params, (below, caches), rows, eos_id, cut, below, drafter_counts
+                )
                 columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
                 return block._make((*columns, block.size)), *rest
+
             return narrow
 
         return jax.lax.switch(jnp.max(drafted.size) // 3, [of(2), of(MOST)], caches[1])
@@ -204,9 +263,22 @@ def test_no_width_copies_a_cache():
 
     def copied(kind):
         sampler = kind(Autoregressive(model), model, METHODS["speculative"], MOST)
-        program = generate.lower(sampler, (params, params), jax.random.split(jax.random.key(0), 1), row,
-                                 length, SamplingOptions(0.0), jnp.zeros(1), max_new_tokens=21,
-                                 eos_id=1).compile().as_text().split("\nENTRY")[0]
+        program = (
+            generate.lower(
+                sampler,
+                (params, params),
+                jax.random.split(jax.random.key(0), 1),
+                row,
+                length,
+                SamplingOptions(0.0),
+                jnp.zeros(1),
+                max_new_tokens=21,
+                eos_id=1,
+            )
+            .compile()
+            .as_text()
+            .split("\nENTRY")[0]
+        )
         _, cache = jax.eval_shape(lambda: model.prefill(params, row, length, 22 + sampler.overhang))
         shape = ",".join(map(str, cache.keys[0].shape))
         return program.count(f"f32[{shape}]"), len(re.findall(rf"= f32\[{shape}\]\S* copy\(", program))

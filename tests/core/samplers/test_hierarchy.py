@@ -29,12 +29,23 @@ SURE, LONG, HAND_OVERS = "speculative", 24, ("need", "truncate", "keep")
 # The recursion, enumerated
 
 EXACT = [  # methods, block sizes, the vocabulary's size
-    ((SURE,), (2,), 3), (("token_v3",), (3,), 3), ((SURE, SURE), (1, 2), 3), ((SURE, SURE), (2, 3), 3),
-    (("opt", SURE), (2, 2), 3), ((SURE, "token_v3"), (2, 2), 3), (("chow", "opt"), (1, 1), 3),
-    ((SURE, "lossy"), (3, 2), 2), ((SURE, SURE, SURE), (2, 2, 3), 2), ((SURE, SURE, SURE), (1, 1, 1), 3),
-    (("opt", SURE, SURE), (1, 2, 2), 3), ((SURE, "token_v3", SURE), (1, 2, 2), 3),
-    (("mixture", "typical"), (2, 2), 2), (("mixture", "typical"), (1, 2), 3),
-    ((SURE, SURE, "diff"), (2, 1, 2), 2), (("token_v3", "bild_star", "opt"), (1, 2, 2), 2)]
+    ((SURE,), (2,), 3),
+    (("token_v3",), (3,), 3),
+    ((SURE, SURE), (1, 2), 3),
+    ((SURE, SURE), (2, 3), 3),
+    (("opt", SURE), (2, 2), 3),
+    ((SURE, "token_v3"), (2, 2), 3),
+    (("chow", "opt"), (1, 1), 3),
+    ((SURE, "lossy"), (3, 2), 2),
+    ((SURE, SURE, SURE), (2, 2, 3), 2),
+    ((SURE, SURE, SURE), (1, 1, 1), 3),
+    (("opt", SURE, SURE), (1, 2, 2), 3),
+    ((SURE, "token_v3", SURE), (1, 2, 2), 3),
+    (("mixture", "typical"), (2, 2), 2),
+    (("mixture", "typical"), (1, 2), 3),
+    ((SURE, SURE, "diff"), (2, 1, 2), 2),
+    (("token_v3", "bild_star", "opt"), (1, 2, 2), 2),
+]
 SHAPINGS = [{}, {"top_p": 0.7}, {"top_k": 2, "temperature": 0.7}, {"temperature": 0.0}]
 
 
@@ -50,18 +61,21 @@ def wrong_by(kind, methods, sizes, vocab_size, hand_over, eos, steps=4, seed=39,
 @pytest.mark.parametrize("hand_over", HAND_OVERS)
 def test_the_recursion_is_exact(hand_over, full):
     for number, (methods, sizes, vocab_size) in enumerate(EXACT):
-        for options in SHAPINGS if full else SHAPINGS[number % len(SHAPINGS):][:1]:
+        for options in SHAPINGS if full else SHAPINGS[number % len(SHAPINGS) :][:1]:
             for eos in (NO_TOKEN, 0, vocab_size - 1) if full else (vocab_size - 1,):
                 assert wrong_by(Hierarchy, methods, sizes, vocab_size, hand_over, eos, **options) < 1e-12
 
 
 PLANTED = [  # what is wrong, a hierarchy and the rules of handing over that show it
-    *((kind, (SURE, SURE), HAND_OVERS) for kind in (
-        reference.LowerLaw, reference.ResidualLaw, reference.ReusedUniform, reference.Picky)),
+    *(
+        (kind, (SURE, SURE), HAND_OVERS)
+        for kind in (reference.LowerLaw, reference.ResidualLaw, reference.ReusedUniform, reference.Picky)
+    ),
     (reference.BonusFromP, (SURE, "token_v3"), HAND_OVERS),
     (reference.BonusFromP, ("token_v3", "opt"), ["need"]),  # below a lossless level it would be as good
     (reference.SurplusUnderARule, (SURE, "token_v3"), ["keep"]),
-    (reference.LeftoverKept, (SURE, SURE), ["truncate"])]
+    (reference.LeftoverKept, (SURE, SURE), ["truncate"]),
+]
 
 
 @pytest.mark.parametrize("kind,methods,hand_overs", PLANTED, ids=lambda x: getattr(x, "__name__", ""))
@@ -73,6 +87,7 @@ def test_wrong_recursions_are_seen(kind, methods, hand_overs):
 
 # The compiled sampler against the recursion
 
+
 @dataclasses.dataclass(frozen=True)
 class WholeLM(TableLM):
     """reference.hashed() as a model: every token of its cache counts, at its place."""
@@ -82,8 +97,10 @@ class WholeLM(TableLM):
         place = jnp.arange(written.shape[1])
         sums = jnp.cumsum((written + 1) * (7 * place * place + place + 1) % MODULUS, axis=1) % MODULUS
         position = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        return (params[jnp.take_along_axis(sums, position, axis=1)],
-                TableCache(written, cache.length + tokens.shape[1]))
+        return (
+            params[jnp.take_along_axis(sums, position, axis=1)],
+            TableCache(written, cache.length + tokens.shape[1]),
+        )
 
 
 @cache
@@ -105,7 +122,7 @@ def prompts(rows):
     inputs, lengths = np.zeros((rows, max(map(len, PROMPTS))), np.int32), np.zeros(rows, np.int32)
     for row in range(rows):
         prompt = PROMPTS[row % len(PROMPTS)]
-        inputs[row, :len(prompt)], lengths[row] = prompt, len(prompt)
+        inputs[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     return inputs, lengths
 
 
@@ -117,8 +134,14 @@ def asked_of(methods, sizes, hand_over, rows, model=WholeLM, lossless=None):
     sampler = hierarchy([model(VOCAB)] * (len(methods) + 1), chosen, sizes, hand_over)
     tables = [whole_table(n + 1) for n in range(len(sizes) + 1)]
     keys = jax.vmap(jax.random.key)(jnp.arange(rows))
-    return sampler, nested(tables), keys, *prompts(rows), SamplingOptions(), jnp.array(
-        [lenience(name) for name in methods])
+    return (
+        sampler,
+        nested(tables),
+        keys,
+        *prompts(rows),
+        SamplingOptions(),
+        jnp.array([lenience(name) for name in methods]),
+    )
 
 
 def by_level(counts):
@@ -130,42 +153,67 @@ def by_level(counts):
     return [counts, *found[::-1]]
 
 
-COMPILED = [((SURE,), (3,)), (("opt",), (2,)), ((SURE, SURE), (1, 3)), ((SURE, "opt"), (2, 3)),
-            (("token_v3", SURE), (2, 4)), (("opt", "token_v3"), (3, 1)), ((SURE, SURE, SURE), (1, 3, 6)),
-            ((SURE, "opt", SURE), (2, 2, 4)), (("opt", SURE, "token_v3"), (1, 2, 3)),
-            ((SURE, SURE, "opt"), (2, 3, 4))]
+COMPILED = [
+    ((SURE,), (3,)),
+    (("opt",), (2,)),
+    ((SURE, SURE), (1, 3)),
+    ((SURE, "opt"), (2, 3)),
+    (("token_v3", SURE), (2, 4)),
+    (("opt", "token_v3"), (3, 1)),
+    ((SURE, SURE, SURE), (1, 3, 6)),
+    ((SURE, "opt", SURE), (2, 2, 4)),
+    (("opt", SURE, "token_v3"), (1, 2, 3)),
+    ((SURE, SURE, "opt"), (2, 3, 4)),
+]
 
 
 def differences(methods, sizes, hand_over, eos, rows, limits=None):
     """Rows that the compiled loop decodes in another way than the recursion with the same uniforms."""
     sampler, params, keys, inputs, lengths, *asked = asked_of(methods, sizes, hand_over, rows)
     limits = np.full(rows, LONG) if limits is None else limits
-    result = generate(sampler, params, keys, inputs, lengths, *asked, max_new_tokens=LONG, eos_id=eos,
-                      limits=limits)
+    result = generate(
+        sampler, params, keys, inputs, lengths, *asked, max_new_tokens=LONG, eos_id=eos, limits=limits
+    )
     table = np.asarray(noise(keys, len(sizes) + 1, 160))
-    recursion = Hierarchy([whole_table(n + 1) for n in range(len(sizes) + 1)], methods,
-                          [lenience(name) for name in methods], sizes, hand_over, eos)
+    recursion = Hierarchy(
+        [whole_table(n + 1) for n in range(len(sizes) + 1)],
+        methods,
+        [lenience(name) for name in methods],
+        sizes,
+        hand_over,
+        eos,
+    )
     passes, *counters = by_level(result.counts)
     wrong = []
     for row in range(rows):
         uniforms = Uniforms(table[row])
-        block = recursion.decoded(tuple(map(int, inputs[row, :lengths[row]])), limits[row], uniforms)
+        block = recursion.decoded(tuple(map(int, inputs[row, : lengths[row]])), limits[row], uniforms)
         size = len(block)
         found = [np.asarray(x)[row, :size].tolist() for x in (result.tokens, result.origin, result.level)]
         expected = [[w.token for w in block], [w.kind for w in block], [w.level for w in block]]
         counted = {(0, "passes"): int(passes[row])} | {
-            (level, name): int(getattr(counts, name)[row]) for level, counts in enumerate(counters, 1)
-            for name in ("rounds", "drafted", "accepted", "emitted")}
-        if int(result.length[row]) != size or found != expected or counted != {
-                key: uniforms.counts[key] for key in counted}:
+            (level, name): int(getattr(counts, name)[row])
+            for level, counts in enumerate(counters, 1)
+            for name in ("rounds", "drafted", "accepted", "emitted")
+        }
+        if (
+            int(result.length[row]) != size
+            or found != expected
+            or counted != {key: uniforms.counts[key] for key in counted}
+        ):
             wrong.append(row)
     return wrong
 
 
-@pytest.mark.parametrize("methods,sizes,hand_over", quick(
-    *with_rules(COMPILED), *(((SURE, "opt"), (2, 3), h) for h in ("truncate", "keep")),
-    *(((SURE, "opt", SURE), (2, 2, 4), h) for h in ("need", "keep")),
-    among=[((SURE, "opt"), (2, 3), "need"), ((SURE, "opt"), (2, 3), "keep")]))
+@pytest.mark.parametrize(
+    "methods,sizes,hand_over",
+    quick(
+        *with_rules(COMPILED),
+        *(((SURE, "opt"), (2, 3), h) for h in ("truncate", "keep")),
+        *(((SURE, "opt", SURE), (2, 2, 4), h) for h in ("need", "keep")),
+        among=[((SURE, "opt"), (2, 3), "need"), ((SURE, "opt"), (2, 3), "keep")],
+    ),
+)
 def test_the_compiled_loop_is_the_recursion(methods, sizes, hand_over, full):
     """Whatever else is in the batch: texts of all lengths, or nothing that is still going on. The recursion's
     laws are float64, which moves a decision once in some 10**6: the seeds have none."""
@@ -187,7 +235,8 @@ def test_caches_hold_the_text(methods, sizes, hand_over):
     for rows in (1, 8):
         sampler, params, *asked = asked_of(methods, sizes, hand_over, rows)
         state = jax.jit(partial(begin, max_new_tokens=LONG), static_argnums=0)(
-            sampler, params, requests(sampler, *asked, None, None, LONG))
+            sampler, params, requests(sampler, *asked, None, None, LONG)
+        )
         step = jax.jit(partial(advance, eos_id=NO_TOKEN), static_argnums=0)
         allowed, reader = [0], sampler
         while isinstance(reader, Speculative):
@@ -198,7 +247,7 @@ def test_caches_hold_the_text(methods, sizes, hand_over):
             for own, lacks in zip(caches_of(state.caches), allowed[::-1], strict=True):
                 for row in range(rows):
                     prompt = PROMPTS[row % len(PROMPTS)]
-                    text = [*prompt, *np.asarray(state.tokens)[row, :int(state.emitted[row])].tolist()]
+                    text = [*prompt, *np.asarray(state.tokens)[row, : int(state.emitted[row])].tolist()]
                     length = int(own.length[row])
                     if state.rows.room[row]:
                         assert len(text) - 1 - lacks <= length <= len(text) - 1
@@ -212,6 +261,7 @@ def test_caches_hold_the_text(methods, sizes, hand_over):
 def test_a_spared_pass_changes_nothing(methods, sizes, hand_over):
     """The same texts as with the pass. With a token more, need and keep verify other blocks above the lowest
     level: there only that level spares it."""
+
     def run(lossless):
         sampler, *asked = asked_of(methods, sizes, hand_over, 64, lossless=lossless)
         return generate(sampler, *asked, max_new_tokens=LONG, eos_id=NO_TOKEN)
@@ -227,21 +277,38 @@ def test_a_spared_pass_changes_nothing(methods, sizes, hand_over):
 
 # Laws of the compiled sampler
 
-LAWS = [((SURE,), (2,)), (("opt",), (1,)), ((SURE, SURE), (1, 1)), ((SURE, "opt"), (2, 2)),
-        (("token_v3", SURE), (1, 3)), ((SURE, SURE, SURE), (1, 2, 3)), (("opt", SURE, SURE), (2, 2, 2)),
-        ((SURE, "token_v3", SURE), (1, 2, 2)), ((SURE, "chow", "opt"), (1, 1, 2))]
+LAWS = [
+    ((SURE,), (2,)),
+    (("opt",), (1,)),
+    ((SURE, SURE), (1, 1)),
+    ((SURE, "opt"), (2, 2)),
+    (("token_v3", SURE), (1, 3)),
+    ((SURE, SURE, SURE), (1, 2, 3)),
+    (("opt", SURE, SURE), (2, 2, 2)),
+    ((SURE, "token_v3", SURE), (1, 2, 2)),
+    ((SURE, "chow", "opt"), (1, 1, 2)),
+]
 
 
-@pytest.mark.parametrize("methods,sizes,hand_over", quick(
-    *with_rules(LAWS), *(((SURE, "opt"), (2, 2), h) for h in ("need", "truncate")),
-    among=[((SURE, "token_v3", SURE), (1, 2, 2), "need")]))
+@pytest.mark.parametrize(
+    "methods,sizes,hand_over",
+    quick(
+        *with_rules(LAWS),
+        *(((SURE, "opt"), (2, 2), h) for h in ("need", "truncate")),
+        among=[((SURE, "token_v3", SURE), (1, 2, 2), "need")],
+    ),
+)
 def test_hierarchies_follow_their_law(methods, sizes, hand_over, rows, full):
     """Settings of one program: temperatures and top_p are traced. Lossless greedy texts: below."""
     alphas = [lenience(name) for name in methods]
     greedy = full and set(methods) != {SURE}
-    for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[:3 if greedy else 2]:
-        assert p_value(methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature,
-                       top_p=top_p) > FAIL_BELOW
+    for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[: 3 if greedy else 2]:
+        assert (
+            p_value(
+                methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature, top_p=top_p
+            )
+            > FAIL_BELOW
+        )
 
 
 def lower_law(self, draft, pi, verdict):
@@ -252,8 +319,10 @@ def lower_law(self, draft, pi, verdict):
 
 def residual_law(self, draft, pi, verdict):
     """Replaced tokens are handed up with the residual."""
-    here = (jnp.arange(pi.shape[1]) == jnp.where(
-        verdict.num_accepted < draft.size, verdict.num_accepted, -1)[:, None])[..., None]
+    here = (
+        jnp.arange(pi.shape[1])
+        == jnp.where(verdict.num_accepted < draft.size, verdict.num_accepted, -1)[:, None]
+    )[..., None]
     rest = jnp.maximum(pi - draft.probs, 0.0)
     return jnp.where(here, rest / jnp.maximum(rest.sum(-1, keepdims=True), 1e-9), pi)
 
@@ -277,8 +346,11 @@ def hands_up(law, patch):
 def one_uniform(patch):
     """All levels accept by the same uniform."""
     uniforms = samplers.uniforms
-    patch.setattr(samplers, "uniforms", lambda rows, level, role, count: uniforms(
-        rows, 1 if role == Role.ACCEPT else level, role, count))
+    patch.setattr(
+        samplers,
+        "uniforms",
+        lambda rows, level, role, count: uniforms(rows, 1 if role == Role.ACCEPT else level, role, count),
+    )
 
 
 def bonus_from_p(patch):
@@ -292,24 +364,35 @@ def bonus_from_p(patch):
     patch.setattr(Speculative, "target", wrong)
 
 
-BUGS = {"lower law": (partial(hands_up, lower_law), (SURE, SURE)),
-        "residual law": (partial(hands_up, residual_law), (SURE, SURE)),
-        "one uniform": (one_uniform, (SURE, SURE)),
-        "bonus from p, above": (bonus_from_p, (SURE, "token_v3")),
-        "bonus from p, below": (bonus_from_p, ("token_v3", "opt"))}
+BUGS = {
+    "lower law": (partial(hands_up, lower_law), (SURE, SURE)),
+    "residual law": (partial(hands_up, residual_law), (SURE, SURE)),
+    "one uniform": (one_uniform, (SURE, SURE)),
+    "bonus from p, above": (bonus_from_p, (SURE, "token_v3")),
+    "bonus from p, below": (bonus_from_p, ("token_v3", "opt")),
+}
 
 
 @pytest.mark.full(quick=["residual law-truncate"])
-@pytest.mark.parametrize("bug,hand_over", [
-    pytest.param(bug, rule, id=f"{bug}-{rule}") for n, bug in enumerate(BUGS) for rule in
-    (HAND_OVERS if bug == "residual law" else HAND_OVERS[n % 3:][:1])])
+@pytest.mark.parametrize(
+    "bug,hand_over",
+    [
+        pytest.param(bug, rule, id=f"{bug}-{rule}")
+        for n, bug in enumerate(BUGS)
+        for rule in (HAND_OVERS if bug == "residual law" else HAND_OVERS[n % 3 :][:1])
+    ],
+)
 def test_the_law_test_catches(bug, hand_over, rows, monkeypatch):
     plant, methods = BUGS[bug]
     jax.clear_caches()
     with monkeypatch.context() as patch:
         plant(patch)
-        assert p_value(methods, [lenience(m) for m in methods], (2, 2), rows=min(rows, 60_000),
-                       hand_over=hand_over) < FAIL_BELOW
+        assert (
+            p_value(
+                methods, [lenience(m) for m in methods], (2, 2), rows=min(rows, 60_000), hand_over=hand_over
+            )
+            < FAIL_BELOW
+        )
     jax.clear_caches()
 
 
@@ -325,23 +408,33 @@ def test_a_cache_not_caught_up_is_seen(monkeypatch):
 
 # Identities
 
+
 @pytest.mark.full(quick=["2-need"])
 @pytest.mark.parametrize("hand_over", HAND_OVERS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_temperature_zero_is_the_greedy_text(levels, hand_over, full):
     """Of the largest model, for blocks of 1 and blocks longer than the text, too."""
-    tables = TABLES[:levels + 1]
+    tables = TABLES[: levels + 1]
     expected = []
     for prompt in PROMPTS:
         text = list(prompt)
         while len(text) < len(prompt) + 12 and text[-1] != EOS:
             text.append(int(np.argmax(tables[-1][(0, *text)[-2], text[-1]])))
-        expected.append(text[len(prompt):] + [-1] * (12 + len(prompt) - len(text)))
-    for sizes in ((2, 30, 14)[-levels:], (1,) * levels, (5, 3, 1)[:levels])[:3 if full else 1]:
+        expected.append(text[len(prompt) :] + [-1] * (12 + len(prompt) - len(text)))
+    for sizes in ((2, 30, 14)[-levels:], (1,) * levels, (5, 3, 1)[:levels])[: 3 if full else 1]:
         sampler = hierarchy([TableLM(VOCAB)] * len(tables), [METHODS[SURE]] * levels, sizes, hand_over)
         inputs, lengths = prompts(2)
-        result = generate(sampler, nested(tables), jax.random.split(jax.random.key(0), 2), inputs, lengths,
-                          SamplingOptions(0.0), jnp.zeros(levels), max_new_tokens=12, eos_id=EOS)
+        result = generate(
+            sampler,
+            nested(tables),
+            jax.random.split(jax.random.key(0), 2),
+            inputs,
+            lengths,
+            SamplingOptions(0.0),
+            jnp.zeros(levels),
+            max_new_tokens=12,
+            eos_id=EOS,
+        )
         assert np.asarray(result.tokens).tolist() == expected
 
 
@@ -351,8 +444,16 @@ def test_temperature_zero_is_the_greedy_text(levels, hand_over, full):
 def test_equal_models_accept_everything(sizes, hand_over):
     sampler = hierarchy([TableLM(VOCAB)] * (len(sizes) + 1), [METHODS[SURE]] * len(sizes), sizes, hand_over)
     keys, length = jax.random.split(jax.random.key(0), 256), 64
-    result = generate(sampler, nested(TABLES[:1] * (len(sizes) + 1)), keys, *prompts(256), SamplingOptions(),
-                      jnp.zeros(len(sizes)), max_new_tokens=length, eos_id=NO_TOKEN)
+    result = generate(
+        sampler,
+        nested(TABLES[:1] * (len(sizes) + 1)),
+        keys,
+        *prompts(256),
+        SamplingOptions(),
+        jnp.zeros(len(sizes)),
+        max_new_tokens=length,
+        eos_id=NO_TOKEN,
+    )
     assert not (np.asarray(result.origin) == samplers.Origin.CORRECTION).any()
     _, *counters = by_level(result.counts)
     if hand_over == "keep":  # nothing is cut, except by the text's end
@@ -369,8 +470,10 @@ def test_equal_models_accept_everything(sizes, hand_over):
 @pytest.mark.full
 @pytest.mark.parametrize("method", [SURE, "opt"])
 def test_one_verifier_has_nothing_to_hand_over(method):
-    plain, *others = (generate(sampler, *asked, max_new_tokens=LONG, eos_id=EOS) for sampler, *asked in (
-        asked_of((method,), (3,), hand_over, 64) for hand_over in HAND_OVERS))
+    plain, *others = (
+        generate(sampler, *asked, max_new_tokens=LONG, eos_id=EOS)
+        for sampler, *asked in (asked_of((method,), (3,), hand_over, 64) for hand_over in HAND_OVERS)
+    )
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, plain, other)
 
@@ -392,8 +495,16 @@ def test_passes_are_those_predicted(sizes, hand_over):
     sampler = hierarchy([TableLM(VOCAB)] * count, [METHODS[SURE]] * len(sizes), sizes, hand_over)
     tables = [np.broadcast_to(row, (VOCAB,) * 3).astype(np.float32) for row in logits]
     keys = jax.random.split(jax.random.key(0), rows)
-    result = generate(sampler, nested(tables), keys, *prompts(rows), SamplingOptions(),
-                      jnp.zeros(len(sizes)), max_new_tokens=length, eos_id=NO_TOKEN)
+    result = generate(
+        sampler,
+        nested(tables),
+        keys,
+        *prompts(rows),
+        SamplingOptions(),
+        jnp.zeros(len(sizes)),
+        max_new_tokens=length,
+        eos_id=NO_TOKEN,
+    )
     passes, *counters = by_level(result.counts)
     found = np.stack([passes, *(counts.rounds for counts in counters)], axis=1).astype(float)
     error = found.std(axis=0, ddof=1) / np.sqrt(rows)

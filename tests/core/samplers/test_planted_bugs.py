@@ -45,17 +45,23 @@ def with_p(monkeypatch, wrong):
 
 def bonus_from_p(monkeypatch):
     """The bonus drawn from p~ (the preprint's print) instead of pi."""
-    with_p(monkeypatch, lambda verify, p, accept_u, draw_u, draft, pi: verify(
-        accept_u, draw_u, draft, pi.at[:, -1].set(p[:, -1])))
+    with_p(
+        monkeypatch,
+        lambda verify, p, accept_u, draw_u, draft, pi: verify(
+            accept_u, draw_u, draft, pi.at[:, -1].set(p[:, -1])
+        ),
+    )
 
 
 def residual_of_p(monkeypatch):
     """The residual max(0, p - q) whatever the target."""
+
     def wrong(verify, p, accept_u, draw_u, draft, pi):
         right = verify(accept_u, draw_u, draft, pi)
         at = right.num_accepted[:, None]
-        weights = verification.residual(*(jnp.take_along_axis(x, at[..., None], 1)[:, 0]
-                                          for x in (p, draft.probs)))
+        weights = verification.residual(
+            *(jnp.take_along_axis(x, at[..., None], 1)[:, 0] for x in (p, draft.probs))
+        )
         token = samplers.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
         bonus = right.num_accepted == draft.tokens.shape[1]
         return right._replace(next_token=jnp.where(bonus, right.next_token, token))
@@ -78,15 +84,21 @@ def no_roll_back(monkeypatch):
 
 def one_uniform(monkeypatch):
     """Every drafted position of a block accepts with the same uniform."""
-    monkeypatch.setattr(samplers, "verify", lambda accept_u, *others: verification.verify(
-        jnp.broadcast_to(accept_u[:, :1], accept_u.shape), *others))
+    monkeypatch.setattr(
+        samplers,
+        "verify",
+        lambda accept_u, *others: verification.verify(
+            jnp.broadcast_to(accept_u[:, :1], accept_u.shape), *others
+        ),
+    )
 
 
 def shared_key(monkeypatch):
     """Drafting and accepting share a random number."""
     noise = loop.noise
-    monkeypatch.setattr(loop, "noise", lambda *args: jnp.broadcast_to(
-        (table := noise(*args))[:, :1, :1], table.shape))
+    monkeypatch.setattr(
+        loop, "noise", lambda *args: jnp.broadcast_to((table := noise(*args))[:, :1, :1], table.shape)
+    )
 
 
 def own_of_sampled_p(monkeypatch):
@@ -117,15 +129,19 @@ def own_is_sampled_pi(monkeypatch):
 def bild_star_of_sampled_q(monkeypatch):
     """The rule reads q~ in place of q."""
     right = METHODS["bild_star"]
-    monkeypatch.setitem(METHODS, "bild_star", dataclasses.replace(
-        right, target=lambda s, alpha: right.target(s._replace(q=s.q_sampled), alpha)))
+    monkeypatch.setitem(
+        METHODS,
+        "bild_star",
+        dataclasses.replace(right, target=lambda s, alpha: right.target(s._replace(q=s.q_sampled), alpha)),
+    )
 
 
 def weights_exchanged(monkeypatch):
     """The mixture gives the verifier the drafter's weight."""
     right = METHODS["mixture"]
-    monkeypatch.setitem(METHODS, "mixture", dataclasses.replace(
-        right, target=lambda s, alpha: right.target(s, 1 - alpha)))
+    monkeypatch.setitem(
+        METHODS, "mixture", dataclasses.replace(right, target=lambda s, alpha: right.target(s, 1 - alpha))
+    )
 
 
 def typical_tokens_of_p(monkeypatch):
@@ -144,20 +160,32 @@ def typical_tokens_of_p(monkeypatch):
 def one_temperature(monkeypatch):
     """Every row is sampled as the first one is."""
     token_probs = samplers.token_probs
-    monkeypatch.setattr(samplers, "token_probs", lambda logits, options: token_probs(
-        logits, jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), options)))
+    monkeypatch.setattr(
+        samplers,
+        "token_probs",
+        lambda logits, options: token_probs(
+            logits, jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), options)
+        ),
+    )
 
 
-SEEN_BY = {bonus_from_p: ["opt", "token_v3"], residual_of_p: ["token_v3"],
-           no_roll_back: list(FAMILIES), one_uniform: ["speculative", "token_v3"],
-           shared_key: list(FAMILIES)}
+SEEN_BY = {
+    bonus_from_p: ["opt", "token_v3"],
+    residual_of_p: ["token_v3"],
+    no_roll_back: list(FAMILIES),
+    one_uniform: ["speculative", "token_v3"],
+    shared_key: list(FAMILIES),
+}
 
 
 QUICK = [(bonus_from_p, "token_v3")]
 
 
-@pytest.mark.parametrize("bug,family", quick(*((b, f) for b, families in SEEN_BY.items() for f in families),
-                                             among=QUICK), ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    "bug,family",
+    quick(*((b, f) for b, families in SEEN_BY.items() for f in families), among=QUICK),
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_law_test_catches(bug, family, monkeypatch):
     jax.clear_caches()
     with monkeypatch.context() as patch:
@@ -167,13 +195,20 @@ def test_law_test_catches(bug, family, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bug,methods,alphas,temperature", [
-    (own_of_sampled_p, ("speculative", "chow"), (0.0, 0.3), 0.7),
-    (own_is_sampled_pi, ("speculative", "chow"), (0.0, 0.3), 0.7),
-    (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5), (weights_exchanged, ("mixture",), (0.4,), 1.0),
-    (typical_tokens_of_p, ("typical",), (0.5,), 1.0)], ids=lambda x: getattr(x, "__name__", None))
-def test_law_test_catches_what_only_one_method_or_temperature_shows(bug, methods, alphas, temperature,
-                                                                    monkeypatch):
+@pytest.mark.parametrize(
+    "bug,methods,alphas,temperature",
+    [
+        (own_of_sampled_p, ("speculative", "chow"), (0.0, 0.3), 0.7),
+        (own_is_sampled_pi, ("speculative", "chow"), (0.0, 0.3), 0.7),
+        (bild_star_of_sampled_q, ("bild_star",), (1.5,), 0.5),
+        (weights_exchanged, ("mixture",), (0.4,), 1.0),
+        (typical_tokens_of_p, ("typical",), (0.5,), 1.0),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_law_test_catches_what_only_one_method_or_temperature_shows(
+    bug, methods, alphas, temperature, monkeypatch
+):
     sizes = [2] * len(methods)
     assert p_value(methods, alphas, sizes, rows=200_000, temperature=temperature) > FAIL_BELOW
     jax.clear_caches()
@@ -190,12 +225,19 @@ def test_a_batch_sampled_as_its_first_row_is_seen(monkeypatch):
         kind = np.arange(100_000) // len(PROMPTS) % 2
         temperatures = np.array([0.5, 1.5])
         sampler = hierarchy([TableLM(VOCAB)] * 2, [METHODS["opt"]], [2])
-        result, which = decoded(sampler, tuple(TABLES[:2]), len(kind), SamplingOptions(temperatures[kind]),
-                                [0.05])
+        result, which = decoded(
+            sampler, tuple(TABLES[:2]), len(kind), SamplingOptions(temperatures[kind]), [0.05]
+        )
         tokens = np.asarray(result.tokens)
-        return [chi_square(tokens[(kind == n) & (which == 0)], sequence_law(
-            TABLES[:2], ["opt"], [0.05], PROMPTS[0], steps=STEPS, eos=EOS, temperature=temperature))
-            for n, temperature in enumerate(temperatures)]
+        return [
+            chi_square(
+                tokens[(kind == n) & (which == 0)],
+                sequence_law(
+                    TABLES[:2], ["opt"], [0.05], PROMPTS[0], steps=STEPS, eos=EOS, temperature=temperature
+                ),
+            )
+            for n, temperature in enumerate(temperatures)
+        ]
 
     assert min(chances()) > FAIL_BELOW
     jax.clear_caches()

@@ -33,8 +33,17 @@ def proposed(method, alpha, rows, logits, steps):
     """What the compiled loop writes with these drafts."""
     sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
-    found = generate(sampler, ((), logits), keys, np.ones((rows, 1), np.int32), np.ones(rows, np.int32),
-                     SamplingOptions(1.0), jnp.array([alpha]), max_new_tokens=steps, eos_id=3)
+    found = generate(
+        sampler,
+        ((), logits),
+        keys,
+        np.ones((rows, 1), np.int32),
+        np.ones(rows, np.int32),
+        SamplingOptions(1.0),
+        jnp.array([alpha]),
+        max_new_tokens=steps,
+        eos_id=3,
+    )
     return np.asarray(found.tokens)
 
 
@@ -54,6 +63,7 @@ def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
 @pytest.mark.full
 def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch):
     """At a mismatch the verifier's own token counts; the wrong version draws once more from p."""
+
     def wrong(accept_u, draw_u, draft, pi):
         verdict = verify(accept_u, draw_u, draft, pi)
         at = verdict.num_accepted[:, None]

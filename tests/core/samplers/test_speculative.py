@@ -37,25 +37,53 @@ from speccascade_jax.core.transforms import SamplingOptions
 BY_PREFIX = [name for name, method in METHODS.items() if method.by_prefix]
 
 
-@pytest.mark.parametrize("family,transform,gamma", quick(
-    *((f, t, (1, 2, 5)[(n + k) % 3]) for n, f in enumerate(FAMILIES) for k, t in enumerate(TRANSFORMS)),
-    among=[("speculative", "plain", 1), ("opt", "top_p", 1), ("token_v3", "min_p", 5)]))
+@pytest.mark.parametrize(
+    "family,transform,gamma",
+    quick(
+        *((f, t, (1, 2, 5)[(n + k) % 3]) for n, f in enumerate(FAMILIES) for k, t in enumerate(TRANSFORMS)),
+        among=[("speculative", "plain", 1), ("opt", "top_p", 1), ("token_v3", "min_p", 5)],
+    ),
+)
 def test_two_models_follow_the_law(family, transform, gamma, rows, full):
     for temperature in (0.5, 1.0) if full else (0.5,):
-        assert p_value([family], [FAMILIES[family]], [gamma], rows=rows, temperature=temperature,
-                       **TRANSFORMS[transform]) > FAIL_BELOW
+        assert (
+            p_value(
+                [family],
+                [FAMILIES[family]],
+                [gamma],
+                rows=rows,
+                temperature=temperature,
+                **TRANSFORMS[transform],
+            )
+            > FAIL_BELOW
+        )
 
 
-@pytest.mark.parametrize("families,transform,gamma", quick(
-    *((f, t, (1, 2, 5)[(n + k) % 3]) for n, f in enumerate((
-        ("speculative", "speculative"), ("token_v3", "opt"), ("opt", "token_v3"), ("speculative", "chow")))
-        for k, t in enumerate(TRANSFORMS)),
-    among=[(("opt", "token_v3"), "top_k", 1)]))
+@pytest.mark.parametrize(
+    "families,transform,gamma",
+    quick(
+        *(
+            (f, t, (1, 2, 5)[(n + k) % 3])
+            for n, f in enumerate(
+                (
+                    ("speculative", "speculative"),
+                    ("token_v3", "opt"),
+                    ("opt", "token_v3"),
+                    ("speculative", "chow"),
+                )
+            )
+            for k, t in enumerate(TRANSFORMS)
+        ),
+        among=[(("opt", "token_v3"), "top_k", 1)],
+    ),
+)
 def test_three_models_follow_the_law(families, transform, gamma, rows, full):
     alphas = [lenience(f) for f in families]
     for temperature in (0.7, 1.0) if full else (0.7,):
-        assert p_value(families, alphas, [2, gamma], rows=rows, temperature=temperature,
-                       **TRANSFORMS[transform]) > FAIL_BELOW
+        assert (
+            p_value(families, alphas, [2, gamma], rows=rows, temperature=temperature, **TRANSFORMS[transform])
+            > FAIL_BELOW
+        )
 
 
 @pytest.mark.full
@@ -74,7 +102,7 @@ def chance(method, **options):
 
 def geometric(scores, alpha):
     """pi in proportion to q~^alpha p~^(1 - alpha): a method that no oracle knows."""
-    weights = scores.q_sampled**alpha * scores.p_sampled**(1 - alpha)
+    weights = scores.q_sampled**alpha * scores.p_sampled ** (1 - alpha)
     return weights / weights.sum(-1, keepdims=True), None
 
 
@@ -91,8 +119,9 @@ def test_a_new_entry_of_methods_is_held_against_its_own_target(target, by_prefix
     monkeypatch.setitem(METHODS, "new", method)
     assert not knows("new") and 0 < lenience("new") < 1
     assert chance("new", rows=20_000) > FAIL_BELOW
-    monkeypatch.setitem(METHODS, "new", dataclasses.replace(
-        method, target=lambda s, alpha: (target(s, alpha)[0] ** 2, None)))
+    monkeypatch.setitem(
+        METHODS, "new", dataclasses.replace(method, target=lambda s, alpha: (target(s, alpha)[0] ** 2, None))
+    )
     assert chance("new", rows=20_000) < FAIL_BELOW
 
 
@@ -100,8 +129,9 @@ def test_a_new_entry_of_methods_is_held_against_its_own_target(target, by_prefix
 def test_every_method_at_temperature_zero(method):
     tokens, which = texts([method], [lenience(method)], [3], rows=1024, temperature=0.0)
     for n, prompt in enumerate(PROMPTS):
-        law = sequence_law(TABLES[:2], [oracle(method)], [lenience(method)], prompt, steps=STEPS, eos=EOS,
-                           temperature=0.0)
+        law = sequence_law(
+            TABLES[:2], [oracle(method)], [lenience(method)], prompt, steps=STEPS, eos=EOS, temperature=0.0
+        )
         assert {tuple(int(t) for t in row if t >= 0) for row in tokens[which == n]} == set(law)
 
 
@@ -110,15 +140,24 @@ def test_every_method_at_temperature_zero(method):
 @pytest.mark.parametrize("outer", [None, "speculative", "opt"])
 def test_a_lossless_drafter_spares_a_pass_and_nothing_else(outer, gamma):
     """The same tokens as with the pass that a lossless rule does not need, for a pass less each round."""
+
     def run(lossless):
         method = dataclasses.replace(METHODS["speculative"], lossless=lossless)
         methods, sizes = ([method], [gamma]) if outer is None else ([method, METHODS[outer]], [gamma, 6])
         sampler = hierarchy([TableLM(VOCAB)] * (len(methods) + 1), methods, sizes)
         params = (TABLES[0], TABLES[1]) if outer is None else ((TABLES[0], TABLES[1]), TABLES[2])
         keys, ones = jax.vmap(jax.random.key)(jnp.arange(512)), np.ones((512, 1), np.int32)
-        return generate(sampler, params, keys, ones, ones[:, 0], SamplingOptions(),
-                        jnp.full(len(methods), 0.05), max_new_tokens=20,
-                        eos_id=EOS if outer is None else NO_TOKEN)  # at an end neither reads on
+        return generate(
+            sampler,
+            params,
+            keys,
+            ones,
+            ones[:, 0],
+            SamplingOptions(),
+            jnp.full(len(methods), 0.05),
+            max_new_tokens=20,
+            eos_id=EOS if outer is None else NO_TOKEN,
+        )  # at an end neither reads on
 
     spared, whole = run(True), run(False)
     for name in ("tokens", "origin", "length"):
