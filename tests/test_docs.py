@@ -87,8 +87,8 @@ def test_what_extending_shows_works(modules, tmp_path):
     ).eval()
     theirs.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(decoder.FAMILIES, "gemma", row)
-        patched.setitem(families.FAMILIES, "gemma", families.decoder_row(row))
+        patched.setitem(decoder.DECODER_SPELLINGS, "gemma", row)
+        patched.setitem(families.MODEL_FAMILIES, "gemma", families.decoder_row(row))
         model, params, *_ = checkpoints.load(tmp_path)
     assert model.config.family == "gemma"
     tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -15,7 +15,7 @@ from flax import nnx, traverse_util
 
 from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
-from speccascade_jax.checkpoints.families import FAMILIES
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
 from speccascade_jax.models.members import member
@@ -37,9 +37,9 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "model.json": (load_native, native.read_config),
     "config.json": (huggingface.load, huggingface.read_config),
     **{
-        family.own_file: (family.load_own, family.read_own_config)
-        for family in FAMILIES.values()
-        if family.own_file is not None
+        family.published_file: (family.load_published, family.read_published_config)
+        for family in MODEL_FAMILIES.values()
+        if family.published_file is not None
     },
 }
 """The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
@@ -103,9 +103,9 @@ def local_folder(path: str | Path) -> Path:
 
 def readers_of(folder: Path) -> tuple[Any, Any]:
     """What reads a local folder, and what reads only its model's shape. Raises ValueError."""
-    for name, found in READERS.items():
+    for name, readers in READERS.items():
         if exists(folder / name):
-            return found
+            return readers
     if exists(folder / "adapter_config.json"):
         raise ValueError(
             f"{folder} holds an adapter without its model: merge it into the model it was "
@@ -140,16 +140,16 @@ def load(
     place = Placement(checked_dtype(dtype, LOADED), sharding, packed)
     if name is not None:  # before anything large is read
         member(model_for(config_of(path), dtype), name, path)
-    found: tuple[Any, nnx.State]
+    loaded: tuple[Any, nnx.State]
     if not path.startswith("gs://"):
         folder = local_folder(path)
-        found, tokenizer = readers_of(folder)[0](folder, place), tokenizer_files.find(folder)
+        loaded, tokenizer = readers_of(folder)[0](folder, place), tokenizer_files.find(folder)
     elif t5x.exists_at(path):
-        found, tokenizer = t5x.load(path, place), None
+        loaded, tokenizer = t5x.load(path, place), None
     else:
         remote = native.remote(path)
-        found, tokenizer = native.load(remote, place), tokenizer_files.find(remote)
-    model, params = found
+        loaded, tokenizer = native.load(remote, place), tokenizer_files.find(remote)
+    model, params = loaded
     if config is not None:
         check_shape(path, model.config, config)
     return Checkpoint(member(model_for(model.config, dtype), name, path), params, tokenizer, path)
@@ -167,17 +167,17 @@ def load_all(
     kernels packed or layers stacked, and are fit for nothing else.
     """
     read: dict[str, Checkpoint] = {}
-    found = []
+    checkpoints = []
     for path in paths:
         folder, name = split_member(path)
         if folder not in read:
-            one = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
-            whole, params = getattr(one.model, "member_of", one.model), one.params
+            checkpoint = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
+            whole, params = getattr(checkpoint.model, "member_of", checkpoint.model), checkpoint.params
             if decoding and stacking.wants_stacking():
                 whole, params = stacking.stacked(whole, params)
-            read[folder] = Checkpoint(whole, params, one.tokenizer, one.path)
-        found.append(read[folder]._replace(model=member(read[folder].model, name, folder)))
-    return found
+            read[folder] = Checkpoint(whole, params, checkpoint.tokenizer, checkpoint.path)
+        checkpoints.append(read[folder]._replace(model=member(read[folder].model, name, folder)))
+    return checkpoints
 
 
 def split_member(path: str | Path) -> tuple[str, str | None]:
@@ -217,10 +217,10 @@ def config_of(path: str) -> Config:
 def tokenizer_file(path: str) -> Path:
     """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
     path, _ = split_member(path)
-    found = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
-    if found is None:
+    tokenizer = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
+    if tokenizer is None:
         raise ValueError(missing_tokenizer(path))
-    return found
+    return tokenizer
 
 
 def missing_tokenizer(path: str) -> str:
@@ -230,9 +230,9 @@ def missing_tokenizer(path: str) -> str:
     )
 
 
-def check_shape(path: str, found: Config, expected: Config) -> None:
+def check_shape(path: str, config: Config, expected: Config) -> None:
     """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
-    a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (found, expected))
+    a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (config, expected))
     different = [
         f"{name} is {a[name]}, not {b.get(name)}"
         for name in a
@@ -256,12 +256,12 @@ def check_absent(path: str | Path) -> None:
 
 def check_savable(config: Config, to: str) -> None:
     """Raises ValueError where format `to` cannot hold a model of that shape."""
-    formats = FAMILIES[config.family].formats
+    formats = MODEL_FAMILIES[config.family].formats
     if to not in formats:
         known = f"{to} holds no {config.family} models" if to in FORMATS else f"there is no format {to!r}"
         raise ValueError(f"{known}; choose one of: {', '.join(formats)}.")
     if to == "huggingface":
-        FAMILIES[config.family].describe(config)
+        MODEL_FAMILIES[config.family].describe(config)
 
 
 def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.float32) -> None:

@@ -1,7 +1,7 @@
 """Families that only decode, in Hugging Face folders: what config.json says and how the arrays are called.
 
-FAMILIES is their table. config.json is read as transformers 4 and 5 write it, and written so that both read
-it.
+DECODER_SPELLINGS is their table. config.json is read as transformers 4 and 5 write it, and written so that
+both read it.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class Spelling(NamedTuple):
     derives: bool = False  # missing: head_dim is hidden_size / heads, and each head has its own key and value
 
 
-FAMILIES = {
+DECODER_SPELLINGS = {
     row.usual.family: row
     for row in (
         Spelling(
@@ -93,28 +93,28 @@ FAMILIES = {
 }
 
 
-def read_config(where: Path, found: dict[str, Any]) -> DecoderConfig:
+def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
     """The DecoderConfig of a config.json's content. Raises ValueError for what its family is not."""
-    spelling = FAMILIES[found["model_type"]]
+    spelling = DECODER_SPELLINGS[content["model_type"]]
     usual, fields = spelling.usual, SHARED | spelling.fields
     for name, expected in (("use_bidirectional_attention", False), ("partial_rotary_factor", 1)):
-        if found.get(name) not in (expected, None):
-            raise ValueError(f"{where}: {name} is {shown(found[name])}; only {expected} is supported.")
+        if content.get(name) not in (expected, None):
+            raise ValueError(f"{where}: {name} is {shown(content[name])}; only {expected} is supported.")
     for theirs in SIZES.values():
-        if theirs not in found:
+        if theirs not in content:
             raise ValueError(f"{where}: {theirs} is missing: it is no model's config.json, or is damaged.")
-    values: dict[str, Any] = {ours: found[theirs] for ours, theirs in fields.items() if theirs in found}
+    values: dict[str, Any] = {ours: content[theirs] for ours, theirs in fields.items() if theirs in content}
     values["family"] = usual.family
     values |= ends_of(values)
     if spelling.derives and values.get("num_kv_heads") is None:
         values["num_kv_heads"] = values["num_heads"]
     if spelling.derives and values.get("d_kv") is None:
         heads, width = values["num_heads"], values["d_model"]
-        whole = all(type(one) is int for one in (heads, width)) and heads > 0
+        whole = all(type(size) is int for size in (heads, width)) and heads > 0
         values["d_kv"] = width // heads if whole else usual.d_kv  # else the check below names it
     if "query_bias" in values:
         values["output_bias"] = values["query_bias"]
-    values |= rope_of(where, found, usual)
+    values |= rope_of(where, content, usual)
     names = fields | ROPE | {"window": "sliding_window"} | STRETCHED.get(values["rope_type"], {})
     check_fields(where, DecoderConfig, values, names, usual=usual)
     if values.get("activation", usual.activation) not in ACTIVATIONS:
@@ -122,7 +122,7 @@ def read_config(where: Path, found: dict[str, Any]) -> DecoderConfig:
             f"{where}: {fields['activation']} is {shown(values['activation'])}; known: "
             f"{', '.join(ACTIVATIONS)}."
         )
-    values |= windows_of(where, found, spelling, values["num_layers"])
+    values |= windows_of(where, content, spelling, values["num_layers"])
     check_fields(where, DecoderConfig, values, names, usual=usual)
     config = dataclasses.replace(usual, **values)
     check(where, config)
@@ -134,29 +134,29 @@ def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
     of."""
     eos = values.get("eos_id")
     first, *more = eos if isinstance(eos, list) and eos else [eos]
-    found = {"eos_id": first, "more_eos": tuple(more)} if "eos_id" in values else {}
+    ends = {"eos_id": first, "more_eos": tuple(more)} if "eos_id" in values else {}
     missing = {name: first for name in ("pad_id", "bos_id") if name in values and values[name] is None}
-    return found | missing
+    return ends | missing
 
 
-def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[str, Any]:
+def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[str, Any]:
     """The rotary positions' fields: rope_parameters (transformers 5), which may tell layers apart, or
     rope_theta, rope_scaling and rope_local_base_freq."""
-    given: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        if found.get(name) is not None:
-            given[name] = found[name]
-            if not isinstance(given[name], dict):
-                raise ValueError(f"{where}: {name} is {shown(given[name])}, not an object.")
-    full: Any = dict(given.get("rope_parameters", {}))
+        if content.get(name) is not None:
+            objects[name] = content[name]
+            if not isinstance(objects[name], dict):
+                raise ValueError(f"{where}: {name} is {shown(objects[name])}, not an object.")
+    full: Any = dict(objects.get("rope_parameters", {}))
     local: Any = {}
     if {EVERYTHING, LOCAL} & full.keys():
         full, local = (full.get(kind) or {} for kind in (EVERYTHING, LOCAL))
         if not (isinstance(full, dict) and isinstance(local, dict)):
             raise ValueError(
-                f"{where}: rope_parameters holds {shown(given['rope_parameters'])}, not objects."
+                f"{where}: rope_parameters holds {shown(objects['rope_parameters'])}, not objects."
             )
-    scaling = given.get("rope_scaling", {})
+    scaling = objects.get("rope_scaling", {})
     if scaling and not {"rope_type", "type"} & scaling.keys():
         raise ValueError(f"{where}: rope_scaling is {shown(scaling)} and names no rope_type.")
     full = {**full, **scaling}
@@ -167,11 +167,11 @@ def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[st
         raise ValueError(
             f"{where}: partial_rotary_factor is {shown(full['partial_rotary_factor'])}; only 1 is supported."
         )
-    theta = found.get("rope_theta", usual.rope_theta)
+    theta = content.get("rope_theta", usual.rope_theta)
     values = {"rope_type": kind, "rope_theta": full.get("rope_theta", theta)}
     if usual.local_rope_theta is not None:
         values["local_rope_theta"] = local.get(
-            "rope_theta", found.get("rope_local_base_freq", usual.local_rope_theta)
+            "rope_theta", content.get("rope_local_base_freq", usual.local_rope_theta)
         )
         local = {**local, "rope_theta": None}
     elif local and local != full:
@@ -194,18 +194,18 @@ def rope_of(where: Path, found: dict[str, Any], usual: DecoderConfig) -> dict[st
     return values
 
 
-def windows_of(where: Path, found: dict[str, Any], spelling: Spelling, layers: int) -> dict[str, Any]:
+def windows_of(where: Path, content: dict[str, Any], spelling: Spelling, layers: int) -> dict[str, Any]:
     """Which of so many layers see how far."""
     usual = spelling.usual
-    window, types = found.get("sliding_window", usual.window), found.get("layer_types")
+    window, types = content.get("sliding_window", usual.window), content.get("layer_types")
     if not spelling.windows or (
-        spelling.windows == "max_window_layers" and found.get("use_sliding_window", False) is not True
+        spelling.windows == "max_window_layers" and content.get("use_sliding_window", False) is not True
     ):
         window = None
-    pattern = found.get("sliding_window_pattern", found.get("_sliding_window_pattern"))
-    begins = found.get("max_window_layers", 28)
+    pattern = content.get("sliding_window_pattern", content.get("_sliding_window_pattern"))
+    begins = content.get("max_window_layers", 28)
     if types is not None:
-        if not isinstance(types, list) or any(one not in (LOCAL, EVERYTHING) for one in types):
+        if not isinstance(types, list) or any(kind not in (LOCAL, EVERYTHING) for kind in types):
             raise ValueError(
                 f"{where}: layer_types is {shown(types)}, not a list of {LOCAL} and {EVERYTHING}."
             )
@@ -213,7 +213,7 @@ def windows_of(where: Path, found: dict[str, Any], spelling: Spelling, layers: i
             raise ValueError(
                 f"{where}: layer_types names {len(types)} layers, num_hidden_layers is {layers}."
             )
-        local = [int(one == LOCAL) for one in types]
+        local = [int(kind == LOCAL) for kind in types]
     elif spelling.windows == "max_window_layers":
         if type(begins) is not int:
             raise ValueError(f"{where}: max_window_layers is {shown(begins)}, not a whole number.")
@@ -234,7 +234,7 @@ def repeated(local: list[int], usual: tuple[int, ...]) -> tuple[int, ...]:
     if not any(local):
         return ()
     for pattern in (usual, *(tuple(local[:size]) for size in range(1, len(local) + 1))):
-        if pattern and all(one == pattern[n % len(pattern)] for n, one in enumerate(local)):
+        if pattern and all(flag == pattern[n % len(pattern)] for n, flag in enumerate(local)):
             return pattern
     raise AssertionError("the whole list gives itself")
 
@@ -243,8 +243,8 @@ def check(where: Any, config: DecoderConfig) -> None:
     """Raises ValueError naming what no model of these families can have."""
     check_fields(where, DecoderConfig, dataclasses.asdict(config))
     wrong: list[str] = []
-    if config.family not in FAMILIES:
-        wrong.append(f"family is {shown(config.family)}, not one of {', '.join(FAMILIES)}")
+    if config.family not in DECODER_SPELLINGS:
+        wrong.append(f"family is {shown(config.family)}, not one of {', '.join(DECODER_SPELLINGS)}")
     if config.num_heads % config.num_kv_heads:
         wrong.append(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} heads of keys "
@@ -298,7 +298,7 @@ def parameter_names(
         *((("mlp", name), f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up", "down")),
     ]
     norms = [
-        *(((ours,), theirs) for ours, theirs in (names or FAMILIES[config.family].norms).items()),
+        *(((ours,), theirs) for ours, theirs in (names or DECODER_SPELLINGS[config.family].norms).items()),
         *[(("attention", "query_norm"), "self_attn.q_norm"), (("attention", "key_norm"), "self_attn.k_norm")]
         * config.head_norms,
     ]
@@ -311,13 +311,15 @@ def parameter_names(
                 yield (*layer, *ours, "bias"), f"{base}.{theirs}.bias", False
 
 
-def text_part(found: dict[str, Any]) -> dict[str, Any]:
+def text_part(content: dict[str, Any]) -> dict[str, Any]:
     """A config.json's content; of a Gemma 3 that also sees pictures, that of the part that reads and
     writes."""
-    text = found.get("text_config")
-    if found.get("model_type") != "gemma3" or not isinstance(text, dict):
-        return found
-    outer = {name: found[name] for name in ("eos_token_id", "bos_token_id", "pad_token_id") if name in found}
+    text = content.get("text_config")
+    if content.get("model_type") != "gemma3" or not isinstance(text, dict):
+        return content
+    outer = {
+        name: content[name] for name in ("eos_token_id", "bos_token_id", "pad_token_id") if name in content
+    }
     return {**outer, "num_attention_heads": presets.GEMMA3.num_heads, **text, "model_type": "gemma3_text"}
 
 
@@ -338,46 +340,48 @@ def canonical(name: str) -> str | None:
 
 def describe(config: DecoderConfig) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a model that its family's code cannot be."""
-    spelling, layers = FAMILIES[config.family], range(config.num_layers)
-    found = {theirs: getattr(config, ours) for ours, theirs in (SHARED | spelling.fields).items()}
-    found |= {
+    spelling, layers = DECODER_SPELLINGS[config.family], range(config.num_layers)
+    content = {theirs: getattr(config, ours) for ours, theirs in (SHARED | spelling.fields).items()}
+    content |= {
         "model_type": config.family,
         "architectures": [spelling.architecture],
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
     }
     if config.more_eos:
-        found["eos_token_id"] = [config.eos_id, *config.more_eos]
+        content["eos_token_id"] = [config.eos_id, *config.more_eos]
     if "query_scalar" in spelling.fields:
-        found["query_pre_attn_scalar"] = config.query_scalar or config.d_kv
+        content["query_pre_attn_scalar"] = config.query_scalar or config.d_kv
     if config.rope_type != "default":
         stretched = {theirs: getattr(config, ours) for ours, theirs in STRETCHED[config.rope_type].items()}
         if "original_max_position_embeddings" in stretched:
             stretched["original_max_position_embeddings"] = config.rope_length or config.max_positions
-        found["rope_scaling"] = {"rope_type": config.rope_type, **stretched}
+        content["rope_scaling"] = {"rope_type": config.rope_type, **stretched}
     if config.local_rope_theta is not None:
-        found["rope_local_base_freq"] = config.local_rope_theta
+        content["rope_local_base_freq"] = config.local_rope_theta
     if spelling.windows:
-        found["sliding_window"] = config.window
+        content["sliding_window"] = config.window
     if spelling.windows not in ("", "sliding_window"):
-        found["layer_types"] = [LOCAL if config.is_local(n) else EVERYTHING for n in layers]
+        content["layer_types"] = [LOCAL if config.is_local(n) else EVERYTHING for n in layers]
     if spelling.windows == "max_window_layers":
-        found["use_sliding_window"] = config.window is not None
-        found["max_window_layers"] = min((n for n in layers if config.is_local(n)), default=config.num_layers)
-    again, own = (
+        content["use_sliding_window"] = config.window is not None
+        content["max_window_layers"] = min(
+            (n for n in layers if config.is_local(n)), default=config.num_layers
+        )
+    again, original = (
         vars(
             dataclasses.replace(
-                one,
-                query_scalar=one.query_scalar or one.d_kv,
-                rope_length=one.rope_length or one.max_positions,
+                shape,
+                query_scalar=shape.query_scalar or shape.d_kv,
+                rope_length=shape.rope_length or shape.max_positions,
             )
         )
-        for one in (read_config(Path("config.json"), found), config)
+        for shape in (read_config(Path("config.json"), content), config)
     )
-    for name, value in own.items():
+    for name, value in original.items():
         if again[name] != value:
             raise ValueError(
                 f"{name} is {shown(value)}, and Hugging Face's {config.family} is only ever "
                 f"{shown(again[name])}: export it natively."
             )
-    return found
+    return content

@@ -28,7 +28,7 @@ def read_entries(folder: Path) -> Entries:
     """Every array of the directory by its nested name; no array is read. Raises ValueError."""
     import orbax.checkpoint as ocp
 
-    found: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    entries: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def walk(tree: Any, keys: tuple[str, ...]) -> None:
         if isinstance(tree, Mapping):
@@ -36,14 +36,14 @@ def read_entries(folder: Path) -> Entries:
                 walk(part, (*keys, key))
         else:
             name = "/".join(keys).removeprefix("params/").removeprefix("transformer/").removesuffix("/w")
-            found[name] = keys, tuple(tree.shape)
+            entries[name] = keys, tuple(tree.shape)
 
     check_folder(folder)
     try:
         walk(ocp.StandardCheckpointer().metadata(folder.resolve()).item_metadata.tree, ())
     except Exception as error:  # Orbax has many kinds
         raise ValueError(f"{folder}: the checkpoint is incomplete or damaged ({reason(error)}).") from None
-    return found
+    return entries
 
 
 def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
     heads, d_kv = query[-3], query[-1]
     kv_heads = heads if shared else shape_of(folder, entries, "layer_0/attn/kv_einsum", 4)[1]
     usual = GEMMA3 if "layer_0/attn/_key_norm/scale" in entries else GEMMA2
-    found = dataclasses.replace(
+    config = dataclasses.replace(
         usual,
         vocab_size=VOCABULARY if vocab_size == PADDED_VOCABULARY else vocab_size,
         d_model=d_model,
@@ -79,10 +79,12 @@ def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
         num_layers=sum(name.startswith("layer_") and name.endswith("/mlp/linear") for name in entries),
     )
     for preset in PRESETS.values():
-        if all(getattr(preset, name) == getattr(found, name) for name in ("family", "d_model", "num_layers")):
-            found = dataclasses.replace(preset, vocab_size=found.vocab_size)
-    check(folder, found)
-    return found
+        if all(
+            getattr(preset, name) == getattr(config, name) for name in ("family", "d_model", "num_layers")
+        ):
+            config = dataclasses.replace(preset, vocab_size=config.vocab_size)
+    check(folder, config)
+    return config
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -158,13 +160,13 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
             raise ValueError(
                 f"{folder}: {prefix}: the checkpoint is incomplete or damaged ({reason(error)})."
             ) from None
-        found = {}
+        restored = {}
         for name, keys in chosen.items():
             array = tree
             for key in keys:
                 array = array[key]
-            found[name.removeprefix(prefix)] = array
-        return found
+            restored[name.removeprefix(prefix)] = array
+        return restored
 
     def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
         parts = [

@@ -1,7 +1,7 @@
 """One row a model family: what the formats and training must know of it.
 
-A family that only decodes has its row in checkpoints.decoder.FAMILIES; another one has its two classes in
-models/__init__.py and a row here. Nothing else asks which family a model is of.
+A family that only decodes has its row in checkpoints.decoder.DECODER_SPELLINGS; another one has its two
+classes in models/__init__.py and a row in MODEL_FAMILIES. Nothing else asks which family a model is of.
 """
 
 import difflib
@@ -30,10 +30,10 @@ class Family(NamedTuple):
     """check(where, config) raises ValueError naming the field of a config that no model can have."""
     formats: tuple[str, ...]
     """What save() can write it in."""
-    own_file: str | None
+    published_file: str | None
     """The file by which the format of its authors is known; None: there is none."""
-    load_own: Callable[[Any, Placement], tuple[Any, nnx.State]]
-    read_own_config: Callable[[Any], Config]
+    load_published: Callable[[Any, Placement], tuple[Any, nnx.State]]
+    read_published_config: Callable[[Any], Config]
     # In Hugging Face folders:
     read_config: Callable[[Path, dict[str, Any]], Config]
     """(config.json, its content) -> the config. Raises ValueError for what the family is not."""
@@ -69,9 +69,9 @@ def network(
         bos=False,
         check=check,
         formats=("native",),
-        own_file=None,
-        load_own=networks.refuse,
-        read_own_config=networks.refuse,
+        published_file=None,
+        load_published=networks.refuse,
+        read_published_config=networks.refuse,
         read_config=networks.refuse,
         describe=networks.refuse,
         parameter_names=parameter_names,
@@ -81,7 +81,7 @@ def network(
 
 def decoder_row(spelling: decoder.Spelling) -> Family:
     usual = spelling.usual
-    own: Any = (
+    readers: Any = (
         (deepmind.load, deepmind.read_config)
         if usual.family == "gemma2"
         else (networks.refuse, networks.refuse)
@@ -92,9 +92,9 @@ def decoder_row(spelling: decoder.Spelling) -> Family:
         bos=True,
         check=decoder.check,
         formats=("huggingface", "native"),
-        own_file="_METADATA" if usual.family == "gemma2" else None,
-        load_own=own[0],
-        read_own_config=own[1],
+        published_file="_METADATA" if usual.family == "gemma2" else None,
+        load_published=readers[0],
+        read_published_config=readers[1],
         read_config=decoder.read_config,
         describe=decoder.describe,
         parameter_names=decoder.parameter_names,
@@ -103,7 +103,7 @@ def decoder_row(spelling: decoder.Spelling) -> Family:
     )
 
 
-FAMILIES = {
+MODEL_FAMILIES = {
     row.usual.family: row
     for row in (
         Family(
@@ -112,25 +112,25 @@ FAMILIES = {
             bos=False,
             check=t5.check,
             formats=("huggingface", "t5x", "native"),
-            own_file="checkpoint",
-            load_own=t5x.load,
-            read_own_config=t5x.read_config,
+            published_file="checkpoint",
+            load_published=t5x.load,
+            read_published_config=t5x.read_config,
             read_config=t5.read_config,
             describe=t5.describe,
             parameter_names=t5.parameter_names,
             unused=t5.UNUSED,
             stand_ins=t5.STAND_INS,
         ),
-        *map(decoder_row, decoder.FAMILIES.values()),
+        *map(decoder_row, decoder.DECODER_SPELLINGS.values()),
         Family(
             t5gemma_models.T5GemmaConfig(),
             t5gemma_models.PRESETS,
             bos=True,
             check=t5gemma.check,
             formats=("huggingface", "native"),
-            own_file=None,
-            load_own=networks.refuse,
-            read_own_config=networks.refuse,
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
             read_config=t5gemma.read_config,
             describe=t5gemma.describe,
             parameter_names=t5gemma.parameter_names,
@@ -147,21 +147,21 @@ FAMILIES = {
     )
 }
 PRESETS: dict[str, SingleConfig] = {
-    name: config for row in FAMILIES.values() for name, config in row.presets.items()
+    name: config for row in MODEL_FAMILIES.values() for name, config in row.presets.items()
 }
 
 
 def family_of(where: Any, name: Any) -> Family:
     """The row of a family's name. Raises ValueError for an unknown one."""
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in MODEL_FAMILIES:
         near = (
             []
             if not isinstance(name, str)
-            else [known for known in FAMILIES if name and known.startswith(name)]
-            or difflib.get_close_matches(name[:100], FAMILIES, n=1)
+            else [known for known in MODEL_FAMILIES if name and known.startswith(name)]
+            or difflib.get_close_matches(name[:100], MODEL_FAMILIES, n=1)
         )
         hint = f" (the nearest is {near[0]})" if near else ""
         raise ValueError(
-            f"{where} holds a {shown(name)} model; only {', '.join(FAMILIES)} are supported{hint}."
+            f"{where} holds a {shown(name)} model; only {', '.join(MODEL_FAMILIES)} are supported{hint}."
         )
-    return FAMILIES[name]
+    return MODEL_FAMILIES[name]

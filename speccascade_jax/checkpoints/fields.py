@@ -39,30 +39,32 @@ def check_fields(
 
 def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
     """What the field `name` of type `kind` must be; None where `value` is that."""
-    parts: tuple[Any, ...] = tuple(one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one))
+    parts: tuple[Any, ...] = tuple(
+        option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)
+    )
     if parts:
         return None if isinstance(value, parts) else "the shape of one model"
     if kind is str:
         return None if isinstance(value, str) else "a text"
     if get_origin(kind) is tuple:
-        whole = isinstance(value, tuple) and all(type(one) is int for one in value)
+        whole = isinstance(value, tuple) and all(type(item) is int for item in value)
         return None if whole else "a list of whole numbers"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
     if type(None) in get_args(kind):
         if value is None:
             return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
+        kind = next(option for option in get_args(kind) if option is not type(None))
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "dropout_rate":
         return None if number and 0 <= value < 1 else "a number from 0 to below 1"
     if kind is not int:
         return None if number and 0 < value <= LARGEST else "a number above 0"
-    least, most = 1, MOST_LAYERS if name.endswith("_layers") else LARGEST
+    lowest, highest = 1, MOST_LAYERS if name.endswith("_layers") else LARGEST
     if name.endswith("_id"):  # vocab_size, the first field, is checked by now
-        least, most = 0, vocab_size - 1
+        lowest, highest = 0, vocab_size - 1
     return (
         None
-        if isinstance(value, int) and number and least <= value <= most
-        else (f"a whole number from {least} to {most}")
+        if isinstance(value, int) and number and lowest <= value <= highest
+        else (f"a whole number from {lowest} to {highest}")
     )

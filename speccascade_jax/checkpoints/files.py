@@ -47,16 +47,16 @@ def check_regular(path: Path, limit: int | None = None) -> None:
     """Raises ValueError where `path` is missing, not readable or no regular file, or has more than `limit`
     bytes."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}.") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is no regular file: put the checkpoint's own file in its place.")
     if not os.access(path, os.R_OK):  # safetensors would say that it is missing
         raise ValueError(f"cannot read {path}: Permission denied.")
-    if limit is not None and found.st_size > limit:
+    if limit is not None and status.st_size > limit:
         raise ValueError(
-            f"{path} has {found.st_size:,} bytes, no file of its kind more than {limit:,}: fetch it again."
+            f"{path} has {status.st_size:,} bytes, no file of its kind more than {limit:,}: fetch it again."
         )
 
 
@@ -73,14 +73,14 @@ def read(path: Any, limit: int) -> bytes:
 def parse_json(name: Any, content: bytes) -> dict[str, Any]:
     """The object that a JSON file `name` holds. Raises ValueError where it is damaged or nested too deep."""
     try:
-        found = json.loads(content)
+        parsed = json.loads(content)
     except RecursionError:
         raise ValueError(f"{name} is damaged (nested too deep): fetch it again.") from None
     except ValueError as error:  # no JSON, no UTF-8, or a number of more than 4,300 digits
         raise ValueError(f"{name} is damaged ({str(error).split(';')[0]}): fetch it again.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is damaged (it holds {shown(found)}, no object): fetch it again.")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} is damaged (it holds {shown(parsed)}, no object): fetch it again.")
+    return parsed
 
 
 def read_json(path: Any) -> dict[str, Any]:

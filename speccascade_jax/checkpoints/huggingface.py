@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from speccascade_jax.checkpoints import decoder
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement, check, checksum, to_params
-from speccascade_jax.checkpoints.families import FAMILIES, family_of
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
 from speccascade_jax.checkpoints.files import check_regular, checked_path, exists, read_json, shown
 from speccascade_jax.models import Config, Model, model_of
 
@@ -30,15 +30,15 @@ Headers = dict[str, tuple[str, tuple[int, ...], str]]
 def read_config(folder: Path) -> Config:
     """The model's shape in a config.json. Raises ValueError for another architecture."""
     where = folder / "config.json"
-    found = read_json(where)
-    if found.get("quantization_config") is not None:
+    content = read_json(where)
+    if content.get("quantization_config") is not None:
         raise ValueError(
             f"{folder} holds quantised weights (quantization_config), which are not read: take "
             f"the "
             "model in bfloat16; --dtype=int8 quantises it here."
         )
-    found = decoder.text_part(found)
-    return family_of(folder, found.get("model_type")).read_config(where, found)
+    content = decoder.text_part(content)
+    return family_of(folder, content.get("model_type")).read_config(where, content)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -47,15 +47,15 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     files: set[Any] = {"model.safetensors"}
     if exists(index):
-        found = read_json(index).get("weight_map")
-        if not isinstance(found, dict) or not found:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} is damaged (it has no weight_map): fetch it again.")
-        for file in found.values():
+        for file in weight_map.values():
             if not isinstance(file, str) or checked_path(file).name != file:
                 raise ValueError(
                     f"{index} names {shown(file)}, which is no file of this folder: fetch it again."
                 )
-        files = set(found.values())
+        files = set(weight_map.values())
     for file in sorted(files):
         if not exists(folder / file) and exists(folder / "adapter_config.json"):
             raise ValueError(
@@ -76,35 +76,37 @@ def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Header
 
     Raises ValueError for a file that is missing, truncated or no safetensors.
     """
-    found: Headers = {}
+    headers: Headers = {}
     for file in weight_files(folder):
         try:
             with safe_open(folder / file, framework="numpy") as opened:
                 for stored in opened.keys():  # noqa: SIM118
                     if (name := canonical(stored)) is not None:
-                        found[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
+                        headers[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
             ) from None
-    return found
+    return headers
 
 
-def place_arrays(folder: Path, config: Config, found: Headers) -> list[tuple[ParameterPath, str, str, bool]]:
+def place_arrays(
+    folder: Path, config: Config, headers: Headers
+) -> list[tuple[ParameterPath, str, str, bool]]:
     """(path in our parameters, name, name of the array that is read for it, whether that is transposed).
 
     Raises ValueError where the files' arrays are not those of `config`. The names come one by one, so that a
     config of more layers than the files have costs nothing.
     """
-    family, places = FAMILIES[config.family], []
+    family, places = MODEL_FAMILIES[config.family], []
     for path, name, transposed in family.parameter_names(config):
-        stored = name if name in found else family.stand_ins.get(name, name)
-        if stored not in found:
+        stored = name if name in headers else family.stand_ins.get(name, name)
+        if stored not in headers:
             raise ValueError(
                 f"{folder}: the array {name} is missing; the checkpoint is incomplete or not config.json's."
             )
         places.append((path, name, stored, transposed))
-    for name in sorted(found.keys() - {stored for _, _, stored, _ in places} - family.unused):
+    for name in sorted(headers.keys() - {stored for _, _, stored, _ in places} - family.unused):
         raise ValueError(
             f"{folder}: {name} has no place in the model that config.json describes: "
             "fetch both again from one place."
@@ -118,20 +120,20 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
     Raises ValueError naming the array that is missing, damaged or of another shape than config.json's.
     """
     config = read_config(folder)
-    found = read_headers(folder, FAMILIES[config.family].canonical)
-    places, model = place_arrays(folder, config, found), model_of(config)
+    headers = read_headers(folder, MODEL_FAMILIES[config.family].canonical)
+    places, model = place_arrays(folder, config, headers), model_of(config)
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
     for path, name, stored, transposed in places:
         expected = shapes[path][::-1] if transposed else shapes[path]
-        if found[stored][1] != expected:
+        if headers[stored][1] != expected:
             raise ValueError(
-                f"{folder}: {name} has shape {found[stored][1]}, config.json says {expected}: "
+                f"{folder}: {name} has shape {headers[stored][1]}, config.json says {expected}: "
                 "fetch both again from one place."
             )
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
         for path, name, stored, transposed in places:
-            file, _, stored = found[stored]
+            file, _, stored = headers[stored]
             # Opened anew for each array: what was read of a mapped file stays in memory until it is closed.
             with safe_open(folder / file, framework="numpy") as opened:
                 try:
@@ -155,7 +157,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
 
     Raises ValueError for a model that Hugging Face's architecture cannot hold.
     """
-    family = FAMILIES[model.config.family]
+    family = MODEL_FAMILIES[model.config.family]
     described = family.describe(model.config)
     folder.mkdir(parents=True, exist_ok=True)
     flat = dict(nnx.to_flat_state(params))

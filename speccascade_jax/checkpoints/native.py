@@ -34,7 +34,7 @@ from speccascade_jax.checkpoints.arrays import (
     reason,
     to_params,
 )
-from speccascade_jax.checkpoints.families import FAMILIES, family_of
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
 from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import check_folder, checked_path, read_json, shown
 from speccascade_jax.models import Config, Model, NetworkConfig, model_of
@@ -72,7 +72,7 @@ def describe(run: Path, config: Config, tokenizer: Path | None, full_at: str | N
 
 def shape_of(config: Config) -> dict[str, Any]:
     """A config as model.json holds it, its parts within it."""
-    parts = FAMILIES[config.family].parts
+    parts = MODEL_FAMILIES[config.family].parts
     return {
         "family": config.family,
         **dataclasses.asdict(config),
@@ -182,10 +182,10 @@ def checksums_of(step: Path) -> dict[str, Any]:
     """Name -> checksum of the parameters of a step, as far as they were written."""
     where = step / "_CHECKPOINT_METADATA"
     described = read_json(where).get("custom_metadata") or {}
-    found = described.get("crc32", {}) if isinstance(described, dict) else None
-    if not isinstance(found, dict):
+    sums = described.get("crc32", {}) if isinstance(described, dict) else None
+    if not isinstance(sums, dict):
         raise ValueError(f"{where} is damaged (its checksums are no object): fetch it again.")
-    return found
+    return sums
 
 
 def read_params(step: Path, model: Model, place: Placement, full: nnx.State | None = None) -> nnx.State:
@@ -203,11 +203,11 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
             f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it again."
         ) from None
     # One by one, and before the model is made: model.json may promise more layers than memory holds.
-    given: dict[ParameterPath, Any] = {}
+    full_arrays: dict[ParameterPath, Any] = {}
     if full is not None and isinstance(model.config, NetworkConfig):
-        given = beneath(model.config.full_part, full)
-    for path, _, _ in FAMILIES[model.config.family].parameter_names(model.config):
-        if path not in given and dotted(path) not in stored:
+        full_arrays = beneath(model.config.full_part, full)
+    for path, _, _ in MODEL_FAMILIES[model.config.family].parameter_names(model.config):
+        if path not in full_arrays and dotted(path) not in stored:
             raise ValueError(
                 f"{folder}: the array {dotted(path)} is missing or damaged: it is another "
                 "model's run, or model.json is damaged."
@@ -215,7 +215,7 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
     wanted = {
         path: (dotted(path), tuple(x.shape))
         for path, x in nnx.to_flat_state(model.abstract_params())
-        if path not in given
+        if path not in full_arrays
     }
     arrays = open_arrays(folder, database, {name: name for name, _ in wanted.values()})
     for name, shape in wanted.values():
@@ -234,7 +234,7 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
             del array
 
     params = to_params(model, read(), place)
-    return params if full is None else nnx.from_flat_state(dict(nnx.to_flat_state(params)) | given)
+    return params if full is None else nnx.from_flat_state(dict(nnx.to_flat_state(params)) | full_arrays)
 
 
 def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Model, nnx.State]:
@@ -274,12 +274,12 @@ def remote(path: str) -> Any:
 
     run = epath.Path(path)
     try:
-        found = (run / "model.json").is_file()
+        is_run = (run / "model.json").is_file()
     except ImportError:
         raise ValueError(
             f"{path} is no T5X checkpoint; to read a run of ours at gs://: pip install gcsfs."
         ) from None
-    if not found:
+    if not is_run:
         raise ValueError(
             f"{path} is no checkpoint: neither a file `checkpoint` (T5X) nor a model.json (ours) is in it."
         )

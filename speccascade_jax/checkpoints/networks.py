@@ -43,7 +43,7 @@ def check_exits(where: Any, config: ExitsConfig) -> None:
 
 def exits_names(config: ExitsConfig) -> Names:
     """(path in our parameters, a name, False) of every array."""
-    own = {
+    head_paths = {
         "shared": [],
         "norm": [("norm", "scale")],
         "own": [("norm", "scale"), ("head", "kernel")],
@@ -51,7 +51,7 @@ def exits_names(config: ExitsConfig) -> Names:
     }[config.head]
     yield from part("full", config.full)
     for number in range(len(config.layers)):
-        yield from plain(("exits", number, *path) for path in own)
+        yield from plain(("exits", number, *path) for path in head_paths)
 
 
 def check_shared_encoder(where: Any, config: SharedEncoderConfig) -> None:

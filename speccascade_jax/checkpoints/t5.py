@@ -35,19 +35,19 @@ UNUSED = frozenset(
 STAND_INS = {"lm_head.weight": "shared.weight"}  # an unscaled head that was tied when saved
 
 
-def read_config(where: Path, found: dict[str, Any]) -> T5Config:
+def read_config(where: Path, content: dict[str, Any]) -> T5Config:
     """The T5Config of a config.json's content. Raises ValueError for what is no T5 1.0 or 1.1."""
-    activation = found.get("feed_forward_proj", "relu")
+    activation = content.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
         raise ValueError(
             f"{where}: feed_forward_proj is {shown(activation)}; relu and gated-gelu are supported."
         )
-    if found.get("num_decoder_layers") is None and "num_layers" in found:
-        found = {**found, "num_decoder_layers": found["num_layers"]}
-    values = {ours: found[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in found}
+    if content.get("num_decoder_layers") is None and "num_layers" in content:
+        content = {**content, "num_decoder_layers": content["num_layers"]}
+    values = {ours: content[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in content}
     values["gated"] = activation == "gated-gelu"
     # transformers 5 writes tie_word_embeddings: true for every T5; what tells 1.0 from 1.1 is the scale.
-    values["tied_embeddings"] = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
+    values["tied_embeddings"] = content.get("scale_decoder_outputs", content.get("tie_word_embeddings", True))
     check_fields(where, T5Config, values, {**CONFIG_KEYS, "tied_embeddings": "tie_word_embeddings"})
     config = T5Config(**values)
     check(where, config)

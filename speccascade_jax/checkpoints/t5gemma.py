@@ -21,20 +21,20 @@ NORMS = {
 CROSS_NORMS = {"cross_norm": "pre_cross_attn_layernorm", "cross_post_norm": "post_cross_attn_layernorm"}
 
 
-def read_config(where: Path, found: dict[str, Any]) -> T5GemmaConfig:
+def read_config(where: Path, content: dict[str, Any]) -> T5GemmaConfig:
     """The T5GemmaConfig of a config.json's content. Raises ValueError for what is no T5Gemma."""
     parts = {}
     for name in PARTS:
-        part = found.get(name)
+        part = content.get(name)
         if not isinstance(part, dict):
             raise ValueError(f"{where}: {name} is {shown(part)}, not an object.")
         ends = {
-            key: found[key]
+            key: content[key]
             for key in ("eos_token_id", "tie_word_embeddings")
-            if name == "decoder" and found.get(key) is not None
+            if name == "decoder" and content.get(key) is not None
         }
         parts[name] = decoder.read_config(Path(f"{where}: {name}"), {**part, **ends, "model_type": "gemma2"})
-    width = found["decoder"].get("cross_attention_hidden_size")
+    width = content["decoder"].get("cross_attention_hidden_size")
     if width not in (None, parts["encoder"].d_model):
         raise ValueError(
             f"{where}: decoder: cross_attention_hidden_size is {shown(width)}, but the "

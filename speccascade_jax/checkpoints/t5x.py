@@ -96,10 +96,10 @@ def read_entry(path: str, directory: Any, name: str) -> bytes | None:
     if not path.startswith("gs://") and exists(Path(path, name)):
         check_regular(Path(path, name), LARGEST_FILE)
     try:
-        found = directory.read(name).result()
+        entry = directory.read(name).result()
     except ValueError as error:
         raise ValueError(f"cannot read {path}/{name}: {reason(error)}") from None
-    return found.value if found.state == "value" else None
+    return entry.value if entry.state == "value" else None
 
 
 def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
@@ -115,12 +115,12 @@ def read_file(path: str) -> bytes:
     """A file at gs://. Raises ValueError where it is missing or out of reach."""
     folder, _, name = path.rpartition("/")
     try:
-        found = open_directory(folder).read(name).result()
+        entry = open_directory(folder).read(name).result()
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {reason(error)}") from None
-    if found.state != "value":
+    if entry.state != "value":
         raise ValueError(f"there is no file {path}.")
-    return found.value
+    return entry.value
 
 
 def exists_at(path: str) -> bool:
@@ -135,15 +135,15 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
         leaves = traverse_util.flatten_dict(target, sep="/", is_leaf=lambda _, x: "driver" in x)
         # Only the last part of a path counts: files may have been written elsewhere (drivers gfile and
         # gcs, absolute paths), and before TensorStore 0.1.14 the path lay outside of `kvstore`.
-        found = {
+        arrays = {
             name: leaf
             if isinstance(leaf, np.ndarray)
             else Path(leaf["kvstore"].get("path") or leaf["path"]).name
             for name, leaf in leaves.items()
         }
-        if {"", ".."} & {folder for folder in found.values() if isinstance(folder, str)}:
+        if {"", ".."} & {folder for folder in arrays.values() if isinstance(folder, str)}:
             raise ValueError("no folder")
-        return found
+        return arrays
     except Exception as error:  # msgpack and flax raise many kinds for damaged bytes
         raise ValueError(
             f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it again."
@@ -215,11 +215,11 @@ def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
     """The config with what our own exports keep next to the arrays. Raises ValueError where it is damaged."""
     content, where = read_entry(path, directory, UNTOLD_FILE), f"{path}/{UNTOLD_FILE}"
     if content is not None:
-        found = parse_json(where, content)
-        for name in sorted(found.keys() ^ set(UNTOLD)):
+        fields = parse_json(where, content)
+        for name in sorted(fields.keys() ^ set(UNTOLD)):
             raise ValueError(f"{where} is damaged: {shown(name)} is missing or no field of it.")
-        check_fields(where, T5Config, {**dataclasses.asdict(config), **found})
-        config = dataclasses.replace(config, **found)
+        check_fields(where, T5Config, {**dataclasses.asdict(config), **fields})
+        config = dataclasses.replace(config, **fields)
     check(where if content is not None else path, config)
     return config
 

@@ -13,8 +13,8 @@ SingleConfig = T5Config | DecoderConfig | T5GemmaConfig
 NetworkConfig = ExitsConfig | SharedEncoderConfig
 """Of several models that share parameters."""
 Config = SingleConfig | NetworkConfig
-Network = ExitsModel | SharedEncoderModel
-Model = T5Model | DecoderModel | T5GemmaModel | Network
+NetworkModel = ExitsModel | SharedEncoderModel
+Model = T5Model | DecoderModel | T5GemmaModel | NetworkModel
 MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,

@@ -144,7 +144,9 @@ def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[.
     of `buffers` from `start` [B] on, in the list itself; what these then hold is returned."""
 
     def remember(*new: Array) -> tuple[Array, ...]:
-        buffers[:] = (write_layer(old, number, own, start) for old, own in zip(buffers, new, strict=True))
-        return tuple(nth(one, number) for one in buffers)
+        buffers[:] = (
+            write_layer(old, number, values, start) for old, values in zip(buffers, new, strict=True)
+        )
+        return tuple(nth(buffer, number) for buffer in buffers)
 
     return remember

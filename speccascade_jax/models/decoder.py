@@ -109,12 +109,12 @@ def softcap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def even(count: int, most: int) -> int:
-    """How large parts of `count` things are, at most `most`: all the same, as a remainder would be compiled
+def even(count: int, limit: int) -> int:
+    """How large parts of `count` things are, at most `limit`: all the same, as a remainder would be compiled
     anew, unless that takes twice as many parts."""
-    if count <= most:
-        return most
-    return next((size for size in range(most, most // 2, -1) if count % size == 0), most)
+    if count <= limit:
+        return limit
+    return next((size for size in range(limit, limit // 2, -1) if count % size == 0), limit)
 
 
 class Norm(nnx.Module):
@@ -155,20 +155,20 @@ def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask:
     at_once = even(count, max(SCORES // (rows * heads * mask.shape[-1]), 1))
     if count > at_once:
 
-        def one(given: tuple[Array, Array]) -> Array:
-            query, mask = given
+        def attend_token(token: tuple[Array, Array]) -> Array:
+            query, mask = token
             return mixed(c, query[:, :, None], keys, values, mask[:, None])[:, 0]
 
         by_token = jnp.moveaxis(query, 2, 0), jnp.moveaxis(mask, 1, 0)
-        return jnp.moveaxis(lax.map(one, by_token, batch_size=at_once), 0, 1)
+        return jnp.moveaxis(lax.map(attend_token, by_token, batch_size=at_once), 0, 1)
     groups = query.reshape(query.shape[0], c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
     groups = groups * (c.query_scalar or c.d_kv) ** -0.5
     scores = softcap(with_kept("...tk,...lk->...tl", groups, keys), c.attention_softcap)
     by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])  # [B, H_kv, R, T, L]
     masked = jnp.where(mask[:, None, None], by_query, MASKED)
     weights = jax.nn.softmax(masked, axis=-1).reshape(scores.shape)
-    found = with_kept("...tl,...lk->...tk", weights, values).reshape(query.shape)
-    return jnp.swapaxes(found, 1, 2).reshape(query.shape[0], query.shape[2], -1)
+    attended = with_kept("...tl,...lk->...tk", weights, values).reshape(query.shape)
+    return jnp.swapaxes(attended, 1, 2).reshape(query.shape[0], query.shape[2], -1)
 
 
 class Attention(nnx.Module):
@@ -232,8 +232,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
         """As Attention's; `beside` is for between()."""
-        found = self.attention(self.attention_norm(x), remember, turn, mask)
-        x = x + (found if self.attention_post_norm is None else self.attention_post_norm(found))
+        attended = self.attention(self.attention_norm(x), remember, turn, mask)
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
         x = self.between(x, *beside)
         made = self.mlp(self.mlp_norm(x))
         return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made))
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
         near = everything if c.window is None else everything & (back < c.window)
         kinds = tuple(zip(turns(c, positions), (everything, near), strict=True))
 
-        def one(n: Any, layer: Layer, carry: Any) -> Any:
+        def apply_layer(n: Any, layer: Layer, carry: Any) -> Any:
             def call(x, *buffers):
                 buffers = list(buffers)
                 x = layer(
@@ -320,7 +320,7 @@ class Decoder(nnx.Module):
             return after(n, carry[0], new), *buffers
 
         begun = self.embed(tokens), cache.keys, cache.values
-        x, keys, values = each_layer(self.layers, one, begun, depth)
+        x, keys, values = each_layer(self.layers, apply_layer, begun, depth)
         return x, cache._replace(keys=keys, values=values, length=cache.length + count)
 
     def logits(
@@ -380,8 +380,8 @@ class DecoderModel(SingleModel):
         """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
         c, network = self.config, self.merged(params)
         rows, size = inputs.shape
-        own = blank(network.layers, rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
-        cache = DecoderCache(own, own, jnp.zeros((rows,), jnp.int32))
+        buffers = blank(network.layers, rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
+        cache = DecoderCache(buffers, buffers, jnp.zeros((rows,), jnp.int32))
 
         def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
             return network.advance(part, cache, after=after)[1], None

@@ -154,8 +154,8 @@ class ExitsModel(FlaxModel):
         def begun(full: nnx.State) -> nnx.State:
             network = self.network(nnx.Rngs(seed))
             nnx.update(network.full, full)
-            for one in network.exits:
-                one.begin_as(network.full)
+            for head in network.exits:
+                head.begin_as(network.full)
             return nnx.state(network.exits)
 
         return nnx.from_flat_state(beneath("full", full) | beneath("exits", jax.jit(begun)(full)))
@@ -191,8 +191,8 @@ class ExitsModel(FlaxModel):
         network = self.merged(params)
         return (
             *(
-                one(streams[depth], network.full)
-                for one, depth in zip(network.exits, self.config.layers, strict=True)
+                head(streams[depth], network.full)
+                for head, depth in zip(network.exits, self.config.layers, strict=True)
             ),
             logits,
         )
@@ -233,11 +233,13 @@ class ExitsModel(FlaxModel):
     ) -> tuple[Float[Array, "B T V"], ExitsCache]:
         """extend() by one member, which has then written for all smaller ones, too."""
         network, is_exit = self.merged(params), number < len(self.config.layers)
-        own = cache.full._replace(length=cache.lengths[:, number])
-        x, own = network.full.advance(tokens, own, self.config.layers[number] if is_exit else None)
+        full_cache = cache.full._replace(length=cache.lengths[:, number])
+        x, full_cache = network.full.advance(
+            tokens, full_cache, self.config.layers[number] if is_exit else None
+        )
         logits = network.exits[number](x, network.full) if is_exit else network.full.logits(x)
-        written = jnp.where(jnp.arange(cache.lengths.shape[1]) <= number, own.length[:, None], 0)
-        return logits, with_lengths(own, jnp.maximum(cache.lengths, written))
+        written = jnp.where(jnp.arange(cache.lengths.shape[1]) <= number, full_cache.length[:, None], 0)
+        return logits, with_lengths(full_cache, jnp.maximum(cache.lengths, written))
 
 
 def with_lengths(cache: T5Cache | DecoderCache, lengths: Int[Array, "B M"]) -> ExitsCache:

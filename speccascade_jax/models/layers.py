@@ -173,13 +173,13 @@ def attend_in_turn(query: Array, keys: Array, values: Array, bias: Array) -> Arr
 
 def with_kept(subscripts: str, x: Array, kept: Array) -> Array:
     """The float32 einsum of x [B, H, T, ...] and a cache's [B, H, L, K], or [H, L, K] of a single row."""
-    found = jnp.einsum(
+    product = jnp.einsum(
         subscripts,
         x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype),
         kept,
         preferred_element_type=jnp.float32,
     )
-    return found.reshape(*x.shape[:2], *found.shape[-2:])
+    return product.reshape(*x.shape[:2], *product.shape[-2:])
 
 
 def relative_buckets(
@@ -218,9 +218,9 @@ def steps_back(length: Array, count: int, size: int, branches: Branches | None =
         return (length[:, None] + jnp.arange(count))[:, :, None] - key
     before = (length[:, None] + branches.depth - 1)[:, :, None] - key
     place = key - length[:, None]
-    found = jnp.moveaxis(branches.within[:, jnp.clip(place, 0, count - 1)], 0, 1)
-    own = jnp.where((place < count)[:, None], found, -1)
-    return jnp.where((place < 0)[:, None], before, own)
+    within = jnp.moveaxis(branches.within[:, jnp.clip(place, 0, count - 1)], 0, 1)
+    branched = jnp.where((place < count)[:, None], within, -1)
+    return jnp.where((place < 0)[:, None], before, branched)
 
 
 def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches) -> Array:

@@ -77,8 +77,8 @@ def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
 
     if kernel.scale is None:
         return product(x.astype(kernel.values.dtype), kernel.values, jnp.float32).reshape(shape)
-    found = lax.platform_dependent(x, kernel.values, cpu=rounded, default=widened)
-    return (found * kernel.scale).reshape(shape)
+    unscaled = lax.platform_dependent(x, kernel.values, cpu=rounded, default=widened)
+    return (unscaled * kernel.scale).reshape(shape)
 
 
 def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:

@@ -74,8 +74,8 @@ class SharedEncoder(nnx.Module):
         self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs
     ):
         self.verifier, self.drafter = (
-            T5(one, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
-            for one in (config.verifier, config.drafter)
+            T5(shape, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
+            for shape in (config.verifier, config.drafter)
         )
         width = config.verifier.d_model
         self.projection = Linear(width, config.drafter.d_model, std=width**-0.5, dtype=dtype, rngs=rngs)
@@ -88,8 +88,8 @@ class SharedEncoder(nnx.Module):
         `place` [B, T]; nothing at -1."""
         if self.states is None:
             return 0.0
-        found = jnp.take_along_axis(states, jnp.maximum(place, 0)[..., None], axis=1)
-        return jnp.where(place[..., None] >= 0, self.states(found), 0.0)
+        read = jnp.take_along_axis(states, jnp.maximum(place, 0)[..., None], axis=1)
+        return jnp.where(place[..., None] >= 0, self.states(read), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +178,8 @@ class SharedEncoderModel(FlaxModel):
         network, rows = self.merged(params), inputs.shape[0]
         encoded = network.verifier.encode(inputs, padding_bias(input_length, inputs.shape[1]))
         drafter, verifier = (
-            one.start_from(seen, input_length, max_length, self.cache_dtype)
-            for one, seen in ((network.drafter, network.projection(encoded)), (network.verifier, encoded))
+            decoder.start_from(seen, input_length, max_length, self.cache_dtype)
+            for decoder, seen in ((network.drafter, network.projection(encoded)), (network.verifier, encoded))
         )
         start = jnp.full((rows, 1), self.config.pad_id, jnp.int32)
         states = (
@@ -190,13 +190,13 @@ class SharedEncoderModel(FlaxModel):
         return Prefix(start, jnp.ones((rows,), jnp.int32)), SharedEncoderCache(drafter, verifier, states)
 
     def lengths(self, cache: SharedEncoderCache) -> Int[Array, "B 2"]:
-        return jnp.stack([one.length for one in cache[:2]], axis=1)
+        return jnp.stack([decoder.length for decoder in cache[:2]], axis=1)
 
     def roll_back(self, cache: SharedEncoderCache, length: Int[AnyArray, " B"]) -> SharedEncoderCache:
-        def one(own: T5Cache) -> T5Cache:
-            return own._replace(length=jnp.minimum(own.length, length))
+        def shortened(decoder: T5Cache) -> T5Cache:
+            return decoder._replace(length=jnp.minimum(decoder.length, length))
 
-        return cache._replace(drafter=one(cache.drafter), verifier=one(cache.verifier))
+        return cache._replace(drafter=shortened(cache.drafter), verifier=shortened(cache.verifier))
 
     def insert(
         self,
@@ -232,12 +232,12 @@ class SharedEncoderModel(FlaxModel):
                     states.reshape(-1, *states.shape[-2:]),
                     jnp.minimum(position, cache.verifier.length[:, None]) - 1,
                 )
-            x, own = network.drafter.advance(tokens, cache.drafter, more=more)
-            return network.drafter.logits(x), cache._replace(drafter=own)
-        x, own = network.verifier.advance(tokens, cache.verifier)
+            x, drafter = network.drafter.advance(tokens, cache.drafter, more=more)
+            return network.drafter.logits(x), cache._replace(drafter=drafter)
+        x, verifier = network.verifier.advance(tokens, cache.verifier)
         if states is not None:
             states = write(states, network.verifier.decoder_norm(x)[:, None], cache.verifier.length, axis=2)
-        return network.verifier.logits(x), cache._replace(verifier=own, states=states)
+        return network.verifier.logits(x), cache._replace(verifier=verifier, states=states)
 
 
 def last_read(tokens: Int[AnyArray, "B T"], key: Array | None = None) -> Int[Array, "B T"]:

@@ -34,7 +34,7 @@ class Stacked(nnx.Module):
     def parts(self) -> tuple[Callable[[Any], Any], nnx.State]:
         """(what makes a layer of its parameters, the parameters of all)."""
         graphdef, state = nnx.split(self.stack)
-        return lambda own: nnx.merge(graphdef, own), state
+        return lambda params: nnx.merge(graphdef, params), state
 
 
 def layers_of(layers: Sequence[nnx.Module], stacked: bool) -> Any:
@@ -53,10 +53,10 @@ def each_layer(
         return carry
     layer_of, state = layers.parts()
 
-    def one(number: Array, carry: Any) -> Any:
+    def call_nth(number: Array, carry: Any) -> Any:
         return call(number, layer_of(nth(state, number)), carry)
 
-    return lax.fori_loop(0, layers.count if depth is None else depth, one, carry)
+    return lax.fori_loop(0, layers.count if depth is None else depth, call_nth, carry)
 
 
 def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
@@ -64,7 +64,7 @@ def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
     if not isinstance(layers, Stacked):
         return tuple(zip(*map(call, layers), strict=True))
     layer_of, state = layers.parts()
-    return lax.map(lambda own: call(layer_of(own)), state)
+    return lax.map(lambda params: call(layer_of(params)), state)
 
 
 def repeated(array: Array, layers: Any) -> Any:
@@ -111,17 +111,17 @@ def stacked(model: Any, params: nnx.State) -> tuple[Any, nnx.State]:
     for path, shape in nnx.to_flat_state(shapes):
         if STACK in path and path not in flat:
             at = path.index(STACK)
-            own = [flat.pop((*path[:at], number, *path[at + 1 :])) for number in range(shape.shape[0])]
-            flat[path] = own[0].replace(_stack([one.get_value() for one in own]))
+            arrays = [flat.pop((*path[:at], number, *path[at + 1 :])) for number in range(shape.shape[0])]
+            flat[path] = arrays[0].replace(_stack([array.get_value() for array in arrays]))
     nnx.update(shapes, nnx.from_flat_state(flat))
     return model, shapes
 
 
 def _stack(arrays: list[Any]) -> Any:
-    def one(*leaves: Array) -> Array:
+    def stack_leaves(*leaves: Array) -> Array:
         where = getattr(leaves[0], "sharding", None)
         if isinstance(where, NamedSharding):
             where = NamedSharding(where.mesh, P(None, *where.spec))
         return jax.jit(lambda *x: jnp.stack(x), out_shardings=where)(*leaves)
 
-    return jax.tree.map(one, *arrays)
+    return jax.tree.map(stack_leaves, *arrays)

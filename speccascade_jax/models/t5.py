@@ -252,10 +252,10 @@ class T5(nnx.Module):
             for bias in self._position_biases(self.encoder_bias, buckets)
         ]
 
-        def one(n: Any, layer: EncoderLayer, x: Array) -> Array:
+        def apply_layer(n: Any, layer: EncoderLayer, x: Array) -> Array:
             return self._apply(layer, x, shared_or_nth(biases, n), dropout)
 
-        return dropout(self.encoder_norm(each_layer(self.encoder, one, dropout(self._embed(source)))))
+        return dropout(self.encoder_norm(each_layer(self.encoder, apply_layer, dropout(self._embed(source)))))
 
     def _apply(self, layer: EncoderLayer | DecoderLayer, x: Array, *rest: Any) -> Any:
         def call(x):
@@ -313,7 +313,7 @@ class T5(nnx.Module):
             for bias in self._position_biases(self.decoder_bias, buckets)
         ]
 
-        def one(n: Any, layer: DecoderLayer, x: Array) -> Array:
+        def apply_layer(n: Any, layer: DecoderLayer, x: Array) -> Array:
             return after(
                 n,
                 x,
@@ -328,7 +328,7 @@ class T5(nnx.Module):
                 ),
             )
 
-        return each_layer(self.decoder, one, dropout(self._embed(target_in) + more))
+        return each_layer(self.decoder, apply_layer, dropout(self._embed(target_in) + more))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
@@ -344,11 +344,11 @@ class T5(nnx.Module):
 
         cross_keys, cross_values = of_each_layer(self.decoder, kept)
         c = self.config
-        own = blank(self.decoder, encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
-        buckets = self._buckets(-np.arange(entries(own)), bidirectional=False)
+        buffers = blank(self.decoder, encoded.shape[0], c.num_heads, max_length, c.d_kv, dtype)
+        buckets = self._buckets(-np.arange(entries(buffers)), bidirectional=False)
         return T5Cache(
-            keys=own,
-            values=own,
+            keys=buffers,
+            values=buffers,
             cross_keys=cross_keys,
             cross_values=cross_values,
             source_length=jnp.asarray(source_length),
@@ -380,7 +380,7 @@ class T5(nnx.Module):
         ]
         source_bias = padding_bias(cache.source_length, entries(cache.cross_keys))
 
-        def one(n: Any, layer: DecoderLayer, carry: Any) -> Any:
+        def apply_layer(n: Any, layer: DecoderLayer, carry: Any) -> Any:
             x, *buffers = carry
             x = layer(
                 x,
@@ -394,7 +394,7 @@ class T5(nnx.Module):
             return x, *buffers
 
         begun = self._embed(tokens) + more, cache.keys, cache.values
-        x, keys, values = each_layer(self.decoder, one, begun, depth)
+        x, keys, values = each_layer(self.decoder, apply_layer, begun, depth)
         return x, cache._replace(keys=keys, values=values, length=cache.length + tokens.shape[1])
 
 

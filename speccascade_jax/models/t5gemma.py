@@ -71,8 +71,8 @@ class CrossLayer(Layer):
 
     def between(self, x: Array, keys: Array, values: Array, mask: Array) -> Array:
         query = self.cross.heads(self.cross.query(self.cross_norm(x)))
-        found = self.cross.out(mixed(self.cross.config, query, keys, values, mask))
-        return x + self.cross_post_norm(found)
+        attended = self.cross.out(mixed(self.cross.config, query, keys, values, mask))
+        return x + self.cross_post_norm(attended)
 
 
 class CrossDecoder(Decoder):
@@ -106,18 +106,18 @@ class T5Gemma(nnx.Module):
         near = everything if c.window is None else everything & (distance <= c.window)
         kinds = tuple(zip(turns(c, place), (everything, near), strict=True))
 
-        def one(n: Any, layer: Layer, x: Array) -> Array:
+        def apply_layer(n: Any, layer: Layer, x: Array) -> Array:
             def call(x, *kind):
                 return layer(x, lambda keys, values: (keys, values), *kind)
 
             return (jax.checkpoint(call) if network.remat else call)(x, *kind_of(c, kinds, n))
 
-        return network.norm(each_layer(network.layers, one, network.embed(source)))
+        return network.norm(each_layer(network.layers, apply_layer, network.embed(source)))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
         encoded, c = self.encode(source, source_length), self.decoder.config
-        own = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
+        buffers = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
 
         def kept(layer: CrossLayer) -> tuple[Array, ...]:
             cross = layer.cross
@@ -125,8 +125,8 @@ class T5Gemma(nnx.Module):
 
         cross_keys, cross_values = of_each_layer(self.decoder.layers, kept)
         return T5Cache(
-            keys=own,
-            values=own,
+            keys=buffers,
+            values=buffers,
             cross_keys=cross_keys,
             cross_values=cross_values,
             source_length=jnp.asarray(source_length),

@@ -129,7 +129,7 @@ def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
     """The byte that each character of a piece stands for, where a tokenizer.json's pieces are bytes (as in
     GPT-2: printable ones stand for themselves, the others for the characters from 256 on); None elsewhere."""
     decoder = described.get("decoder") or {}
-    if not any(one.get("type") == "ByteLevel" for one in (decoder, *decoder.get("decoders", ()))):
+    if not any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))):
         return None
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -250,24 +250,26 @@ class Tokenizer:
     def surfaces(self) -> list["Surface"]:
         """What each token stands for."""
         processor, roles = self.processor, {self.pad_id: "pad", self.bos_id: "bos", self.eos_id: "eos"}
-        found = []
+        surfaces = []
         for token, piece in enumerate(self.pieces()):
             if token in roles or processor.is_control(token):
-                found.append(Surface(roles.get(token, piece), b""))
+                surfaces.append(Surface(roles.get(token, piece), b""))
             elif processor.is_unknown(token):
-                found.append(Surface("unknown", b""))
+                surfaces.append(Surface("unknown", b""))
             elif processor.is_byte(token):
-                found.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
+                surfaces.append(Surface("byte", bytes([int(piece[1:-1], 16)])))
             else:
                 text = processor.text(token) if isinstance(processor, TokenizerJson) else None
-                found.append(Surface("piece", piece.replace(SPACE, " ").encode() if text is None else text))
-        return found
+                surfaces.append(
+                    Surface("piece", piece.replace(SPACE, " ").encode() if text is None else text)
+                )
+        return surfaces
 
 
 def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
     """Each text as what a user says, in the first chat template that the tokenizers have."""
-    own = next((one for one in tokenizers if one.chat is not None), tokenizers[-1])
-    return [own.conversation([{"role": "user", "content": text}]) for text in texts]
+    tokenizer = next((candidate for candidate in tokenizers if candidate.chat is not None), tokenizers[-1])
+    return [tokenizer.conversation([{"role": "user", "content": text}]) for text in texts]
 
 
 def train_tokenizer(
@@ -327,13 +329,13 @@ def up_to_stop(
     last = len(tokens) if end is None else end
 
     def text(size: int) -> str:
-        found = tokenizer.decode(tokens[:size])
-        return found if size == last and (end is not None or not goes_on) else found.rstrip(UNFINISHED)
+        decoded = tokenizer.decode(tokens[:size])
+        return decoded if size == last and (end is not None or not goes_on) else decoded.rstrip(UNFINISHED)
 
     if not any(sequence in text(last) for sequence in stop):
         return None if end is None else (tokens[: end + 1], text(last))
     size = next(n for n in range(1, last + 1) if any(sequence in text(n) for sequence in stop))
-    return tokens[:size], text(size)[: min(at for one in stop if (at := text(size).find(one)) >= 0)]
+    return tokens[:size], text(size)[: min(at for sequence in stop if (at := text(size).find(sequence)) >= 0)]
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

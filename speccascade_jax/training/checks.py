@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints.families import FAMILIES
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.config import DEMO, ExitTraining, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
@@ -75,7 +75,7 @@ def check(config: TrainConfig, ship: bool = False) -> None:
     check_fields(config)
     check_fields(config.task)
     check_fields(config.exits)
-    FAMILIES[config.model.family].check(f"config {config.name}", config.model)
+    MODEL_FAMILIES[config.model.family].check(f"config {config.name}", config.model)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     begins = {"init": config.init} if config.lora_rank or not resumed else {}
     begins |= {"drafter": config.exits.drafter} if not resumed else {}
@@ -408,19 +408,19 @@ def check_memory(config: TrainConfig, rows: int) -> None:
     if 4 * parameters < memory:
         shapes = jax.tree.leaves(model_of(config.model).abstract_params())
         parameters = sum(math.prod(x.shape) for x in shapes)
-    own, share = 4 * rows // devices, devices if config.split_parameters else 1
+    row_bytes, share = 4 * rows // devices, devices if config.split_parameters else 1
     what, bytes_each = "the parameters and their gradients", 8
     if config.lora_rank:
         what, bytes_each = "the parameters", 2 if config.lora_base == "bfloat16" else 4
     needed = {
         what: bytes_each * parameters / share,
-        "the logits": own * task.max_target_length * model.vocab_size,
-        "a layer's attention scores": own * model.num_heads * task.max_source_length**2,
+        "the logits": row_bytes * task.max_target_length * model.vocab_size,
+        "a layer's attention scores": row_bytes * model.num_heads * task.max_source_length**2,
     }
-    what, most = max(needed.items(), key=lambda item: item[1])
-    if most > memory:
+    what, largest = max(needed.items(), key=lambda item: item[1])
+    if largest > memory:
         raise ValueError(
-            f"{what} need {most / 2**30:,.1f} GiB on each device, which has "
+            f"{what} need {largest / 2**30:,.1f} GiB on each device, which has "
             f"{memory / 2**30:,.1f} ({parameters:,} parameters; batches of {rows} rows of "
             f"{task.max_source_length}/{task.max_target_length} tokens): take a smaller model, "
             "lower the task's limits, or take more devices with --split-parameters."

@@ -49,7 +49,7 @@ def distillation_loss(
     return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
 
 
-def own_texts(
+def on_policy_texts(
     model: LanguageModel, params: Params, batch: Batch, key: Array, eos_id: int, temperature: float = 1.0
 ) -> Batch:
     """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy

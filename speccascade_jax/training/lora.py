@@ -33,26 +33,26 @@ FILE = "lora.json"  # in the run: what it adapts, and how
 
 def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
     """Name -> paths of the kernels that may have an adapter."""
-    found: dict[str, list[ParameterPath]] = {}
+    kernels: dict[str, list[ParameterPath]] = {}
     for path, _ in nnx.to_flat_state(model_of(model).abstract_params()):
         if path[-1] == "kernel":
-            found.setdefault(str(path[-2]), []).append(path)
-    return found
+            kernels.setdefault(str(path[-2]), []).append(path)
+    return kernels
 
 
 def chosen(config: TrainConfig) -> list[ParameterPath]:
     """The kernels that get an adapter. Raises ValueError where the model has none of a name."""
-    found = kernels_of(config.model)
-    names = config.lora_kernels or [name for name in found if name != "head"]
+    kernels = kernels_of(config.model)
+    names = config.lora_kernels or [name for name in kernels if name != "head"]
     for name in names:
-        if name not in found:
+        if name not in kernels:
             raise FieldError(
                 "lora_kernels",
                 names,
-                f"known: {', '.join(found)}.",
+                f"known: {', '.join(kernels)}.",
                 f"lora_kernels names {name!r}, which this model has not",
             )
-    return [path for name in dict.fromkeys(names) for path in found[name]]
+    return [path for name in dict.fromkeys(names) for path in kernels[name]]
 
 
 def check_adapters(config: TrainConfig) -> None:
@@ -153,7 +153,7 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
         where.unlink(missing_ok=True)
         return
     sums = native.checksums(nnx.to_pure_dict(base))
-    own = {
+    fields = {
         "rank": config.lora_rank,
         "alpha": config.lora_alpha,
         "kernels": sorted({str(path[-2]) for path in chosen(config)}),
@@ -161,10 +161,10 @@ def describe(config: TrainConfig, base: nnx.State) -> None:
     }
     if not resumed:
         if jax.process_index() == 0:
-            write_whole(where, json.dumps(own | {"init": config.init, "crc32": sums}, indent=1) + "\n")
+            write_whole(where, json.dumps(fields | {"init": config.init, "crc32": sums}, indent=1) + "\n")
         return
     begun = read_json(where)
-    for name, value in own.items():
+    for name, value in fields.items():
         if begun.get(name) != value:
             raise FieldError(
                 f"lora_{name}",

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Sharding
-from speccascade_jax.checkpoints.families import FAMILIES
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import Config, Model, Network, SharedEncoderConfig, full_of, model_of
+from speccascade_jax.models import Config, Model, NetworkModel, SharedEncoderConfig, full_of, model_of
 from speccascade_jax.models.members import beneath
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
@@ -47,7 +47,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
                 ),
                 beside,
                 config.tokenizer_size,
-                bos=FAMILIES[full_of(config.model).family].bos,
+                bos=MODEL_FAMILIES[full_of(config.model).family].bos,
                 pieces=config.tokenizer_pieces,
             )
         beside.replace(path)
@@ -81,7 +81,7 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
     at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
     if config.init is None:
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
-    if isinstance(model, Network) and checkpoints.config_of(config.init).family != config.model.family:
+    if isinstance(model, NetworkModel) and checkpoints.config_of(config.init).family != config.model.family:
         full = load_placed(config.init, config, mesh, full_of(config.model)).params
         return jax.device_put(with_decoder(model.around(full, config.seed), config, mesh), at)
     held = config.lora_base if config.lora_rank else "float32"

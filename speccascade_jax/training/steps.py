@@ -15,7 +15,7 @@ from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.models import Model, NetworkConfig
 from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training.data import Batch
-from speccascade_jax.training.distillation import distillation_loss, own_texts
+from speccascade_jax.training.distillation import distillation_loss, on_policy_texts
 from speccascade_jax.training.exits import joined, member_loss, split
 from speccascade_jax.training.lora import adapted, shapes_of
 from speccascade_jax.training.losses import token_loss
@@ -28,7 +28,8 @@ class Steps(NamedTuple):
 
     gradients: Callable[..., Any]  # (params, batch, number, teacher_params, whether its targets are the
     # model's own) -> summed gradients, loss, tokens
-    own_texts: Callable[..., Any]  # (params, batch, number) -> the batch with targets that the model writes
+    # (params, batch, number) -> the batch with targets that the model writes
+    on_policy_texts: Callable[..., Any]
     update: Callable[..., Any]  # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
     losses: Callable[..., Any]  # (params, batch) -> summed loss, tokens
     finite: Callable[..., Any]  # any pytree -> whether all its numbers are finite
@@ -72,7 +73,7 @@ def make_steps(
 
     def written(params, batch: Batch, number):
         key = jax.random.fold_in(jax.random.key(config.seed), number)
-        return own_texts(model, adapted(config, params), batch, key, eos_id)
+        return on_policy_texts(model, adapted(config, params), batch, key, eos_id)
 
     def gradients(params, batch: Batch, number, teacher_params, on_policy=False):
         trained, frozen = split(config, params)
@@ -137,7 +138,7 @@ def one_step(
         on_policy = bool(np.random.default_rng([config.seed, 2, number]).random() < config.on_policy)
         placed = split_rows(mesh, batch)
         if on_policy:
-            placed = steps.own_texts(params, placed, jnp.uint32(number))
+            placed = steps.on_policy_texts(params, placed, jnp.uint32(number))
         summed = steps.gradients(params, placed, jnp.uint32(number), teacher_params, on_policy=on_policy)
         sums = summed if sums is None else jax.tree.map(jnp.add, sums, summed)
     grads, loss, count = sums

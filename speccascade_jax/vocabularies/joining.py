@@ -29,7 +29,7 @@ from speccascade_jax.vocabularies.translated import (
 def translated(
     model: Any,
     params: Any,
-    own: Tokenizer,
+    drafter_tokenizer: Tokenizer,
     target: Tokenizer,
     rows: int,
     start_id: int | None,
@@ -43,7 +43,7 @@ def translated(
 
     Raises ValueError where the vocabularies have no text in common.
     """
-    ours, theirs = own.surfaces(), target.surfaces()
+    ours, theirs = drafter_tokenizer.surfaces(), target.surfaces()
     pairs = matched(theirs, ours)
     if not any(theirs[there].text for _, there in pairs):
         raise ValueError(
@@ -55,15 +55,15 @@ def translated(
     place = np.full(rows + len(others), NONE, np.int32)
     place[pairs[:, 1]] = np.arange(len(pairs)) if cut else pairs[:, 0]
     place[rows:] = others
-    known = spellings(theirs, ours, own, pairs)
-    ids = [*known, *[[own.pad_id]] * (rows - len(known)), *([int(n)] for n in others)]
-    table, count = pad(ids, max(map(len, ids)), own.pad_id)
-    usual = [len(tokens) for tokens, one in zip(known, theirs, strict=True) if one.kind == "piece"]
+    known = spellings(theirs, ours, drafter_tokenizer, pairs)
+    ids = [*known, *[[drafter_tokenizer.pad_id]] * (rows - len(known)), *([int(n)] for n in others)]
+    table, count = pad(ids, max(map(len, ids)), drafter_tokenizer.pad_id)
+    usual = [len(tokens) for tokens, surface in zip(known, theirs, strict=True) if surface.kind == "piece"]
     stretch = max(float(np.mean(usual or [1])), 1.0)
-    found = Translated(model, len(place), int(count.max()), stretch, start_id, number)
+    drafter = Translated(model, len(place), int(count.max()), stretch, start_id, number)
     tables = Tables(*map(jnp.asarray, (place, table, count)))
     tree = strategy.tree(model, theirs, ours, rows, size) if strategy.tree else None
-    return found, TranslatedParams(params, head, tables, tree)
+    return drafter, TranslatedParams(params, head, tables, tree)
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
     """
     *smaller, (verifier, largest, target) = loaded
     pieces = target.pieces()
-    foreign = [n for n, (_, _, own) in enumerate(smaller) if own.pieces() != pieces]
+    foreign = [n for n, (_, _, tokenizer) in enumerate(smaller) if tokenizer.pieces() != pieces]
     if strategy.smallest_only and foreign not in ([], [0]):
         raise FieldError(
             "vocabulary",
@@ -92,33 +92,33 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
             "take tli.",
             f"only the smallest model may have another vocabulary with {strategy.name}",
         )
-    if strategy.most_models is not None and foreign and len(loaded) > strategy.most_models:
+    if strategy.max_models is not None and foreign and len(loaded) > strategy.max_models:
         raise FieldError(
             "vocabulary",
             strategy.name,
             "take tli.",
-            f"{strategy.name} is made of {strategy.most_models} models, not of {len(loaded)}",
+            f"{strategy.name} is made of {strategy.max_models} models, not of {len(loaded)}",
         )
-    full, found = full_of(verifier.config), Joined([], [], {})
+    full, result = full_of(verifier.config), Joined([], [], {})
     # A decoder-only model goes on with its prompt.
     start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
-    for n, (model, params, own) in enumerate(smaller):
+    for n, (model, params, tokenizer) in enumerate(smaller):
         if n in foreign:
             model, params = translated(
-                model, params, own, target, verifier.vocab_size, start, number=n, strategy=strategy
+                model, params, tokenizer, target, verifier.vocab_size, start, number=n, strategy=strategy
             )
-            found.foreign[model] = own
-        found.models.append(model)
-        found.params.append(params)
-    size = max(model.vocab_size for model in [*found.foreign, verifier])
-    found.models = [
+            result.foreign[model] = tokenizer
+        result.models.append(model)
+        result.params.append(params)
+    size = max(model.vocab_size for model in [*result.foreign, verifier])
+    result.models = [
         model if n in foreign else resized(model, size, min(target.size, verifier.vocab_size))
-        for n, model in enumerate(found.models)
+        for n, model in enumerate(result.models)
     ]
     whole = isinstance(full_of(verifier.config), T5Config)  # its texts may hold sentinels
-    found.models.append(resized(verifier, size, size if whole else target.size))
-    found.params.append(largest)
-    return found
+    result.models.append(resized(verifier, size, size if whole else target.size))
+    result.params.append(largest)
+    return result
 
 
 def resized(model: Any, size: int, known: int) -> Any:
@@ -137,38 +137,43 @@ def readings(
     foreign: dict[Translated, Tokenizer],
     texts: Sequence[str],
     width: int,
-    asked: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, own: texts,
+    shown: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, tokenizer: texts,
 ) -> list[dict[Translated, list[int]]]:
-    """Each text as every foreign model reads it, cut to what stands for `width` target tokens; asked(texts,
+    """Each text as every foreign model reads it, cut to what stands for `width` target tokens; shown(texts,
     tokenizer): what a model of that tokenizer is shown for them."""
     rows = {
-        model: [own.framed(row, model.reads(width)) for row in own.encode_batch(list(asked(texts, own)))]
-        for model, own in foreign.items()
+        model: [
+            tokenizer.framed(row, model.reads(width))
+            for row in tokenizer.encode_batch(list(shown(texts, tokenizer)))
+        ]
+        for model, tokenizer in foreign.items()
     }
     return [{model: row[n] for model, row in rows.items()} for n in range(len(texts))]
 
 
-def inputs_of(models: Any, tokens: Any, own: Sequence[dict[Translated, list[int]]]) -> Any:
-    """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `own` tokens of
-    each row; one array for all where they read the same."""
+def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated, list[int]]]) -> Any:
+    """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `foreign_tokens`
+    of each row; one array for all where they read the same."""
 
-    def one(model: Any) -> Any:
+    def input_of(model: Any) -> Any:
         if not isinstance(model, Translated):
             return tokens
-        return Source(tokens, *pad([row.get(model, []) for row in own], model.reads(tokens.shape[1]), 0))
+        return Source(
+            tokens, *pad([row.get(model, []) for row in foreign_tokens], model.reads(tokens.shape[1]), 0)
+        )
 
-    return each(one, models) if has_foreign(models) else tokens
+    return each(input_of, models) if has_foreign(models) else tokens
 
 
 def shapes_of(models: Any, tokens: Any, array: Any) -> Any:
     """The shapes of inputs_of(); array(size) is that of [B, size] int32, array() of [B]."""
 
-    def one(model: Any) -> Any:
+    def shape_of(model: Any) -> Any:
         if not isinstance(model, Translated):
             return tokens
         return Source(tokens, array(model.reads(tokens.shape[1])), array())
 
-    return each(one, models) if has_foreign(models) else tokens
+    return each(shape_of, models) if has_foreign(models) else tokens
 
 
 def has_foreign(models: Any) -> bool:

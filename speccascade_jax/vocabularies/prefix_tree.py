@@ -18,15 +18,15 @@ MOST_TEXTS, MOST_ENTRIES = 8192, 2**22
 TOGETHER = 256  # texts that the drafter reads at once
 
 
-def strings(target: Sequence[Surface], own: Sequence[Surface], rows: int, size: int) -> Strings:
+def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Strings:
     """The own texts after which a drafter of `size` logits goes on, as a tree whose node 0 is the empty one.
 
     rows: target tokens; one past the last stands for "none". Raises ValueError for too many texts.
     """
-    ids, ours = by_text(target), by_text(own)
+    ids, ours = by_text(target), by_text(drafter)
     inner = {text[:n] for text in ids for n in range(len(text))}
-    end = next(n for n, one in enumerate(own) if one.kind == "eos")
-    last = next(n for n, one in enumerate(target) if one.kind == "eos")
+    end = next(n for n, surface in enumerate(drafter) if surface.kind == "eos")
+    last = next(n for n, surface in enumerate(target) if surface.kind == "eos")
 
     def match(text: bytes) -> int:
         return next((ids[text[:n]] for n in range(len(text), 0, -1) if text[:n] in ids), rows)
@@ -63,7 +63,7 @@ def strings(target: Sequence[Surface], own: Sequence[Surface], rows: int, size: 
         path = [node]
         while parent[path[0]]:
             path.insert(0, parent[path[0]])
-        missing = [one for one in path if one not in chunks[-1]]
+        missing = [ancestor for ancestor in path if ancestor not in chunks[-1]]
         if len(chunks[-1]) + len(missing) > TOGETHER:
             chunks.append([])
             missing = path

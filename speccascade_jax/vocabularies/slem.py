@@ -83,8 +83,8 @@ class Side:
 
     def text(self, tokens: Sequence[int], begins: bool) -> bytes:
         """What tokens stand for; at the beginning of a text without the space that comes before it."""
-        found = self._text(tokens)
-        return found[1:] if begins and self.spaced and found.startswith(b" ") else found
+        text = self._text(tokens)
+        return text[1:] if begins and self.spaced and text.startswith(b" ") else text
 
     def tokens(self, text: str, begins: bool) -> list[int]:
         """Tokens of a text, or of a part of one, which may not begin with a space of its own."""
@@ -148,25 +148,25 @@ class TextDrafter:
     def __init__(
         self,
         model: Translated,
-        own: Tokenizer,
+        drafter_tokenizer: Tokenizer,
         params: TranslatedParams,
         target: Tokenizer,
         source_width: int,
         max_new_tokens: int,
     ):
-        self.model, self.params, self.stretch = model.model, params.own, model.stretch
+        self.model, self.params, self.stretch = model.model, params.drafter, model.stretch
         self.translated, self.begins, self.tables = model, model.start_id is not None, params.tables
-        self.target, self.own = Side(target), Side(own)
+        self.target, self.drafter = Side(target), Side(drafter_tokenizer)
         self.source_width = model.reads(source_width)
-        self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # own tokens that it reads of a text
-        kinds = self.own.surfaces
+        self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # drafter tokens that it reads of a text
+        kinds = self.drafter.surfaces
         self.allowed = np.array(
             [
                 n < len(kinds) and (kinds[n].kind == "eos" or bool(kinds[n].text))
                 for n in range(self.model.vocab_size)
             ]
         )
-        self.draft = jax.jit(partial(draft, self.model, own.eos_id), static_argnums=0)
+        self.draft = jax.jit(partial(draft, self.model, drafter_tokenizer.eos_id), static_argnums=0)
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
         self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
@@ -181,15 +181,15 @@ class TextDrafter:
         """What drafts for a scheduler's rows."""
         return TextProposer(self, programs, batch_size)
 
-    def passes(self, most: int) -> int:
-        """How many own tokens usually are `most` target tokens. The commonest pieces have the lowest numbers,
-        and the n-th is taken to come 1 / n times as often as the first (Zipf), which fits both kinds of text
-        and of vocabulary that were tried within a tenth."""
-        pieces = [n for n, one in enumerate(self.target.surfaces) if one.kind == "piece"]
+    def passes(self, count: int) -> int:
+        """How many drafter tokens usually are `count` target tokens. The commonest pieces have the lowest
+        numbers, and the n-th is taken to come 1 / n times as often as the first (Zipf), which fits both kinds
+        of text and of vocabulary that were tried within a tenth."""
+        pieces = [n for n, surface in enumerate(self.target.surfaces) if surface.kind == "piece"]
         if not pieces:
-            return most
+            return count
         often = 1 / np.arange(1, len(pieces) + 1)
-        return math.ceil(most * float(np.average(np.asarray(self.tables.sizes)[pieces], weights=often)))
+        return math.ceil(count * float(np.average(np.asarray(self.tables.sizes)[pieces], weights=often)))
 
     def precompile(self, cache: Cache, rows: int, count: int) -> None:
         """Makes the programs that draft, for caches like this one."""
@@ -201,7 +201,7 @@ class TextDrafter:
         self.compiled.add((rows, count))
 
     def _begin(self, params: Params, source: Array, length: Array, count: int) -> Any:
-        """The last token of the own prefix, how much of it the cache covers, and the cache."""
+        """The last token of the drafter's prefix, how much of it the cache covers, and the cache."""
         widest = source.shape[1] + 1
         prompt = jax.eval_shape(lambda: self.model.prefill(params, source, length, widest)[0]).tokens.shape[1]
         size = prompt + self.longest + CHUNK + count
@@ -209,32 +209,32 @@ class TextDrafter:
         last = jnp.take_along_axis(prefix.tokens, jnp.maximum(prefix.length - 1, 0)[:, None], axis=1)[:, 0]
         return last, covered(self.model, cache), cache
 
-    def own_tokens(self, written: Sequence[int]) -> tuple[list[int], bytes]:
+    def drafter_tokens(self, written: Sequence[int]) -> tuple[list[int], bytes]:
         """What the drafter reads of the committed tokens, and the part of a character that they end with."""
         text, held = whole_characters(self.target.text(written, self.begins))
-        return self.own.tokens(text, self.begins), held
+        return self.drafter.tokens(text, self.begins), held
 
     def candidates(
         self, prompt: Sequence[int], written: Sequence[int], held: bytes, drafted: Sequence[int]
     ) -> list[int]:
         """The drafted text in target tokens that may follow the committed ones."""
-        end = self.own.tokenizer.eos_id
+        end = self.drafter.tokenizer.eos_id
         drafted, ended = list(drafted), end in drafted
         first = self.begins and not written
-        text = self.own.text(drafted[: drafted.index(end)] if ended else drafted, first)
+        text = self.drafter.text(drafted[: drafted.index(end)] if ended else drafted, first)
         if not text.startswith(held):
             return []
         text, tail = text[len(held) :], [self.target.tokenizer.eos_id] * ended
-        said, found = whole_characters(text)[0], None
+        said, tokens = whole_characters(text)[0], None
         if first:
-            found = self.target.tokens(said, True)
+            tokens = self.target.tokens(said, True)
         elif said and not held:
             old = [*(() if self.begins else prompt), *written][-LOOK_BACK:]
             before, _ = whole_characters(self.target.text(old, False))
-            found = going_on(old, self.target.tokenizer.encode_batch([before + said])[0])
-        if found is None:
-            found = longest_matches(text, self.target.ids, self.target.longest)
-        return found + tail
+            tokens = going_on(old, self.target.tokenizer.encode_batch([before + said])[0])
+        if tokens is None:
+            tokens = longest_matches(text, self.target.ids, self.target.longest)
+        return tokens + tail
 
 
 @dataclasses.dataclass
@@ -260,8 +260,8 @@ class TextProposer:
                 "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
             )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
-        self.most = programs.plan.sampler.models[0].most
-        self.count = drafter.passes(self.most)
+        self.block_size = programs.plan.sampler.models[0].most
+        self.count = drafter.passes(self.block_size)
         self.cache: Any = None
         self.drafting: dict[int, Row] = {}
 
@@ -275,7 +275,7 @@ class TextProposer:
             known = self.drafting[row]
             # Nothing was drafted, and so nothing is written.
             written[row] = written_by(row) if known.tokens else []
-            ids, held[row] = drafter.own_tokens(written[row])
+            ids, held[row] = drafter.drafter_tokens(written[row])
             wanted = [known.last, *ids][: drafter.longest]
             same = next(
                 (n for n, (a, b) in enumerate(zip(known.tokens, wanted, strict=False)) if a != b),
@@ -292,11 +292,11 @@ class TextProposer:
         *drafted, self.cache = self._drafted(keep, reads, next(n for n in WIDTHS if n >= needed))
         (drafted, passes), proposed = self.programs.fetch(drafted), list[list[int]]([] for _ in range(rows))
         for row, (_, request) in running.items():
-            own = drafted[row, : passes[row]].tolist()
-            found = drafter.candidates(request.tokens, written[row], held[row], own)
-            proposed[row] = found[: self.most]
-            self.drafting[row].tokens += own[:-1]
-        tokens, size = pad(proposed, self.most, 0)
+            draft_tokens = drafted[row, : passes[row]].tolist()
+            candidates = drafter.candidates(request.tokens, written[row], held[row], draft_tokens)
+            proposed[row] = candidates[: self.block_size]
+            self.drafting[row].tokens += draft_tokens[:-1]
+        tokens, size = pad(proposed, self.block_size, 0)
         return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
 
     def _begin_rows(self, running: Running) -> None:
@@ -309,8 +309,8 @@ class TextProposer:
         ]
         if not fresh:
             return
-        own = [running[row][1].own[drafter.translated] for row in fresh]
-        source, length = pad(own + [[]] * (rows - len(own)), drafter.source_width, 0)
+        sources = [running[row][1].own[drafter.translated] for row in fresh]
+        source, length = pad(sources + [[]] * (rows - len(sources)), drafter.source_width, 0)
         last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
         slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)
         if self.cache is None:
@@ -346,6 +346,6 @@ SLEM = Strategy(
     "the drafter writes text, which is read in the verifier's tokens and matched",
     drafts=TextDrafter,
     refusal=refusal,
-    most_models=2,
+    max_models=2,
     adaptive=False,
 )

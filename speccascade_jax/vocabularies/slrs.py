@@ -12,7 +12,7 @@ from speccascade_jax.vocabularies.prefix_tree import strings
 from speccascade_jax.vocabularies.strategy import Strategy
 
 
-def tree(model: Any, target: Sequence[Surface], own: Sequence[Surface], rows: int, size: int) -> Any:
+def tree(model: Any, target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Any:
     """The drafter's texts by which the next target token is told.
 
     Raises FieldError for a network's member.
@@ -24,7 +24,7 @@ def tree(model: Any, target: Sequence[Surface], own: Sequence[Surface], rows: in
             "take vocabulary tli.",
             "slrs is for drafters by themselves, not for members of a network",
         )
-    return jax.tree.map(jnp.asarray, strings(target, own, rows, size))
+    return jax.tree.map(jnp.asarray, strings(target, drafter, rows, size))
 
 
 SLRS = Strategy(

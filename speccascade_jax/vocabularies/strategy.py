@@ -45,7 +45,7 @@ class Strategy:
     # (name, method of the lowest level) -> why it cannot be followed, and the remedy; None where it can
     refusal: Callable[[str, Method], tuple[str, str] | None] = follows_all
     smallest_only: bool = False  # no other model may have another vocabulary
-    most_models: int | None = None
+    max_models: int | None = None
     adaptive: bool = True  # its drafts may end where more are not worth their time
 
     def check(self, name: str, methods: Sequence[Method], scheme: Scheme | None, adaptive: bool) -> None:

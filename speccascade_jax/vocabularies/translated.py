@@ -34,15 +34,15 @@ class Source(NamedTuple):
     """What a translated model reads of a source text."""
 
     tokens: Int[AnyArray, "B S"]  # as the verifier reads it
-    own: Int[AnyArray, "B R"]  # in the model's own tokens
-    own_length: Int[AnyArray, " B"]
+    drafter_tokens: Int[AnyArray, "B R"]  # in the model's tokens
+    drafter_length: Int[AnyArray, " B"]
 
 
 class Tables(NamedTuple):
-    """Two vocabularies of V (target) and D (own) tokens."""
+    """Two vocabularies of V (target) and D (drafter) tokens."""
 
-    place: Int[AnyArray, " V"]  # the column of the own logits that is the token's, or NONE
-    spelled: Int[AnyArray, "V W"]  # the token's text in own tokens
+    place: Int[AnyArray, " V"]  # the column of the drafter's logits that is the token's, or NONE
+    spelled: Int[AnyArray, "V W"]  # the token's text in drafter tokens
     sizes: Int[AnyArray, " V"]  # 1 .. W, how many they are
 
 
@@ -50,17 +50,17 @@ class Strings(NamedTuple):
     """The own texts after which a drafter is asked for the law psi of the first target token of what it
     writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
 
-    tokens: Int[AnyArray, "C M"]  # a part's own tokens, ancestors with each node
+    tokens: Int[AnyArray, "C M"]  # a part's drafter tokens, ancestors with each node
     depth: Int[AnyArray, "C M"]  # as Branches'
     within: Int[AnyArray, "C M M"]
     slot: Int[AnyArray, " N"]  # where nodes 1 .. N are among them
     parent: Int[AnyArray, " N1"]
-    token: Int[AnyArray, " N1"]  # the last own token of each text
+    token: Int[AnyArray, " N1"]  # the last drafter token of each text
     goes: Int[AnyArray, "N1 D"]  # the first target token once that token follows; V: none, or undecided
 
 
 class TranslatedParams(NamedTuple):
-    own: Params  # the model's; an untied head has the columns that are wanted
+    drafter: Params  # the model's; an untied head has the columns that are wanted
     head: Any  # these columns [D, I] of a head that is the embedding; None for other models
     tables: Tables
     strings: Strings | None = None  # for psi
@@ -69,11 +69,11 @@ class TranslatedParams(NamedTuple):
 class TranslatedCache(NamedTuple):
     """Entries of `positions` past `length` are scratch."""
 
-    own: Cache
-    positions: Int[Array, "B L"]  # how many own tokens the first n target tokens are
+    drafter: Cache
+    positions: Int[Array, "B L"]  # how many drafter tokens the first n target tokens are
     begin: Int[Array, " B"]  # the position of the prefix's last token
-    first: Int[Array, " B"]  # which is this one in the own prefix
-    limit: Int[Array, " B"]  # own positions that may be covered
+    first: Int[Array, " B"]  # which is this one in the drafter's prefix
+    limit: Int[Array, " B"]  # drafter positions that may be covered
     length: Int[Array, " B"]  # target tokens covered
 
 
@@ -82,13 +82,13 @@ class Translated:
     """`model`, with tokens in and logits out over the target vocabulary.
 
     A target token that the model has not is read as its own tokens of that text. `positions` says where each
-    target token ends among them, so that rolling back is still a length. A text that needs far more own
+    target token ends among them, so that rolling back is still a length. A text that needs far more drafter
     tokens than usual is not read to its end: from there on all tokens of the laws are equally likely.
     """
 
     model: Any  # a LanguageModel, or a member of a network
     vocab_size: int  # the target's; with `union` the size of both together
-    longest: int  # own tokens of a target token, at most
+    longest: int  # drafter tokens of a target token, at most
     stretch: float  # and on average
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
     number: int = 0  # tells models of one shape apart
@@ -98,37 +98,37 @@ class Translated:
         return self.model.config
 
     def reads(self, width: int) -> int:
-        """How many own tokens stand for a source of `width` target tokens."""
+        """How many drafter tokens stand for a source of `width` target tokens."""
         return -(-math.ceil(width * self.stretch) // 16) * 16
 
-    def needs(self, own: int) -> int:
-        """The target width of a source of `own` tokens."""
-        return 0 if own == 0 else math.floor((own - 1) // 16 * 16 / self.stretch) + 1
+    def needs(self, count: int) -> int:
+        """The target width of a source of `count` drafter tokens."""
+        return 0 if count == 0 else math.floor((count - 1) // 16 * 16 / self.stretch) + 1
 
     def prefill(
         self, params: TranslatedParams, inputs: Source, input_length: Int[AnyArray, " B"], max_length: int
     ) -> tuple[Prefix, TranslatedCache]:
-        """The target's prefix, and a cache that covers it but for its last token, in the own tokens of it."""
-        rows = inputs.own.shape[0]
+        """The target's prefix, and a cache that covers it but for its last token, in drafter tokens."""
+        rows = inputs.drafter_tokens.shape[0]
         prefix = Prefix(jnp.asarray(inputs.tokens), jnp.asarray(input_length))
         if self.start_id is not None:
             prefix = Prefix(jnp.full((rows, 1), self.start_id, jnp.int32), jnp.ones((rows,), jnp.int32))
-        own_length = jnp.where(input_length > 0, inputs.own_length, 0)
+        drafter_length = jnp.where(input_length > 0, inputs.drafter_length, 0)
 
         def begun(size: int) -> tuple[Prefix, Cache]:
-            return self.model.prefill(params.own, inputs.own, own_length, size)
+            return self.model.prefill(params.drafter, inputs.drafter_tokens, drafter_length, size)
 
         written = math.ceil((max_length - prefix.tokens.shape[1]) * self.stretch)
-        widest = jax.eval_shape(lambda: begun(inputs.own.shape[1] + 1)[0]).tokens.shape[1]
-        own_prefix, own = begun(widest + written + CHUNK)
-        covers = covered(self.model, own)
-        last = jnp.maximum(own_prefix.length - 1, 0)[:, None]
+        widest = jax.eval_shape(lambda: begun(inputs.drafter_tokens.shape[1] + 1)[0]).tokens.shape[1]
+        drafter_prefix, drafter_cache = begun(widest + written + CHUNK)
+        covers = covered(self.model, drafter_cache)
+        last = jnp.maximum(drafter_prefix.length - 1, 0)[:, None]
         begin = jnp.maximum(prefix.length - 1, 0)
         return prefix, TranslatedCache(
-            own,
+            drafter_cache,
             jnp.broadcast_to(covers[:, None], (rows, max_length + 1)),
             begin,
-            jnp.take_along_axis(own_prefix.tokens, last, axis=1)[:, 0],
+            jnp.take_along_axis(drafter_prefix.tokens, last, axis=1)[:, 0],
             covers + 1 + written,
             begin,
         )
@@ -141,33 +141,35 @@ class Translated:
             return jnp.moveaxis(laws, 0, 1), cache
         ids, ends, cache = self._translated(params.tables, tokens, cache)
         if self.longest == 1:
-            logits, own = self._extend_own(params, ids[..., 0], cache.own)
-            return self._placed(params.tables, logits), cache._replace(own=own)
-        logits, own = self._read(params, ids, ends, cache.own)
-        return self._placed(params.tables, logits), cache._replace(own=own)
+            logits, drafter_cache = self._extend_drafter(params, ids[..., 0], cache.drafter)
+            return self._placed(params.tables, logits), cache._replace(drafter=drafter_cache)
+        logits, drafter_cache = self._read(params, ids, ends, cache.drafter)
+        return self._placed(params.tables, logits), cache._replace(drafter=drafter_cache)
 
     def roll_back(self, cache: TranslatedCache, length: Int[AnyArray, " B"]) -> TranslatedCache:
         length = jnp.asarray(length)
-        own = jnp.take_along_axis(cache.positions, jnp.maximum(length, 0)[:, None], axis=1)[:, 0]
-        return cache._replace(own=roll_back(network_of(self.model), cache.own, own), length=length)
+        drafter_length = jnp.take_along_axis(cache.positions, jnp.maximum(length, 0)[:, None], axis=1)[:, 0]
+        return cache._replace(
+            drafter=roll_back(network_of(self.model), cache.drafter, drafter_length), length=length
+        )
 
     def insert(
         self, cache: TranslatedCache, fresh: TranslatedCache, slots: Int[AnyArray, " R"], like_fresh: bool
     ) -> TranslatedCache:
-        own = insert(network_of(self.model), cache.own, fresh.own, slots, like_fresh)
-        rest = insert_rows(cache._replace(own=None), fresh._replace(own=None), slots, like_fresh)
-        return rest._replace(own=own)
+        drafter_cache = insert(network_of(self.model), cache.drafter, fresh.drafter, slots, like_fresh)
+        rest = insert_rows(cache._replace(drafter=None), fresh._replace(drafter=None), slots, like_fresh)
+        return rest._replace(drafter=drafter_cache)
 
     def _translated(
         self, tables: Tables, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
     ) -> tuple[Int[Array, "B T W"], Int[Array, "B T"], TranslatedCache]:
-        """Own tokens of each of `tokens`, how many own tokens stand when each of them is read, and the cache
-        with that."""
+        """Drafter tokens of each of `tokens`, how many of them stand when each is read, and the cache with
+        that."""
         ids, count = tables.spelled[tokens], tables.sizes[tokens]
         begins = cache.length[:, None] + jnp.arange(tokens.shape[1]) == cache.begin[:, None]
         ids = jnp.where(begins[..., None], cache.first[:, None, None], ids)
         count = jnp.where(begins, 1, count)
-        before = covered(self.model, cache.own)[:, None]
+        before = covered(self.model, cache.drafter)[:, None]
         ends = before + jnp.cumsum(count, axis=1)
         fits = ends <= cache.limit[:, None]
         ends = before + jnp.cumsum(jnp.where(fits, count, 0), axis=1)
@@ -181,12 +183,16 @@ class Translated:
         )
 
     def _read(
-        self, params: TranslatedParams, ids: Int[Array, "B T W"], ends: Int[Array, "B T"], own: Cache
+        self,
+        params: TranslatedParams,
+        ids: Int[Array, "B T W"],
+        ends: Int[Array, "B T"],
+        drafter_cache: Cache,
     ) -> tuple[Float[Array, "B T I"], Cache]:
-        """The own logits after the last own token of each target token, which has as many of `ids` as `ends`
-        says; a few at a time, until every row has read its own."""
+        """The drafter's logits after the last drafter token of each target token, which has as many of `ids`
+        as `ends` says; a few at a time, until every row has read its own."""
         rows, count, width = ids.shape
-        start, chunk = covered(self.model, own), min(count, CHUNK)
+        start, chunk = covered(self.model, drafter_cache), min(count, CHUNK)
         ends = ends - start[:, None]
         total, begins = ends[:, -1], jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
         step = jnp.arange(count * width + chunk)
@@ -195,35 +201,39 @@ class Translated:
         flat = jnp.take_along_axis(ids.reshape(rows, -1), which * width + within, axis=1)
 
         def read_on(carry: Any) -> Any:
-            done, own, found = carry
-            logits, own = self._extend_own(params, lax.dynamic_slice_in_dim(flat, done, chunk, axis=1), own)
+            done, drafter_cache, gathered = carry
+            logits, drafter_cache = self._extend_drafter(
+                params, lax.dynamic_slice_in_dim(flat, done, chunk, axis=1), drafter_cache
+            )
             at = ends - 1 - done
             here = (at >= 0) & (at < chunk) & (ends > begins)
             new = jnp.take_along_axis(logits, jnp.clip(at, 0, chunk - 1)[..., None], axis=1)
-            own = roll_back(network_of(self.model), own, start + jnp.minimum(done + chunk, total))
-            return done + chunk, own, jnp.where(here[..., None], new, found)
+            drafter_cache = roll_back(
+                network_of(self.model), drafter_cache, start + jnp.minimum(done + chunk, total)
+            )
+            return done + chunk, drafter_cache, jnp.where(here[..., None], new, gathered)
 
-        shape = jax.eval_shape(lambda: self._extend_own(params, flat[:, :1], own)[0]).shape
-        carry = jnp.int32(0), own, jnp.zeros((rows, count, shape[-1]))
-        _, own, found = lax.while_loop(lambda carry: carry[0] < jnp.max(total), read_on, carry)
-        return found, own
+        shape = jax.eval_shape(lambda: self._extend_drafter(params, flat[:, :1], drafter_cache)[0]).shape
+        carry = jnp.int32(0), drafter_cache, jnp.zeros((rows, count, shape[-1]))
+        _, drafter_cache, gathered = lax.while_loop(lambda carry: carry[0] < jnp.max(total), read_on, carry)
+        return gathered, drafter_cache
 
     def _extend_psi(
         self, params: TranslatedParams, cache: TranslatedCache, token: Int[Array, " B"]
     ) -> tuple[TranslatedCache, Float[Array, "B V"]]:
         """The longer cache, and log psi of what follows the token."""
         ids, ends, cache = self._translated(params.tables, token[:, None], cache)
-        root, own = self._read(params, ids, ends, cache.own)
-        return cache._replace(own=own), self._psi(params, params.strings, root, own)
+        root, drafter_cache = self._read(params, ids, ends, cache.drafter)
+        return cache._replace(drafter=drafter_cache), self._psi(params, params.strings, root, drafter_cache)
 
     def _psi(
-        self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], own: Cache
+        self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], drafter_cache: Cache
     ) -> Float[Array, "B V"]:
         """log psi: each own text that goes on, times its next token, summed by where that leads."""
 
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
-            return self.model.extend_branches(params.own, tokens, own, Branches(*tree))
+            return self.model.extend_branches(params.drafter, tokens, drafter_cache, Branches(*tree))
 
         rows = root.shape[0]
         logits = jnp.moveaxis(lax.map(part, (s.tokens, s.depth, s.within)), 1, 0)
@@ -241,12 +251,12 @@ class Translated:
         some = jnp.sum(psi[:, :-1], axis=-1, keepdims=True) > 0
         return jnp.where(some, jnp.log(psi[:, :-1]), 0.0)
 
-    def _extend_own(
-        self, params: TranslatedParams, ids: Int[Array, "B T"], own: Cache
+    def _extend_drafter(
+        self, params: TranslatedParams, ids: Int[Array, "B T"], drafter_cache: Cache
     ) -> tuple[Float[Array, "B T I"], Cache]:
         if params.head is None:
-            return self.model.extend(params.own, ids, own)
-        return self.model.extend(params.own, ids, own, table=params.head)
+            return self.model.extend(params.drafter, ids, drafter_cache)
+        return self.model.extend(params.drafter, ids, drafter_cache, table=params.head)
 
     def _placed(self, tables: Tables, logits: Float[Array, "B T I"]) -> Float[Array, "B T V"]:
         """Each target token's logit; -inf where the model has no such token."""

@@ -17,7 +17,7 @@ from shapes import DECODERS, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
-from speccascade_jax.checkpoints.families import FAMILIES, PRESETS
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.models import MODELS, ExitsConfig, SharedEncoderConfig, model_of
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
@@ -64,7 +64,12 @@ UNLIKE |= {
         )
     ],
 }
-CASES = [(config, to) for family in FAMILIES for config in UNLIKE[family] for to in FAMILIES[family].formats]
+CASES = [
+    (config, to)
+    for family in MODEL_FAMILIES
+    for config in UNLIKE[family]
+    for to in MODEL_FAMILIES[family].formats
+]
 
 
 @pytest.mark.parametrize("config,to", CASES, ids=lambda x: x if isinstance(x, str) else x.family)
@@ -82,31 +87,31 @@ def test_a_model_comes_back_whole(config, to, tmp_path):
 
 
 def test_a_family_is_one_row():
-    assert FAMILIES.keys() == UNLIKE.keys()
-    assert {row.config for row in FAMILIES.values()} == MODELS.keys()
-    for name, family in FAMILIES.items():
+    assert MODEL_FAMILIES.keys() == UNLIKE.keys()
+    assert {row.config for row in MODEL_FAMILIES.values()} == MODELS.keys()
+    for name, family in MODEL_FAMILIES.items():
         assert family.usual.family == name and set(family.formats) <= set(checkpoints.FORMATS)
         for preset, config in family.presets.items():
             family.check(preset, config)  # no preset is refused
             assert PRESETS[preset] is config and model_of(config).config is config
-    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+    assert len(PRESETS) == sum(len(family.presets) for family in MODEL_FAMILIES.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_the_names_of_a_family_are_those_of_its_parameters(family):
     """Of every array once: a name that is missing, or there twice, would lose weights."""
     for config in UNLIKE[family]:
         params = {path for path, _ in nnx.to_flat_state(model_of(config).abstract_params())}
-        names = list(FAMILIES[family].parameter_names(config))
+        names = list(MODEL_FAMILIES[family].parameter_names(config))
         assert {path for path, _, _ in names} == params and len(names) == len(params)
         assert len({name for _, name, _ in names}) == len(names)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_a_trained_vocabulary_has_the_special_pieces_of_its_family(family, tmp_path):
-    train_tokenizer(shuffled(SENTENCES), tmp_path / "spiece.model", 320, bos=FAMILIES[family].bos)
+    train_tokenizer(shuffled(SENTENCES), tmp_path / "spiece.model", 320, bos=MODEL_FAMILIES[family].bos)
     found = Tokenizer(tmp_path / "spiece.model")
-    assert (found.pad_id, found.eos_id, found.bos_id) == (0, 1, 2 if FAMILIES[family].bos else -1)
+    assert (found.pad_id, found.eos_id, found.bos_id) == (0, 1, 2 if MODEL_FAMILIES[family].bos else -1)
 
 
 def test_t5x_folders_of_others_are_t5_1_1(tmp_path):

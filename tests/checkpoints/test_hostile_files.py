@@ -26,7 +26,7 @@ def intact(tmp_path_factory):
     """A folder of each format of each family."""
     folder = tmp_path_factory.mktemp("intact")
     for config in (TINY_T5, TINY_GEMMA):
-        for to in checkpoints.FAMILIES[config.family].formats:
+        for to in checkpoints.MODEL_FAMILIES[config.family].formats:
             checkpoints.save(folder / f"{config.family}-{to}", random_checkpoint(config), to)
     return folder
 

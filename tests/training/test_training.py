@@ -33,7 +33,7 @@ from speccascade_jax.training.data import (
 from speccascade_jax.training.distillation import (
     distillation_loss,
     distilled,
-    own_texts,
+    on_policy_texts,
     total_variation,
     write_outputs,
 )
@@ -369,7 +369,7 @@ def test_texts_of_the_models_own_follow_its_law(number_words):
     params = jax.tree.map(lambda x: 3 * x, model.init(0))
     source, asked = np.array([3, 4, 1]), np.zeros((rows, 6), np.int32)
     batch = Batch(np.tile(source, (rows, 1)), np.full(rows, 3), asked, np.full(rows, 6))
-    found = own_texts(model, params, batch, jax.random.key(5), eos)
+    found = on_policy_texts(model, params, batch, jax.random.key(5), eos)
     target, length = np.asarray(found.target), np.asarray(found.target_length)
     ends = np.where((target == eos).any(axis=1), (target == eos).argmax(axis=1) + 1, 6)
     np.testing.assert_array_equal(length, ends)

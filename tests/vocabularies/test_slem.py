@@ -61,10 +61,10 @@ def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
     for text in GERMAN:
         tokens = target.encode_batch([text.lower() if lossy else text])[0] + [target.eos_id]
         for at in range(len(tokens)):
-            _, held = texts.own_tokens(tokens[:at])
+            _, held = texts.drafter_tokens(tokens[:at])
             rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()) :]
             ahead = (
-                [*longest_matches(rest, texts.own.ids, texts.own.longest), own.eos_id]
+                [*longest_matches(rest, texts.drafter.ids, texts.drafter.longest), own.eos_id]
                 if at
                 else [*own.encode_batch([target.decode(tokens)])[0], own.eos_id]
             )
@@ -214,7 +214,7 @@ def test_any_tokens_make_candidates():
     for _ in range(300):
         written = rng.integers(0, rng.choice([259, 2048]), rng.integers(0, 12)).tolist()
         drafted = rng.integers(0, rng.choice([259, 512]), rng.integers(1, 8)).tolist()
-        ids, held = texts.own_tokens(written)
+        ids, held = texts.drafter_tokens(written)
         assert all(0 <= n < own.size for n in ids) and len(held) < 4
         assert set(texts.candidates([], written, held, drafted)) <= known
 

@@ -92,7 +92,7 @@ def test_drafts_of_the_first_token_of_a_text_follow_the_law(pair, family, rows):
 @pytest.mark.parametrize("pair", [LETTERS, PAIR])
 def test_psi_is_enumerated_exactly(pair):
     drafter, params = (part[0] for part in pair.models(slrs=True))
-    params = params._replace(own=jnp.asarray(params.own))
+    params = params._replace(drafter=jnp.asarray(params.drafter))
     source = Source(jnp.array([[1, 0]]), jnp.array([pair.own.cut("a") + [0] * 15]), jnp.array([1]))
     _, cache = drafter.prefill(params, source, jnp.array([1]), 12)
     text = [1, 4, 2, 6, 5]
@@ -126,7 +126,7 @@ def test_other_numbers_padding_and_duplicates(family, options, rows):
 def test_padding_rows_are_never_drafted():
     pair = Pair(padded=2)
     drafter, params = (part[0] for part in pair.models())
-    params = params._replace(own=jnp.asarray(params.own))
+    params = params._replace(drafter=jnp.asarray(params.drafter))
     source = Source(jnp.array([[1]]), jnp.array([[3] + [0] * 15]), jnp.array([1]))
     _, cache = drafter.prefill(params, source, jnp.array([1]), 8)
     logits, _ = drafter.extend(params, jnp.array([[1]]), cache)
@@ -261,8 +261,8 @@ def rolled_back_to_target_positions(monkeypatch):
     """The drafter's cache rolled back to as many own tokens as there are target tokens."""
 
     def wrong(self, cache, length):
-        own = self.model.roll_back(cache.own, jnp.minimum(cache.own.length, length))
-        return cache._replace(own=own, length=length)
+        own = self.model.roll_back(cache.drafter, jnp.minimum(cache.drafter.length, length))
+        return cache._replace(drafter=own, length=length)
 
     monkeypatch.setattr(Translated, "roll_back", wrong)
 
@@ -349,8 +349,8 @@ def test_it_is_a_language_model(foreign):
         for token in tokens[row, 1:12]:
             own += tables.spelled[token, : tables.sizes[token]].tolist()
         table = {} if params.head is None else {"table": params.head}
-        alone = begun(model, params, [row]).own
-        logits, _ = model.model.extend(params.own, np.array([own]), alone, **table)
+        alone = begun(model, params, [row]).drafter
+        logits, _ = model.model.extend(params.drafter, np.array([own]), alone, **table)
         expected = np.append(np.asarray(logits[0, -1]), -np.inf)[np.minimum(tables.place, 25)]
         np.testing.assert_allclose(whole[row, 11], expected, atol=2e-5)
 
