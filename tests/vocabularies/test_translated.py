@@ -18,7 +18,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.nests import insert
 from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers import hierarchy
+from speccascade_jax.core.samplers import autoregressive, hierarchy
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
@@ -269,13 +269,13 @@ def rolled_back_to_target_positions(monkeypatch):
 
 def permuted_columns(monkeypatch):
     """Drafts numbered in another order than the laws' columns."""
-    draw = samplers.draw
+    draw = autoregressive.draw
 
     def wrong(u, weights):
         token = draw(u, weights)
         return jnp.where(token < 3, jnp.array([0, 2, 1])[jnp.minimum(token, 2)], token)
 
-    monkeypatch.setattr(samplers, "draw", wrong)
+    monkeypatch.setattr(autoregressive, "draw", wrong)
 
 
 @pytest.mark.full(quick=["permuted_columns-speculative"])
