@@ -294,8 +294,8 @@ TRUNCATIONS: dict[str, Truncation] = {
 """By name: what Settings, flags and requests call it."""
 
 
-SamplingOptions.__signature__ = inspect.Signature(
-    [  # type: ignore[attr-defined]
+SamplingOptions.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
         inspect.Parameter("temperature", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0),
         *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in TRUNCATIONS),
     ]
