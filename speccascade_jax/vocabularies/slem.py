@@ -260,7 +260,7 @@ class TextProposer:
                 "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
             )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
-        self.most = programs.plan.sampler.models[0].most
+        self.most = programs.plan.sampler.models[0].block_size
         self.count = drafter.passes(self.most)
         self.cache: Any = None
         self.drafting: dict[int, Row] = {}
@@ -309,7 +309,7 @@ class TextProposer:
         ]
         if not fresh:
             return
-        own = [running[row][1].own[drafter.translated] for row in fresh]
+        own = [running[row][1].foreign[drafter.translated] for row in fresh]
         source, length = pad(own + [[]] * (rows - len(own)), drafter.source_width, 0)
         last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
         slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)
