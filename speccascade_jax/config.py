@@ -329,19 +329,19 @@ def load(name: str | Path, kind: Any = None) -> Any:
     Raises ConfigError for whatever is wrong with it.
     """
     path = path_of(name)
-    found = _run(path).get("config")
-    if found is None:
+    config = _run(path).get("config")
+    if config is None:
         raise ConfigError(f"{path} defines no `config`.")
-    if not isinstance(found, DecodeConfig | TrainConfig | RouterConfig):
+    if not isinstance(config, DecodeConfig | TrainConfig | RouterConfig):
         raise ConfigError(
-            f"{path}: its `config` is {reprlib.repr(found)}; it must be a DecodeConfig, a "
+            f"{path}: its `config` is {reprlib.repr(config)}; it must be a DecodeConfig, a "
             "TrainConfig or a RouterConfig."
         )
-    for wrong in _wrong_fields(found):
+    for wrong in _wrong_fields(config):
         raise ConfigError(f"{path}: {wrong}.")
-    if kind is not None and not isinstance(found, kind):
-        raise ConfigError(f"config {name} {_other_kind(str(name), found)}")
-    return found
+    if kind is not None and not isinstance(config, kind):
+        raise ConfigError(f"config {name} {_other_kind(str(name), config)}")
+    return config
 
 
 def _run(path: Path) -> dict[str, Any]:
@@ -416,9 +416,9 @@ def _named(kind: Any) -> str:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
+        return any(_fits(value, member) for member in get_args(kind))
     if get_origin(kind) is tuple:  # tuple[X, ...]
-        return isinstance(value, tuple) and all(_fits(one, get_args(kind)[0]) for one in value)
+        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if kind in (int, float):  # True is an int to Python

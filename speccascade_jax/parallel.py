@@ -109,8 +109,8 @@ def _gather(port: int, processes: int) -> None:
             "for their numbers."
         ) from None
     finally:
-        for one in (server, *came.values()):
-            one.close()
+        for connection in (server, *came.values()):
+            connection.close()
 
 
 def _join(host: str, port: int, processes: int, number: int) -> None:

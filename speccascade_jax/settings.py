@@ -167,9 +167,11 @@ class Settings(Declared):
         """Raises FieldError for a method that is not `known`, a value out of its range, or values for another
         number of verifiers than `levels`; None: what can be told before models are loaded."""
         fields = ("method", "alpha", "block_size")
-        most = levels or max(len(_each(getattr(self, field))) for field in fields)
-        for method, alpha, block_size in zip(*(self.of_levels(field, most) for field in fields), strict=True):
-            self._check_level(method, alpha, block_size, most if levels is None else levels, known)
+        depth = levels or max(len(_each(getattr(self, field))) for field in fields)
+        for method, alpha, block_size in zip(
+            *(self.of_levels(field, depth) for field in fields), strict=True
+        ):
+            self._check_level(method, alpha, block_size, depth if levels is None else levels, known)
         for name, truncation in TRUNCATIONS.items():
             truncation.check(name, getattr(self, name), vocab_size)
         for field in dataclasses.fields(Settings):

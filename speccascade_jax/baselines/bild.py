@@ -83,8 +83,8 @@ class Bild:
         column = jnp.arange(self.window + 1)
         tokens = jnp.where(column == stop[:, None], at(best, stop)[:, None], drafted.tokens)
         replaced = stop < count
-        own = jnp.where(replaced, Origin.CORRECTION.at(1), Origin.BONUS.at(1))[:, None]
-        origin = jnp.where(column == stop[:, None], own, Origin.DRAFT).astype(jnp.int32)
+        next_origin = jnp.where(replaced, Origin.CORRECTION.at(1), Origin.BONUS.at(1))[:, None]
+        origin = jnp.where(column == stop[:, None], next_origin, Origin.DRAFT).astype(jnp.int32)
         if self.compat:
             verifier_cache = roll_back(self.verifier, verifier_cache, rows.start + stop)
             added = at(tokens, stop)

@@ -36,7 +36,7 @@ def draft_while_confident(
         drafted, cache, last, passes, writing = carry
         at = rows._replace(recent=last[:, None], start=rows.start + passes, room=writing.astype(jnp.int32))
         block, cache, _ = drafter.step(params, cache, at, NO_TOKEN)
-        trusted = writing & (jnp.max(block.own[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
+        trusted = writing & (jnp.max(block.untransformed[:, 0], axis=-1) >= threshold) & (drafted.size < cap)
         block = block._replace(
             origin=jnp.full_like(block.origin, Origin.DRAFT), size=trusted.astype(jnp.int32)
         )

@@ -51,13 +51,13 @@ class Oracle:
         )
         delta = diff(scores, rows.alphas[:, -1, None, None])
         pi = target_probs(scores.q_sampled, scores.p_sampled, delta)
-        own = target_probs(scores.q, scores.p, delta)
+        untransformed = target_probs(scores.q, scores.p, delta)
         token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], pi[:, 0])
         size, deferred = jnp.minimum(rows.room, 1), delta[:, 0]
         origin = jnp.where(deferred, Origin.CORRECTION.at(1), Origin.DRAFT).astype(jnp.int32)
         deferred = size * deferred[:, 0]
         return (
-            Block(token[:, None], pi, own, origin, size),
+            Block(token[:, None], pi, untransformed, origin, size),
             roll_back(self.models, caches, rows.start - 1 + size),
             Tally(size, size, size, size - deferred, deferred, size),
         )

@@ -51,13 +51,13 @@ class TokenCascade:
             self.drafter, params[0], caches[0], rows, 1.0 - rows.alphas[:, -1], self.cap, eos_id
         )
         size = drafted.size
-        asked = (size < rows.room) & (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) != eos_id)
+        unfinished = (size < rows.room) & (last_token(drafted, jnp.full_like(rows.last, NO_TOKEN)) != eos_id)
 
         logits, verifier_cache = read(
             self.verifier,
             params[1],
             jnp.concatenate([rows.last[:, None], drafted.tokens[:, :-1]], axis=1),
-            jnp.max(jnp.where(asked, size + 1, 0)),
+            jnp.max(jnp.where(unfinished, size + 1, 0)),
             caches[1],
         )
         logits = at(logits, size)
@@ -65,14 +65,14 @@ class TokenCascade:
         token = draw(at(uniforms(rows, self.level, Role.DRAW, self.width), size), probs)
 
         origin = jnp.where(size == self.cap, Origin.BONUS.at(1), Origin.CORRECTION.at(1)).astype(jnp.int32)
-        own = Block(
+        verifier_block = Block(
             token[:, None],
             probs[:, None],
             jax.nn.softmax(logits, axis=-1)[:, None],
             origin[:, None],
-            asked.astype(jnp.int32),
+            unfinished.astype(jnp.int32),
         )
-        block = append(drafted, own)
+        block = append(drafted, verifier_block)
         caches = roll_back(self.models, (drafter_cache, verifier_cache), rows.start - 1 + block.size)
-        deferred = (asked & (size < self.cap)).astype(jnp.int32)
-        return block, caches, Tally(passes, own.size, size + deferred, size, deferred, block.size)
+        deferred = (unfinished & (size < self.cap)).astype(jnp.int32)
+        return block, caches, Tally(passes, verifier_block.size, size + deferred, size, deferred, block.size)

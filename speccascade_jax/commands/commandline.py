@@ -105,11 +105,11 @@ def at_least(least: int, **values: int | None) -> None:
             raise FieldError(name, value, f"it must be at least {least}.", f"{flag_of(name)} is {value}")
 
 
-def at_most(most: int, **values: int) -> None:
+def at_most(largest: int, **values: int) -> None:
     """Raises FieldError for a flag's value beyond what can be done in any time or memory."""
     for name, value in values.items():
-        if value > most:
-            raise FieldError(name, value, f"it must be at most {most}.", f"{flag_of(name)} is {value}")
+        if value > largest:
+            raise FieldError(name, value, f"it must be at most {largest}.", f"{flag_of(name)} is {value}")
 
 
 def check_summary(path: str | None, field: str) -> None:
@@ -135,11 +135,13 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
     """Names and values, printed as they are."""
     table = Table(Column(), Column(Text(title)), show_header=True)
     for name, value in summary.items():
-        for row, own in enumerate(value) if name == "levels" else [(None, value)]:
-            shown = f"{own:.3f}" if isinstance(own, float) else str(own)
-            if isinstance(own, dict):
-                shown = ", ".join(f"{count} {what}" for what, count in own.items())
-            table.add_row(Text(name if row is None else f"model {row}"), Text("-" if own is None else shown))
+        for row, figure in enumerate(value) if name == "levels" else [(None, value)]:
+            shown = f"{figure:.3f}" if isinstance(figure, float) else str(figure)
+            if isinstance(figure, dict):
+                shown = ", ".join(f"{count} {what}" for what, count in figure.items())
+            table.add_row(
+                Text(name if row is None else f"model {row}"), Text("-" if figure is None else shown)
+            )
     return table
 
 

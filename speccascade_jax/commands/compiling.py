@@ -56,10 +56,10 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
         for block_size in a.block_sizes
     ]
     described = tpus.devices_of(a.tpu)
-    for asked in each:
-        tpus.check_pair(asked, described)
+    for case in each:
+        tpus.check_pair(case, described)
     jax.config.update("jax_enable_compilation_cache", False)  # what compiling takes is told
     report = Report(a.output, dtype, device=a.tpu)
-    for asked in each:
-        for title, figures in tpus.figures(tpus.Pair(asked, described), a.tpu, a.acceptance):
+    for case in each:
+        for title, figures in tpus.figures(tpus.Pair(case, described), a.tpu, a.acceptance):
             report.table(title, figures)

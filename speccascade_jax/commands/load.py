@@ -137,10 +137,10 @@ class Alone:
         [lane] = cascade.lanes([settings]).values()
         scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
         rows, _ = cascade.encode(self.texts)
-        read = cascade.own_readings(self.texts)
+        read = cascade.foreign_readings(self.texts)
         scheduler.admit(
             [
-                Request(row, settings, n, lane.numbers(settings), own=reading)
+                Request(row, settings, n, lane.numbers(settings), foreign=reading)
                 for n, (row, reading) in enumerate(zip(rows, read, strict=True))
             ]
         )

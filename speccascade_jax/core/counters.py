@@ -32,15 +32,15 @@ class Counters(NamedTuple):
         accepted: Int[Array, " B"],
         emitted: Int[Array, " B"],
         deferred: Int[Array, " B"],
-        most: int,
+        capacity: int,
     ) -> "Counters":
-        """One round's counts; finished rows count nothing. No round drafts more than `most`."""
-        one = active.astype(jnp.int32)
+        """One round's counts; finished rows count nothing. No round drafts more than `capacity`."""
+        rounds = active.astype(jnp.int32)
         return cls(
-            one,
-            one * drafted,
-            one * accepted,
-            one * deferred,
-            one * emitted,
-            one[:, None] * jax.nn.one_hot(accepted, most + 1, dtype=jnp.int32),
+            rounds,
+            rounds * drafted,
+            rounds * accepted,
+            rounds * deferred,
+            rounds * emitted,
+            rounds[:, None] * jax.nn.one_hot(accepted, capacity + 1, dtype=jnp.int32),
         )

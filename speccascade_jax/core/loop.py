@@ -103,24 +103,24 @@ def requests(
 
 
 def begin(
-    sampler: Sampler, params: Params, asked: Requests, *, max_new_tokens: int, history: int = 0
+    sampler: Sampler, params: Params, batch: Requests, *, max_new_tokens: int, history: int = 0
 ) -> State:
     """Prefills every model; rows with input_length 0 are finished from the start and stay empty.
 
     history: how many rounds back somebody may want to look.
     """
-    widest = max(x.shape[-1] for x in jax.tree.leaves(asked.inputs)) + 1  # no prefix is longer
-    prompt = jax.eval_shape(lambda: prefilled(sampler, params, asked, widest)[0]).tokens.shape[1]
+    widest = max(x.shape[-1] for x in jax.tree.leaves(batch.inputs)) + 1  # no prefix is longer
+    prompt = jax.eval_shape(lambda: prefilled(sampler, params, batch, widest)[0]).tokens.shape[1]
     length = prompt + max_new_tokens + sampler.overhang
-    prefix, caches = prefilled(sampler, params, asked, length)
+    prefix, caches = prefilled(sampler, params, batch, length)
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
-    room = jnp.where(asked.input_length > 0, jnp.clip(asked.limit, 0, max_new_tokens), 0).astype(jnp.int32)
+    room = jnp.where(batch.input_length > 0, jnp.clip(batch.limit, 0, max_new_tokens), 0).astype(jnp.int32)
     blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
     rows = Rows(
-        noise(asked.keys, sampler.level + 1, length),
-        asked.options,
-        asked.alphas,
-        asked.methods,
+        noise(batch.keys, sampler.level + 1, length),
+        batch.options,
+        batch.alphas,
+        batch.methods,
         jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
         prefix.length,
         room,
@@ -135,15 +135,15 @@ def begin(
     return State(blank, blank, nothing, rows, caches, zeros(), seen)
 
 
-def prefilled(sampler: Sampler, params: Params, asked: Requests, length: int) -> tuple[Prefix, Cache]:
+def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) -> tuple[Prefix, Cache]:
     """What is continued, as the smallest model reads it, and every model's cache."""
     both = each(
-        lambda model, own, read: model.prefill(own, read, asked.input_length, length),
+        lambda model, weights, read: model.prefill(weights, read, batch.input_length, length),
         sampler.models,
         params,
-        asked.inputs,
+        batch.inputs,
     )
-    caches = each(lambda model, found: found[1], sampler.models, both)
+    caches = each(lambda model, pair: pair[1], sampler.models, both)
     while not isinstance(both[0], Prefix):
         both = both[0]
     return both[0], caches
@@ -224,7 +224,7 @@ def generate(
     more than max_new_tokens. All of these, the keys and the options are traced: unlike rows share one
     program, and sweeping compiles once. Raises ValueError for arrays of other shapes.
     """
-    asked = requests(sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens)
-    state = begin(sampler, params, asked, max_new_tokens=max_new_tokens)
-    state = run(sampler, params, state, len(asked.limit), eos_id=eos_id)
+    batch = requests(sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens)
+    state = begin(sampler, params, batch, max_new_tokens=max_new_tokens)
+    state = run(sampler, params, state, len(batch.limit), eos_id=eos_id)
     return finish(state, max_new_tokens)

@@ -45,10 +45,10 @@ def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
 def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
     """Caches that cover `length` positions, or what they cover now if that is less."""
 
-    def one(model: LanguageModel, cache: Cache) -> Cache:
+    def shortened(model: LanguageModel, cache: Cache) -> Cache:
         return model.roll_back(cache, jnp.minimum(cache.length, length))
 
-    return each(one, models, caches)
+    return each(shortened, models, caches)
 
 
 def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
@@ -57,24 +57,28 @@ def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"],
     must then hold all of every row that is still read.
     """
 
-    def one(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
-        own = getattr(model, "insert", None)
-        return own(cache, new, slots, like_fresh) if own else insert_rows(cache, new, slots, like_fresh)
+    def merged(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
+        model_insert = getattr(model, "insert", None)
+        return (
+            model_insert(cache, new, slots, like_fresh)
+            if model_insert
+            else insert_rows(cache, new, slots, like_fresh)
+        )
 
-    return each(one, models, caches, fresh)
+    return each(merged, models, caches, fresh)
 
 
 def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
     """insert() of a tree of arrays that all begin with the axis of rows."""
 
-    def one(old: Array, new: Array) -> Array:
+    def replaced(old: Array, new: Array) -> Array:
         sizes = (new if like_fresh else old).shape[1:]
         return fitted(old, sizes).at[slots].set(fitted(new, sizes), mode="drop")
 
-    return jax.tree.map(one, old, new)
+    return jax.tree.map(replaced, old, new)
 
 
 def fitted(x: Array, sizes: tuple[int, ...]) -> Array:
     """x [B, ...] cut or padded with zeros at the end of each axis but the first: [B, *sizes]."""
     x = x[:, *(slice(size) for size in sizes)]
-    return jnp.pad(x, [(0, 0), *((0, size - own) for size, own in zip(sizes, x.shape[1:], strict=True))])
+    return jnp.pad(x, [(0, 0), *((0, size - width) for size, width in zip(sizes, x.shape[1:], strict=True))])

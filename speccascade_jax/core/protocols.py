@@ -107,7 +107,7 @@ class Block(NamedTuple):
 
     tokens: Int[Array, "B N"]
     probs: Float[Array, "B N V"]  # the law each token was drawn from
-    own: Float[Array, "B N V"]  # the same law built from untransformed distributions
+    untransformed: Float[Array, "B N V"]  # the same law built from untransformed distributions
     origin: Int[Array, "B N"]  # Origin.at(level)
     size: Int[Array, " B"]  # 0 .. min(N, room)
 

@@ -28,11 +28,11 @@ def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B l
     everything else a round does besides the models.
     """
 
-    def one(key, role, position):
+    def uniform(key, role, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, role), position))
 
     roles, positions = jnp.arange(levels * len(Role)), jnp.arange(length)
-    by_position = jax.vmap(one, (None, None, 0))
+    by_position = jax.vmap(uniform, (None, None, 0))
     by_role = jax.vmap(by_position, (None, 0, None))
     table = jax.vmap(by_role, (0, None, None))(keys, roles, positions)
     return table.reshape(-1, levels, len(Role), length)

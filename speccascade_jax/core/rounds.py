@@ -52,9 +52,9 @@ def written(
     """The round's tokens, the accepted draft and then the next token, and their origins."""
     column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
     tokens = jnp.where(column == stop, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
-    own = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
+    next_origin = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
     kept = origin - origin % len(Origin) + Origin.DRAFT  # its writer's level stays
-    return tokens, jnp.where(column < stop, kept, own).astype(jnp.int32)
+    return tokens, jnp.where(column < stop, kept, next_origin).astype(jnp.int32)
 
 
 def append(drafted: Block, block: Block) -> Block:

@@ -73,9 +73,9 @@ def certainty(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
     return -entropy(x)
 
 
-def chow(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max, most: float = 1.0) -> Array:
+def chow(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max, highest: float = 1.0) -> Array:
     """max q < 1 - alpha (Chow 1970); by certainty H(q) > alpha."""
-    return by(s.q) < most - alpha
+    return by(s.q) < highest - alpha
 
 
 def diff(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max) -> Array:

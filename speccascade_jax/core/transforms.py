@@ -86,7 +86,11 @@ class SamplingOptions:
     bounds: tuple[tuple[str, int], ...]  # of the bounded ones
 
     def __init__(self, temperature: Any = 1.0, **values: Any):
-        bounds = {name: values.pop(f"max_{name}", None) for name, one in TRUNCATIONS.items() if one.bounded}
+        bounds = {
+            name: values.pop(f"max_{name}", None)
+            for name, truncation in TRUNCATIONS.items()
+            if truncation.bounded
+        }
         if unknown := values.keys() - TRUNCATIONS.keys():
             raise TypeError(
                 f"SamplingOptions has no {min(unknown)!r}; it has temperature, {', '.join(TRUNCATIONS)}."
@@ -219,8 +223,8 @@ def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "
 
     def bit(n: Array, edge: Array) -> Array:
         higher = edge | (jnp.uint32(2**31) >> n)
-        found = jnp.sum(jnp.where(bits >= higher, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(found >= enough, higher, edge)
+        total = jnp.sum(jnp.where(bits >= higher, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(total >= enough, higher, edge)
 
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     edge = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bit, jnp.zeros_like(bits[..., :1]))
@@ -294,8 +298,8 @@ TRUNCATIONS: dict[str, Truncation] = {
 """By name: what Settings, flags and requests call it."""
 
 
-SamplingOptions.__signature__ = inspect.Signature(
-    [  # type: ignore[attr-defined]
+SamplingOptions.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
         inspect.Parameter("temperature", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0),
         *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in TRUNCATIONS),
     ]

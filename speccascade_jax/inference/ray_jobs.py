@@ -101,7 +101,7 @@ class Worker:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Decodes the shards of a batch, and writes their files whole."""
-        for shard in (Shard(**json.loads(one)) for one in batch["shard"]):
+        for shard in (Shard(**json.loads(text)) for text in batch["shard"]):
             outputs = self.cascade.generate(
                 shard.texts,
                 self.run.settings,
@@ -112,7 +112,7 @@ class Worker:
             lines = [json.dumps(dataclasses.asdict(output), ensure_ascii=False) + "\n" for output in outputs]
             write_whole(settings_file(shard.file), json.dumps(self.settings, indent=1) + "\n")
             write_whole(shard.file, "".join(lines))
-        return {"first": [json.loads(one)["first"] for one in batch["shard"]]}
+        return {"first": [json.loads(text)["first"] for text in batch["shard"]]}
 
 
 def decode(

@@ -84,7 +84,7 @@ class Cascade:
     chat: bool = False  # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
-    router: Method | None = None  # a trained method, which stands for its name: see learned.router
+    trained: Method | None = None  # a trained method, which stands for its name: see learned.router
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -96,12 +96,14 @@ class Cascade:
             copy.copy(model) if any(model is other for other in self.models[:n]) else model
             for n, model in enumerate(self.models)
         )
-        self.named = {**({self.router.name: self.router} if self.router else {}), **named(self.samplers)}
+        self.named = {**({self.trained.name: self.trained} if self.trained else {}), **named(self.samplers)}
         if self.chat:
             self.tokenizer.template()
         if self.mesh is not None:
-            placed = {id(own): jax.device_put(own, NamedSharding(self.mesh, P())) for own in self.params}
-            self.params = tuple(placed[id(own)] for own in self.params)
+            placed = {
+                id(weights): jax.device_put(weights, NamedSharding(self.mesh, P())) for weights in self.params
+            }
+            self.params = tuple(placed[id(weights)] for weights in self.params)
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.strategy = VOCABULARIES[self.vocabulary]
         self.host_drafter: Any = None
@@ -143,23 +145,26 @@ class Cascade:
 
         *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, decoding=True)
         target = Tokenizer(tokenizer or largest.tokenizer_file())
-        read = [target if tokenizer else Tokenizer(one.tokenizer_file()) for one in others] + [target]
-        for one, own in zip(loaded, read, strict=True):
-            if own.size > one.model.vocab_size:
+        read = [target if tokenizer else Tokenizer(other.tokenizer_file()) for other in others] + [target]
+        for checkpoint, model_tokenizer in zip(loaded, read, strict=True):
+            if model_tokenizer.size > checkpoint.model.vocab_size:
                 raise ValueError(
-                    f"the tokenizer {tokenizer or one.tokenizer} has {own.size} pieces, the "
-                    f"models only {one.model.vocab_size}: it belongs to other models."
+                    f"the tokenizer {tokenizer or checkpoint.tokenizer} has {model_tokenizer.size} pieces, "
+                    f"the models only {checkpoint.model.vocab_size}: it belongs to other models."
                 )
-        found = joined(
-            [(one.model, one.params, own) for one, own in zip(loaded, read, strict=True)],
+        joint = joined(
+            [
+                (checkpoint.model, checkpoint.params, model_tokenizer)
+                for checkpoint, model_tokenizer in zip(loaded, read, strict=True)
+            ],
             VOCABULARIES[vocabulary],
         )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         return cls(
-            tuple(found.models),
-            tuple(found.params),
+            tuple(joint.models),
+            tuple(joint.params),
             target,
-            foreign=found.foreign,
+            foreign=joint.foreign,
             vocabulary=vocabulary,
             **fields,
         )
@@ -188,7 +193,7 @@ class Cascade:
             "samplers",
         )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
-        same["router"] = router.load(config.router) if config.router else None
+        same["trained"] = router.load(config.router) if config.router else None
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property
@@ -257,7 +262,7 @@ class Cascade:
         for n, text in enumerate(texts, first_index):
             if not isinstance(text, str):
                 raise ValueError(f"input {n} is {text!r}, not a text.")
-        rows = self.tokenizer.encode_batch(self.asked(texts, self.tokenizer))
+        rows = self.tokenizer.encode_batch(self.prompts(texts, self.tokenizer))
         limit, cut = self.max_source_length, []
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
             whole = len(self.tokenizer.framed(row))
@@ -270,14 +275,14 @@ class Cascade:
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
 
-    def own_readings(self, texts: Sequence[str]) -> list[dict[Translated, list[int]]]:
+    def foreign_readings(self, texts: Sequence[str]) -> list[dict[Translated, list[int]]]:
         """Each text as every model of another vocabulary reads it."""
-        return readings(self.foreign, texts, self.max_source_length, self.asked)
+        return readings(self.foreign, texts, self.max_source_length, self.prompts)
 
-    def asked(self, texts: Sequence[str], own: Tokenizer) -> list[str]:
+    def prompts(self, texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
         """What a model with this tokenizer reads for each text."""
         texts = [self.prefix + text + self.suffix for text in texts]
-        return as_user(texts, own, self.tokenizer) if self.chat else texts
+        return as_user(texts, tokenizer, self.tokenizer) if self.chat else texts
 
     def generate(
         self,
@@ -302,16 +307,16 @@ class Cascade:
         for name, value, least in (("batch_size", batch_size, 1), ("first_index", first_index, 0)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}.")
-        one = settings is None or isinstance(settings, Settings)
-        given: Any = [settings or Settings()] if one else settings
-        each = [self.checked(own, changes) for own in given]
-        if not one:
+        shared = settings is None or isinstance(settings, Settings)
+        unchecked: Any = [settings or Settings()] if shared else settings
+        each = [self.checked(point, changes) for point in unchecked]
+        if not shared:
             texts = list(texts)
             if len(texts) != len(each):
                 raise ValueError(
                     f"{len(texts)} texts and {len(each)} settings: give one for all, or one for each text."
                 )
-        return self._generate(iter(texts), each, one, batch_size, truncate, first_index)
+        return self._generate(iter(texts), each, shared, batch_size, truncate, first_index)
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they have none of their own."""
@@ -340,7 +345,7 @@ class Cascade:
         self,
         texts: Iterator[str],
         each: list[Settings],
-        one: bool,
+        shared: bool,
         batch_size: int,
         truncate: bool,
         first_index: int,
@@ -354,8 +359,8 @@ class Cascade:
             needed = -(-len(window) // self.devices)
             batch_size = min(batch_size, max(SMALL_BATCH, 1 << max(needed - 1, 0).bit_length()))
         while window:
-            own = each * len(window) if one else each[begun - first_index :][: len(window)]
-            yield from self._window(lanes, window, own, begun, batch_size, truncate)
+            window_settings = each * len(window) if shared else each[begun - first_index :][: len(window)]
+            yield from self._window(lanes, window, window_settings, begun, batch_size, truncate)
             begun += len(window)
             window = list(islice(texts, capacity))
 
@@ -379,17 +384,17 @@ class Cascade:
                 by_lane.setdefault(self.lane_of(settings), []).append(n)
         for key, chosen in by_lane.items():
             decode = partial(self._decode, batch_size=batch_size)
-            read = self.own_readings([texts[n] for n in chosen])
-            asked = [
-                Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, one)
-                for n, one in zip(chosen, read, strict=True)
+            read = self.foreign_readings([texts[n] for n in chosen])
+            requests = [
+                Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, reading)
+                for n, reading in zip(chosen, read, strict=True)
             ]
-            found = (
-                self._rewritten(lanes, asked, decode)
+            results = (
+                self._rewritten(lanes, requests, decode)
                 if self._confidence(each[chosen[0]])
-                else decode(lanes[key], asked)
+                else decode(lanes[key], requests)
             )
-            for n, result in zip(chosen, found, strict=True):
+            for n, result in zip(chosen, results, strict=True):
                 if isinstance(result, LogitsError):
                     outputs[n] = result
                     continue
@@ -400,14 +405,14 @@ class Cascade:
                 raise ValueError(f"input {number}: {output}") from None
             yield output
 
-    def _decode(self, lane: Lane, asked: list[Request], batch_size: int) -> list[Result | LogitsError]:
+    def _decode(self, lane: Lane, requests: list[Request], batch_size: int) -> list[Result | LogitsError]:
         """The requests' results, in their order."""
         scheduler = self.scheduler(lane.plan, lane.params, batch_size)
-        ids, found = scheduler.admit(asked), dict[int, Result | LogitsError]()
+        ids, results = scheduler.admit(requests), dict[int, Result | LogitsError]()
         while scheduler.busy:
             scheduler.run()
-            found |= dict(scheduler.finished())
-        return [found[number] for number in ids]
+            results |= dict(scheduler.finished())
+        return [results[number] for number in ids]
 
     def _confidence(self, settings: Settings) -> Callable[[np.ndarray], float] | None:
         """What says whether the verifier writes a text anew; None where it never does."""
@@ -417,26 +422,26 @@ class Cascade:
     def _rewritten(
         self,
         lanes: dict[Any, Lane],
-        asked: list[Request],
+        requests: list[Request],
         decode: Callable[[Lane, list[Request]], list[Result | LogitsError]],
     ) -> list[Result | LogitsError]:
         """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
-        drafts = decode(lanes[self.lane_of(asked[0].settings)], asked)
+        drafts = decode(lanes[self.lane_of(requests[0].settings)], requests)
         deferred = []
-        for n, (draft, request) in enumerate(zip(drafts, asked, strict=True)):
+        for n, (draft, request) in enumerate(zip(drafts, requests, strict=True)):
             if isinstance(draft, LogitsError):
                 continue
             log_q, settings = np.array(draft.counts["log_q"]), request.settings
             confidence = self._confidence(settings)
             if confidence and log_q.size and confidence(log_q) < 1 - settings.of_levels("alpha", 1)[0]:
                 deferred.append(n)
-        again = [asked[n]._replace(number=asked[n].number + REWRITTEN) for n in deferred]
+        again = [requests[n]._replace(number=requests[n].number + REWRITTEN) for n in deferred]
         rewritten = dict(zip(deferred, decode(lanes[VERIFIER], again), strict=True))
-        found: list[Result | LogitsError] = []
+        results: list[Result | LogitsError] = []
         for n, draft in enumerate(drafts):
             kept = rewritten.get(n, draft)
             if isinstance(draft, LogitsError) or isinstance(kept, LogitsError):
-                found.append(LogitsError())
+                results.append(LogitsError())
                 continue
             size = len(draft.tokens)
             counts = {
@@ -448,12 +453,12 @@ class Cascade:
                 "emitted": size,
             }
             if n in rewritten:
-                own = len(kept.tokens)
-                counts |= {"rounds": own, "accepted": 0, "deferred": size, "emitted": own}
+                length = len(kept.tokens)
+                counts |= {"rounds": length, "accepted": 0, "deferred": size, "emitted": length}
             origin = ["correction" if n in rewritten else "draft"] * len(kept.tokens)
             level = [int(n in rewritten)] * len(kept.tokens)
-            found.append(kept._replace(origin=origin, level=level, counts=counts))
-        return found
+            results.append(kept._replace(origin=origin, level=level, counts=counts))
+        return results
 
     def stream(
         self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
@@ -471,7 +476,12 @@ class Cascade:
         [number] = scheduler.admit(
             [
                 Request(
-                    row, settings, index, lane.numbers(settings), settings.stop, self.own_readings([text])[0]
+                    row,
+                    settings,
+                    index,
+                    lane.numbers(settings),
+                    settings.stop,
+                    self.foreign_readings([text])[0],
                 )
             ]
         )

@@ -27,7 +27,7 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
     if run.tokenizer or not all(Path(checkpoints.split_member(path)[0]).is_dir() for path in paths):
         return
     *others, target = (Tokenizer(checkpoints.tokenizer_file(path)).pieces() for path in paths)
-    if all(own == target for own in others):
+    if all(pieces == target for pieces in others):
         return
     for point in points:
         point.check(len(target), len(others))

@@ -62,13 +62,13 @@ def features(s: Scores) -> Float[Array, "*B F"]:
     differs = total_variation(s.p_sampled, s.q_sampled)
     left = [jnp.maximum(x, 0.0) for x in (s.q_sampled - s.p_sampled, s.p_sampled - s.q_sampled)]
     means = [
-        jnp.sum(own * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
-        for own in left
+        jnp.sum(excess * law, axis=-1, keepdims=True) / jnp.where(differs > 0, differs, 1.0)
+        for excess in left
         for law in (s.q, s.p)
     ]
-    most = [jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p)]
+    peaks = [jnp.max(x, axis=-1, keepdims=True) for x in (s.q, s.p)]
     return jnp.concatenate(
-        [*most, entropy(s.q), entropy(s.p), differs, *means, *(jnp.log(mean + LEAST) / 4 for mean in means)],
+        [*peaks, entropy(s.q), entropy(s.p), differs, *means, *(jnp.log(mean + LEAST) / 4 for mean in means)],
         axis=-1,
     )
 
@@ -93,14 +93,14 @@ def method_of(weights: Weights, name: str = "router") -> Method:
     """The method of a trained network, one of TRAINED."""
 
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
-        own = features(s)
-        delta = (plain_advantage(own) + network(weights, own))[..., None] > alpha
+        inputs = features(s)
+        delta = (plain_advantage(inputs) + network(weights, inputs))[..., None] > alpha
         return target_probs(s.q_sampled, s.p_sampled, delta), delta
 
     def mixing(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
-        own = features(s)
-        alpha = jnp.broadcast_to(alpha, (*own.shape[:-1], 1))[..., 0]
-        return mixture(s, drafters_weight(weights, own, alpha)[..., None])
+        inputs = features(s)
+        alpha = jnp.broadcast_to(alpha, (*inputs.shape[:-1], 1))[..., 0]
+        return mixture(s, drafters_weight(weights, inputs, alpha)[..., None])
 
     method = METHODS[name]
     return dataclasses.replace(method, target=deferring if method.defers else mixing)

@@ -157,7 +157,7 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings)
     options = options_of(settings)
     size = max(len(output.tokens) for output in kept)
     rows, _ = cascade.encode([output.source for output in kept], truncate=True)
-    readings = cascade.own_readings([output.source for output in kept])
+    readings = cascade.foreign_readings([output.source for output in kept])
     needed = [model.needs(len(ids)) for reading in readings for model, ids in reading.items()]
     width = cascade.bucket(max([*map(len, rows), *needed]))
 

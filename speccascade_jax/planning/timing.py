@@ -102,14 +102,14 @@ def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
     def spent(often: int) -> float:
         return timed(lambda: jax.block_until_ready(compiled(np.int32(often), *arguments)))
 
-    def own() -> float:
+    def seconds() -> float:
         first = spent(1)
         if once:
             return first
         times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # what ran before left its weights behind: now warm
         return (spent(1 + times) - spent(1)) / times
 
-    return own
+    return seconds
 
 
 def time_parts(programs: dict[str, Part], repetitions: int, once: Collection[str] = ()) -> dict[str, Timing]:

@@ -24,7 +24,7 @@ def continues(model: Any, params: Params) -> bool:
     if isinstance(model, Translated):
         return False
     two = jax.ShapeDtypeStruct((1, 2), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    prefix, _ = jax.eval_shape(lambda params, *asked: model.prefill(params, *asked, 3), params, *two)
+    prefix, _ = jax.eval_shape(lambda params, *arguments: model.prefill(params, *arguments, 3), params, *two)
     return prefix.tokens.shape == (1, 2)
 
 
@@ -83,10 +83,10 @@ def read_chunk(
     """`state`, begun with Unread, once `tokens` have been read, which stand at `start` of every prompt: up to
     there a row has read its own, which may end before."""
 
-    def one(model: Any, own: Params, cache: Cache) -> Cache:
-        if not continues(model, own):
+    def advanced(model: Any, weights: Params, cache: Cache) -> Cache:
+        if not continues(model, weights):
             return cache
         cache = roll_back(model, cache, jnp.full_like(state.rows.start, start))
-        return roll_back(model, model.extend(own, tokens, cache)[1], state.rows.start - 1)
+        return roll_back(model, model.extend(weights, tokens, cache)[1], state.rows.start - 1)
 
-    return state._replace(caches=each(one, sampler.models, params, state.caches))
+    return state._replace(caches=each(advanced, sampler.models, params, state.caches))

@@ -42,11 +42,11 @@ class Continuous(Scheduler):
     def busy(self) -> bool:
         return super().busy or bool(self.reading)
 
-    def _turn(self, one: tuple[int, Request]) -> Any:
-        return -one[0]
+    def _turn(self, entry: tuple[int, Request]) -> Any:
+        return -entry[0]
 
     def cancel(self, number: int) -> None:
-        self.reading = [left for one in self.reading for left in one.without([number])]
+        self.reading = [left for reading in self.reading for left in reading.without([number])]
         super().cancel(number)
 
     def run(self, rounds: int | None = None) -> None:
@@ -65,9 +65,11 @@ class Continuous(Scheduler):
     def _place_one_by_one(self) -> bool:
         """Whoever comes takes an idle row, those first whose prompts have been read."""
         while True:
-            self.reading = [left for one in self.reading for left in one.without(self._refill(one))]
+            self.reading = [
+                left for reading in self.reading for left in reading.without(self._refill(reading))
+            ]
             idle, count = self._idle(), self.ahead
-            supplied = {place // one.rows for one in self.reading for place in one.placed}
+            supplied = {place // reading.rows for reading in self.reading for place in reading.placed}
             devices = [device for device, rows in enumerate(idle) if rows and device not in supplied]
             if not (devices and self.waiting):
                 return False
@@ -82,7 +84,7 @@ class Continuous(Scheduler):
         width = self._width_of([self.waiting[-1][1]])
         alike = [number for number, request in self.waiting if self._width_of([request]) == width]
         chosen = sorted(alike)[:count]
-        self.waiting.sort(key=lambda one: (one[0] in chosen, -one[0]))
+        self.waiting.sort(key=lambda entry: (entry[0] in chosen, -entry[0]))
 
     def _place_by_chunks(self) -> bool:
         """Rows that run do a round between two chunks of a prompt."""
@@ -111,9 +113,9 @@ class Continuous(Scheduler):
         """Makes the batch as wide as its rows and those to come need."""
         programs, rows = self.programs, self.batch_size
         placed = [self.running, *(read.placed for read in reading)]
-        here = [request for own in placed for _, request in own.values()]
+        here = [request for places in placed for _, request in places.values()]
         needed = self._width_of(here) if all_plain(here) else self.widths[-1]
-        width = next(one for one in self.widths if one >= max(needed, *(read.width for read in reading)))
+        width = next(size for size in self.widths if size >= max(needed, *(read.width for read in reading)))
         if width == self.width:
             return
         if width not in self.blank:
@@ -153,7 +155,7 @@ class Continuous(Scheduler):
             for other in self.widths:
                 if other != width:
                     programs.refill(rows, width, 1, other, True)
-            for fresh in [width] if chunk else [one for one in widths if one <= width]:
+            for fresh in [width] if chunk else [size for size in widths if size <= width]:
                 for count in {1} if chunk else {1, self.ahead}:
                     programs.refill(rows, width, count, fresh, False)
         programs.run(rows, self.widths[-1], False)  # rows that truncate are never in a narrow batch

@@ -95,9 +95,9 @@ class Programs:
         """
 
         def compiled() -> Any:
-            asked = self._asked(rows, width)
-            self._check_memory(rows, jax.eval_shape(self._begin, self.params, *asked))
-            return jax.jit(self._begin).lower(self.params, *asked)
+            arguments = self._arguments(rows, width)
+            self._check_memory(rows, jax.eval_shape(self._begin, self.params, *arguments))
+            return jax.jit(self._begin).lower(self.params, *arguments)
 
         return self._once(("begin", rows, width), compiled)
 
@@ -172,15 +172,15 @@ class Programs:
         plan = self.plan
         sampler: Any = Unread(plan.sampler) if plan.chunk else plan.sampler
 
-        def begin(params: Any, asked: loop.Requests, want: Any) -> loop.State:
+        def begin(params: Any, batch: loop.Requests, want: Any) -> loop.State:
             state = loop.begin(
-                sampler, params, asked, max_new_tokens=plan.max_new_tokens, history=plan.history
+                sampler, params, batch, max_new_tokens=plan.max_new_tokens, history=plan.history
             )
             return state._replace(rows=state.rows._replace(want=want))
 
         return self._mapped(begin, P(), P(AXIS), P(AXIS))
 
-    def _asked(self, rows: int, width: int) -> tuple[Any, Any]:
+    def _arguments(self, rows: int, width: int) -> tuple[Any, Any]:
         """The shapes of begin()'s arguments but the parameters."""
         size = rows * self.devices
         want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
@@ -202,9 +202,9 @@ class Programs:
         """The shapes of a State, and where begin() has put its parts: there they stay."""
         if (rows, width) not in self.states:
             where = self.begin(rows, width).output_shardings
-            found = jax.eval_shape(self._begin, self.params, *self._asked(rows, width))
+            shapes = jax.eval_shape(self._begin, self.params, *self._arguments(rows, width))
             self.states[rows, width] = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), found, where
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
             )
         return self.states[rows, width]
 
@@ -266,9 +266,9 @@ def shardings(shapes: Any) -> Any:
 
 def free_memory() -> int | None:
     """Bytes that are free on the first device, or on the host of CPU devices; None where nobody says."""
-    found = jax.local_devices()[0].memory_stats()
-    if found and "bytes_limit" in found:
-        return found["bytes_limit"] - found["bytes_in_use"]
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return statistics["bytes_limit"] - statistics["bytes_in_use"]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))

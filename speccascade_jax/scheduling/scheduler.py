@@ -39,12 +39,12 @@ class Request(NamedTuple):
     number: int = 0  # with the seed it fixes the random draws
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    own: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
+    foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
 
     @property
     def size(self) -> int:
         """How wide the inputs are that hold it."""
-        return max([len(self.tokens), *(model.needs(len(own)) for model, own in self.own.items())])
+        return max([len(self.tokens), *(model.needs(len(ids)) for model, ids in self.foreign.items())])
 
 
 class Reading(NamedTuple):
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
     def without(self, gone: Iterable[int]) -> list["Reading"]:
         """What is left without these requests: nothing, or one."""
-        placed = {place: one for place, one in self.placed.items() if one[0] not in gone}
+        placed = {place: entry for place, entry in self.placed.items() if entry[0] not in gone}
         return [self._replace(placed=placed)] if placed else []
 
 
@@ -145,14 +145,14 @@ class Scheduler:
         self.waiting = sorted([*self.waiting, *new], key=self._turn)
         return [number for number, _ in new]
 
-    def _turn(self, one: tuple[int, Request]) -> Any:
+    def _turn(self, entry: tuple[int, Request]) -> Any:
         """Where it stands among those that wait."""
-        return one[1].size, one[0]
+        return entry[1].size, entry[0]
 
     def cancel(self, number: int) -> None:
         """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
-        self.waiting = [one for one in self.waiting if one[0] != number]
-        self._stop([row for row, (own, _) in self.running.items() if own == number])
+        self.waiting = [entry for entry in self.waiting if entry[0] != number]
+        self._stop([row for row, (other, _) in self.running.items() if other == number])
 
     def finished(self) -> list[tuple[int, Result | LogitsError]]:
         """The requests that have finished since the last call, by id; one whose logits are not numbers ends
@@ -162,7 +162,7 @@ class Scheduler:
 
     def partial(self, number: int) -> Result | None:
         """What a running request has written by the end of the last run(); None where it runs no more."""
-        row = next((row for row, (own, _) in self.running.items() if own == number), None)
+        row = next((row for row, (other, _) in self.running.items() if other == number), None)
         return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
 
     def run(self, rounds: int | None = None) -> None:
@@ -173,24 +173,24 @@ class Scheduler:
         if not self.running:
             return
         stops = any(request.stop for _, request in self.running.values())
-        most = NO_LIMIT if rounds is None else np.int32(rounds)
-        most = min(most, np.int32(1 if held else LOOK_EVERY)) if stops or held else most
+        limit = NO_LIMIT if rounds is None else np.int32(rounds)
+        limit = min(limit, np.int32(1 if held else LOOK_EVERY)) if stops or held else limit
         enough = self.share if self.waiting and not held else self.batch_size
-        self._rounds(np.int32(enough), most)
+        self._rounds(np.int32(enough), limit)
         state = self.state
         self.seen = self.programs.fetch(
             (state.tokens, state.origin, state.emitted, state.rows.room, state.counts, state.history)
         )
         self._take_finished()
 
-    def _rounds(self, enough: np.int32, most: np.int32) -> None:
-        """Up to `most` rounds, until `enough` rows are finished; a single one where drafts are proposed."""
+    def _rounds(self, enough: np.int32, limit: np.int32) -> None:
+        """Up to `limit` rounds, until `enough` rows are finished; a single one where drafts are proposed."""
         if self.proposer is not None:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
-            most = np.int32(1)
+            limit = np.int32(1)
         program = self.programs.run(self.batch_size, self.width, self._plain())
-        self.state = self.programs.call(program, self.programs.params, self.state, enough, most)
+        self.state = self.programs.call(program, self.programs.params, self.state, enough, limit)
 
     def _written(self, row: int) -> list[int]:
         """The tokens that a row had written when it was last looked at."""
@@ -231,7 +231,7 @@ class Scheduler:
             jax.tree.map(lambda x: x[row], counts) if stopped is None else counts_at(history, row, len(kept))
         )
         levels, origins = np.divmod(origin[row, : len(kept)], len(Origin))
-        names = [Origin(one).name.lower() for one in origins]
+        names = [Origin(code).name.lower() for code in origins]
         numbers = self.programs.plan.sampler.plain(counts)
         return Result(kept, names, levels.tolist(), numbers), stopped is not None
 
@@ -287,11 +287,11 @@ class Scheduler:
         programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
         slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
         for device, local in enumerate(self._idle()):
-            own = [place for place in read.placed if place // count == device][: len(local)]
-            slots[own] = local[: len(own)]
+            places = [place for place in read.placed if place // count == device][: len(local)]
+            slots[places] = local[: len(places)]
         taken = {
-            place // count * rows + int(slots[place]): one
-            for place, one in read.placed.items()
+            place // count * rows + int(slots[place]): entry
+            for place, entry in read.placed.items()
             if slots[place] < rows
         }
         if not taken:
@@ -328,33 +328,33 @@ class Scheduler:
         rows = [placed.get(row, empty) for row in range(count * programs.devices)]
         want = None
         if plan.ragged:
-            sizes = [one.settings.block_sizes(plan.sampler.level)[-1] for one in rows]
+            sizes = [request.settings.block_sizes(plan.sampler.level)[-1] for request in rows]
             want = np.array(sizes, np.int32) + 1
-        asked, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
-        return programs.call(programs.begin(count, width), programs.params, asked, want)
+        batch, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
+        return programs.call(programs.begin(count, width), programs.params, batch, want)
 
 
-def arguments(plan: Plan, asked: Sequence[Request], width: int, pad_id: int) -> Requests:
+def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) -> Requests:
     """The requests as begin() takes them, inputs padded to `width`; one without tokens is an empty row."""
-    own = [request.settings for request in asked]
+    settings = [request.settings for request in requests]
 
     def column(name: str, off: float, dtype: Any) -> np.ndarray:
         with np.errstate(over="ignore"):  # 1e308 is as good as infinite
-            return np.array([off if (value := getattr(s, name)) is None else value for s in own], dtype)
+            return np.array([off if (value := getattr(s, name)) is None else value for s in settings], dtype)
 
-    inputs, lengths = pad([request.tokens for request in asked], width, pad_id)
+    inputs, lengths = pad([request.tokens for request in requests], width, pad_id)
     options = plan.options(
         column("temperature", 0, np.float32),
         {name: column(name, TRUNCATIONS[name].off, TRUNCATIONS[name].dtype) for name in plan.truncations},
     )
-    inputs = inputs_of(plan.sampler.models, inputs, [request.own for request in asked])
-    rows, levels = len(asked), plan.sampler.level
+    inputs = inputs_of(plan.sampler.models, inputs, [request.foreign for request in requests])
+    rows, levels = len(requests), plan.sampler.level
     largest = np.finfo(np.float32).max  # 1e300 is as good as that
-    alphas = np.clip([s.of_levels("alpha", levels) for s in own], -largest, largest).astype(np.float32)
-    methods = np.array([request.methods or (0,) * levels for request in asked], np.int32)
+    alphas = np.clip([s.of_levels("alpha", levels) for s in settings], -largest, largest).astype(np.float32)
+    methods = np.array([request.methods or (0,) * levels for request in requests], np.int32)
     return Requests._make(
         (
-            row_keys([s.seed for s in own], [request.number for request in asked]),
+            row_keys([s.seed for s in settings], [request.number for request in requests]),
             inputs,
             lengths,
             column("max_new_tokens", plan.max_new_tokens, np.int32),

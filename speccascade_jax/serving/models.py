@@ -225,7 +225,7 @@ class ServedModel:
             )
         else:
             rows, cut = cascade.encode(texts, truncate=True)
-            foreign = cascade.own_readings(texts)
+            foreign = cascade.foreign_readings(texts)
         if any(cut) or max(map(len, rows)) > limit:
             raise too_long(field, f"more tokens than {limit}", limit)
         return [Prompt(*pair) for pair in zip(rows, foreign, strict=True)]

@@ -260,7 +260,7 @@ class TextProposer:
                 "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
             )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
-        self.block_size = programs.plan.sampler.models[0].most
+        self.block_size = programs.plan.sampler.models[0].block_size
         self.count = drafter.passes(self.block_size)
         self.cache: Any = None
         self.drafting: dict[int, Row] = {}
@@ -309,7 +309,7 @@ class TextProposer:
         ]
         if not fresh:
             return
-        sources = [running[row][1].own[drafter.translated] for row in fresh]
+        sources = [running[row][1].foreign[drafter.translated] for row in fresh]
         source, length = pad(sources + [[]] * (rows - len(sources)), drafter.source_width, 0)
         last, begun, cache = self.programs.call(drafter.begin, drafter.params, source, length, self.count)
         slots = np.array(fresh + [rows] * (rows - len(fresh)), np.int32)

@@ -195,9 +195,9 @@ def test_a_file_decodes_by_its_network(tmp_path):
     texts = [
         [o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
         for cascade, more in (
-            (pair(router=router.load(path)), {}),
+            (pair(trained=router.load(path)), {}),
             (pair(), {"method": "opt"}),
-            (pair(router=router.method_of(NOTHING)), {}),
+            (pair(trained=router.method_of(NOTHING)), {}),
         )
     ]
     assert texts[0] != texts[1] == texts[2]
@@ -206,12 +206,12 @@ def test_a_file_decodes_by_its_network(tmp_path):
 def test_only_routers_files_are_read(tmp_path):
     path, options = tmp_path / "router.json", {"method": "router", "alpha": 0.3}
     path.write_text(router.described(WEIGHTS, pair="toy"))
-    assert pair(router=router.load(path)).checked(Settings(), options).name == "router"
+    assert pair(trained=router.load(path)).checked(Settings(), options).name == "router"
     with pytest.raises(FieldError) as error:
         pair().checked(Settings(), options)
     assert (error.value.field, error.value.value) == ("method", "router")
     with pytest.raises(FieldError) as error:
-        pair(router=router.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
+        pair(trained=router.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
     assert (error.value.field, error.value.value) == ("method", "learned_mixture")
     path.write_text(router.described(WEIGHTS, "learned_mixture", pair="toy"))
     assert router.load(path).name == "learned_mixture" and router.load(path).high == 1

@@ -87,12 +87,12 @@ class Narrowed(Speculative):
         def of(width: int) -> Callable[[Any], tuple[Array, Block, Cache, Counts]]:
             def narrow(carry: Any) -> tuple[Array, Block, Cache, Counts]:
                 # With what changes in the loop, or XLA would compute beforehand what every width needs.
-                (draft, asked, counts), (_, _, now, _) = lax.optimization_barrier(
+                (draft, rows_now, counts), (_, _, now, _) = lax.optimization_barrier(
                     ((drafted, rows, drafter_counts), carry)
                 )
                 cut = Block._make((*(x[:, : width + 1] for x in draft[:-1]), draft.size))
                 lower = now if self.shares else now[0]
-                block, *rest = verified(params, now, asked, eos_id, cut, lower, counts)
+                block, *rest = verified(params, now, rows_now, eos_id, cut, lower, counts)
                 columns = (fitted(x, (self.width, *x.shape[2:])) for x in block[:-1])
                 return jnp.array(True), Block._make((*columns, block.size)), *rest
 
@@ -137,7 +137,7 @@ class Adaptive(Narrowed):
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         lossless = jnp.array([method.lossless and self.spares for method in self.methods])
         spared = lossless[rows.methods[:, self.level - 1]]
-        most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         seen: Experience | None = None if rows.so_far is None else rows.so_far[0]
         bias, acceptance = (0.0, ACCEPTANCE) if seen is None else (seen.bias, seen.acceptance)
 
@@ -149,15 +149,15 @@ class Adaptive(Narrowed):
                 recent=recent, start=rows.start + passes, want=None, so_far=None, room=on.astype(jnp.int32)
             )
             block, caches, _ = step(drafter, params, caches, at, eos_id)
-            own = confidence(block.own[:, 0])
-            chance = chance * jnp.clip(own + bias, 0.0, 1.0)
-            takes = self.goes_on(chance, block, spared) & on & (drafted.size < most)
+            estimate = confidence(block.untransformed[:, 0])
+            chance = chance * jnp.clip(estimate + bias, 0.0, 1.0)
+            takes = self.goes_on(chance, block, spared) & on & (drafted.size < limit)
             *columns, sure = (
                 lax.dynamic_update_slice_in_dim(old, new, n, axis=1)
-                for old, new in ((*zip(drafted[:-1], block[:-1], strict=True), (sure, own[:, None])))
+                for old, new in ((*zip(drafted[:-1], block[:-1], strict=True), (sure, estimate[:, None])))
             )
             size, recent = drafted.size + takes, after(block._replace(size=1 * takes), recent)
-            enough = (size == most) | (chance * acceptance < self.stop_below)
+            enough = (size == limit) | (chance * acceptance < self.stop_below)
             on_now = takes & (recent[:, -1] != eos_id) & ~(spared & enough)
             return n + 1, Block._make((*columns, size)), caches, recent, passes + on, sure, chance, on_now
 

@@ -31,7 +31,7 @@ class Proposed:
     """Stands where a drafter's model does; its cache holds the drafts. It has no parameters."""
 
     vocab_size: int
-    most: int  # drafts of a round
+    block_size: int  # drafts of a round
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
 
     def prefill(
@@ -43,7 +43,7 @@ class Proposed:
             prefix = Prefix(jnp.full((rows, 1), self.start_id, jnp.int32), jnp.ones((rows,), jnp.int32))
         nothing = jnp.zeros((rows,), jnp.int32)
         return prefix, Proposals(
-            jnp.zeros((rows, self.most), jnp.int32), nothing, nothing, jnp.maximum(prefix.length - 1, 0)
+            jnp.zeros((rows, self.block_size), jnp.int32), nothing, nothing, jnp.maximum(prefix.length - 1, 0)
         )
 
     def extend(

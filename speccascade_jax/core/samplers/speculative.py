@@ -66,8 +66,8 @@ class Speculative:
     @property
     def shares(self) -> bool:
         """Whether the verifier is part of the network that the drafter's largest model is part of."""
-        own = network_of(self.verifier)
-        return own is not self.verifier and own == top(self.drafter.models, self.drafter.models)
+        network = network_of(self.verifier)
+        return network is not self.verifier and network == top(self.drafter.models, self.drafter.models)
 
     @property
     def models(self) -> Any:
@@ -144,7 +144,7 @@ class Speculative:
         cache = top(self.drafter.models, below) if self.shares else caches[1]
         logits, cache = read(self.verifier, top(self.models, params), cache, rows, self.behind, draft.tokens)
         scores = Scores(
-            drafted.own,
+            drafted.untransformed,
             jax.nn.softmax(logits, axis=-1),
             draft.probs,
             token_probs(logits, rows.options),
@@ -152,7 +152,7 @@ class Speculative:
         )
 
         pi, deferred = self.target(scores, rows, draft)
-        own_pi, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+        untransformed, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
 
         verdict = verify(
             uniforms(rows, self.level, Role.ACCEPT, size),
@@ -168,22 +168,22 @@ class Speculative:
         caches = roll_back(self.models, caches, rows.start - 1 + emitted)
         accepted = jnp.minimum(verdict.num_accepted, emitted)
         counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, self.capacity)
-        return Block(tokens, pi, own_pi, origin, emitted), caches, (drafter_counts, counts)
+        return Block(tokens, pi, untransformed, origin, emitted), caches, (drafter_counts, counts)
 
     def target(
         self, scores: Scores, rows: Rows, draft: Draft
     ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         """pi of each row's method, and at how many drafted positions it defers."""
         alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]
-        found: list[Array] = []
+        result: list[Array] = []
         for number, method in enumerate(self.methods):
             pi, delta = method.target(scores, alpha)
             deferred, mine = deferred_drafts(delta, draft), chosen == number
-            if found:
-                pi = jnp.where(mine[:, None, None], pi, found[0])
-                deferred = jnp.where(mine, deferred, found[1])
-            found = [pi, deferred]
-        return found[0], found[1]
+            if result:
+                pi = jnp.where(mine[:, None, None], pi, result[0])
+                deferred = jnp.where(mine, deferred, result[1])
+            result = [pi, deferred]
+        return result[0], result[1]
 
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         """The draft with its laws, its size in each row, and one more token that is never submitted: its law
@@ -191,8 +191,8 @@ class Speculative:
         pass is spared, the last place is scratch."""
         drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
         extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
-        most = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
-        need = jnp.where(rows.room > 0, most + extra, 0)
+        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        need = jnp.where(rows.room > 0, limit + extra, 0)
 
         def one_block(drafter: Sampler, done: Any, caches: Any, recent: Any, ended: Any = False) -> Any:
             """The drafter's next block, `done` tokens into the draft, which ends with `recent`."""
@@ -215,9 +215,9 @@ class Speculative:
             steps = jnp.arange(1, self.block_size + (not all(lossless)))
             (caches, _), (blocks, counts) = lax.scan(another, begun, steps)
             blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
-            found = (jnp.moveaxis(x[: self.width, :, 0], 0, 1) for x in blocks[:-1])
+            fields = (jnp.moveaxis(x[: self.width, :, 0], 0, 1) for x in blocks[:-1])
             size = jnp.where(rows.room > 0, self.block_size, 0)
-            return Block._make((*found, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
+            return Block._make((*fields, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
 
         def busy(carry: Any) -> Array:
             return (carry[0].size < need) & ~carry[3]
@@ -241,7 +241,7 @@ class Speculative:
         if drafter != self.drafter:  # only the first block has to read what the caches lack
             carry = lax.cond(jnp.any(busy(carry)), partial(advance, drafter=drafter), lambda x: x, carry)
         drafted, caches, *_, counts = lax.while_loop(lambda x: jnp.any(busy(x)), advance, carry)
-        size = jnp.where(extra > 0, jnp.minimum(drafted.size, most), drafted.size)
+        size = jnp.where(extra > 0, jnp.minimum(drafted.size, limit), drafted.size)
         return drafted._replace(size=size), caches, counts
 
 

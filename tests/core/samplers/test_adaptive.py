@@ -63,7 +63,7 @@ class DropsUnlikely(Adaptive):
     """Drops a token that it has drawn because the token's own probability is small."""
 
     def goes_on(self, chance, block, spared):
-        return jnp.take_along_axis(block.own[:, 0], block.tokens, axis=1)[:, 0] >= 0.2
+        return jnp.take_along_axis(block.untransformed[:, 0], block.tokens, axis=1)[:, 0] >= 0.2
 
 
 class NoBonusLaw(Adaptive):
@@ -71,7 +71,7 @@ class NoBonusLaw(Adaptive):
 
     def verified(self, params, caches, rows, eos_id, drafted, *rest):
         inside = (jnp.arange(self.width) < drafted.size[:, None])[..., None]
-        drafted = drafted._replace(probs=drafted.probs * inside, own=drafted.own * inside)
+        drafted = drafted._replace(probs=drafted.probs * inside, untransformed=drafted.untransformed * inside)
         return super().verified(params, caches, rows, eos_id, drafted, *rest)
 
 
