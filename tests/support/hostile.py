@@ -1,5 +1,6 @@
 """Checkpoints and vocabularies read in a process that may be lost, and what may lie in a file's place."""
 
+import contextlib
 import json
 import os
 import select
@@ -47,6 +48,8 @@ class Reader:
             line = self.process.stdout.readline()
             if line:
                 return Outcome(*json.loads(line))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)  # its pipe may close a little earlier
         kind = "hangs" if self.process.poll() is None else "dies"
         self.stop()
         return Outcome(kind, "", 0.0)
