@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import tyro
 
 from speccascade_jax import config as configs
-from speccascade_jax.checkpoints.files import checked_path, read
+from speccascade_jax.checkpoints.files import checked_path, read, shown
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
@@ -30,6 +31,10 @@ KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
 SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting, while the devices have nothing to do
 LARGEST_KEYS = 2**20  # bytes of a file of keys
+BYTE_ORDER = "\ufeff"
+CONTROL = re.compile(
+    r"[\x00-\x08\x0a-\x1f\x7f]"
+)  # what no HTTP header may hold: UTF-16 leaves them in a text
 INTERRUPTED = 130  # the exit code
 MISSING = "to serve: pip install 'speccascade_jax[serve]'."
 
@@ -82,6 +87,10 @@ def keys(arguments: Arguments) -> tuple[str, ...]:
         "".join(keys).encode()
     except UnicodeEncodeError:
         raise ValueError(f"${KEY} is not UTF-8, and no client could send it: choose another key.") from None
+    if any(CONTROL.search(key) for key in keys):
+        raise ValueError(
+            f"${KEY} holds a control character, and no client could send it: choose another key."
+        )
     if "" in keys:
         raise ValueError(f"${KEY} holds no key: unset it to serve without one.")
     return tuple(keys + ([] if arguments.api_key_file is None else keys_in(arguments.api_key_file)))
@@ -99,7 +108,13 @@ def keys_in(path: str) -> list[str]:
         ) from None
     except ValueError as error:
         raise ValueError(f"--api-key-file: {error}") from None
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    # Files that were joined have marks of their byte order within, too.
+    keys = [key for line in text.replace(BYTE_ORDER, "").splitlines() if (key := line.strip())]
+    if any(CONTROL.search(key) for key in keys):
+        raise ValueError(
+            f"--api-key-file {path} holds a key with a control character, which no client could send: "
+            "save the file as UTF-8, and write keys of other characters."
+        )
     if not keys:
         raise ValueError(f"--api-key-file {path} holds no key: write one on a line of its own.")
     return keys
@@ -108,7 +123,7 @@ def keys_in(path: str) -> list[str]:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ValueError where the address cannot be had."""
     if not 0 <= port < 2**16:
-        raise FieldError("port", port, "it lies in [0, 65535].", f"--port is {port}")
+        raise FieldError("port", port, "it lies in [0, 65535].", f"--port is {shown(port)}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -78,7 +78,9 @@ class ChatTemplate:
         if "refusal" in answer:
             raise ValueError(f"the chat template says: {answer['refusal']}")
         if "fault" in answer:
-            raise ValueError(f"the chat template does not take these messages: {answer['fault']}.")
+            raise ValueError(
+                f"the chat template does not take these messages: {answer['fault'].rstrip('.')}."
+            )
         return answer["text"]
 
     @contextlib.contextmanager
@@ -110,7 +112,7 @@ class ChatTemplate:
             answer = {"fault": "it cannot be compiled in time"}
         if "fault" in answer:
             worker.end()
-            raise ValueError(f"the chat template is damaged: {answer['fault']}.")
+            raise ValueError(f"the chat template is damaged: {answer['fault'].rstrip('.')}.")
         return worker
 
 

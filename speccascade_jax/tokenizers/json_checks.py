@@ -18,9 +18,13 @@ LARGEST_ID = 2**24
 LARGEST_STRIP = 1000
 """Characters that a decoder may strip at either end of a token."""
 
+LONGEST_ERROR = 300
+"""Characters of the library's error that are shown."""
+
 
 def checked_content(described: Mapping[str, Any]) -> str:
-    """The file for the library to read: without truncation and padding, which are the caller's business.
+    """The file for the library to read: without truncation and padding, which are the caller's business, and
+    without BPE's dropout, by which a text would have other tokens each time.
 
     Raises RuntimeError where reading it would end the process.
     """
@@ -32,17 +36,22 @@ def checked_content(described: Mapping[str, Any]) -> str:
             _check_template(part)
         if part.get("type") == "Strip":
             _check_strip(part)
-    return json.dumps({**described, "truncation": None, "padding": None})
+    content = {**described, "truncation": None, "padding": None}
+    if isinstance(model := described.get("model"), dict) and "dropout" in model:
+        content["model"] = {**model, "dropout": None}
+    return json.dumps(content)
 
 
 def guarded(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """work(...) of the library. Raises RuntimeError for whatever it raises: a panic is no Exception."""
+    """work(...) of the library. Raises RuntimeError for whatever it raises: a panic is no Exception, and an
+    error may cite the whole file."""
     try:
         return work(*arguments, **options)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise RuntimeError(str(error)) from None
+        said = " ".join(str(error).split())
+        raise RuntimeError(said if len(said) <= LONGEST_ERROR else f"{said[:LONGEST_ERROR]} ...") from None
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ VALUES = st.one_of(
     st.booleans(),
     st.integers(),
     st.integers(-2, 200),
+    st.integers(1, 2000).flatmap(lambda digits: st.sampled_from([10**digits, -(10**digits)])),
     st.floats(),
     st.text(max_size=20),
     st.sampled_from(["1", "201", "", "opt", "speculative", "verifier", "toy", "\x00", "\ud800", "🦜"]),
@@ -44,6 +45,15 @@ NEARLY = st.fixed_dictionaries(
         "seed": st.integers(-(2**64), 2**64),
     },
 )
+SIZES = st.dictionaries(
+    st.sampled_from(["max_tokens", "n", "block_size", "top_k", "logprobs", "seed", "alpha", "temperature"]),
+    st.sampled_from(
+        ["1", "0", "-0", "1e2", "1E400", "-1e-400", *("9" * n for n in (10, 20, 400, 5000, 100_000))]
+    ),
+    min_size=1,
+    max_size=2,
+)
+"""Numbers as they are written, which Python's json would not write."""
 BODIES = st.one_of(
     NEARLY,
     st.dictionaries(NAMES, VALUES, max_size=5),
@@ -89,6 +99,27 @@ def test_every_body_is_answered(path, toy, full):
         check()
         assert gauges(url) == [0, 0]
     assert path.endswith("/chat/completions") or all(body in right for body in RIGHT)
+
+
+def test_every_size_is_answered(toy, full):
+    with serving(toy, max_queue=500) as (url, _):
+
+        @settings(
+            max_examples=300 if full else 30,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(SIZES)
+        def check(sizes):
+            fields = "".join(f', "{name}": {digits}' for name, digits in sizes.items())
+            status, answer, _ = ask(url, b'{"prompt": "1"' + fields.encode() + b"}")
+            assert status == 200 or 400 <= status < 500, (status, sizes)
+            assert status == 200 or 10 < len(answer["error"]["message"]) < 500, answer
+
+        check()
+        assert gauges(url) == [0, 0]
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ import pytest
 from served_toys import ask, gauges, raw
 
 from speccascade_jax.commands import load, serve
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.settings import Settings
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
@@ -83,6 +84,29 @@ def test_keys_are_read_as_utf_8(tmp_path, monkeypatch, served_config):
     monkeypatch.setenv(serve.KEY, "third")
     arguments = serve.parse([f"--config={served_config}", f"--api-key-file={file}"])
     assert serve.keys(arguments) == ("third", "schl\u00fcssel", "second")
+
+
+def test_a_file_of_keys_may_be_joined_of_several(tmp_path):
+    """Each with a mark of its byte order."""
+    (tmp_path / "keys").write_bytes(2 * "\ufefffirst\n".encode() + "\ufeff\ufeffsecond".encode())
+    assert serve.keys_in(str(tmp_path / "keys")) == ["first", "first", "second"]
+
+
+def test_a_key_with_control_characters_is_refused(tmp_path, monkeypatch, served_config):
+    """UTF-16 without a mark of its byte order is UTF-8 with a null in every character."""
+    for content in ("secret\n".encode("utf-16-le"), b"a\x7f", b"\x1b[31m"):
+        (tmp_path / "keys").write_bytes(content)
+        with pytest.raises(ValueError):
+            serve.keys_in(str(tmp_path / "keys"))
+    monkeypatch.setenv(serve.KEY, "a\x01b")
+    with pytest.raises(ValueError):
+        serve.keys(serve.parse([f"--config={served_config}"]))
+
+
+def test_a_port_of_hundreds_of_digits_is_refused_in_a_sentence():
+    with pytest.raises(FieldError) as error:
+        serve.bound("127.0.0.1", 10**400)
+    assert error.value.field == "port" and len(str(error.value)) < 200
 
 
 def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server):

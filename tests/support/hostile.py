@@ -1,5 +1,6 @@
 """Checkpoints and vocabularies read in a process that may be lost, and what may lie in a file's place."""
 
+import contextlib
 import json
 import os
 import select
@@ -12,26 +13,7 @@ from processes import REPOSITORY
 
 SECONDS, GIGABYTES = 10, 2
 DEEP = b"[" * 100_000
-READ = """
-import json, sys
-from pathlib import Path
-from speccascade_jax import checkpoints
-from speccascade_jax.tokenizers.tokenizer import Tokenizer
-import tokenizers
-for name in sys.argv[1:]:
-    checkpoints.load(name)  # imports every library
-print("ready", flush=True)
-for line in sys.stdin:
-    what, path = json.loads(line)
-    try:
-        {"load": checkpoints.load, "config_of": checkpoints.config_of, "tokenizer": Tokenizer}[what](path)
-        kind, said = "loaded", ""
-    except BaseException as error:
-        kind, said = type(error).__name__, str(error)
-    memory = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    gigabytes = int(memory["VmHWM"].split()[0]) / 2**20  # getrusage()'s would count the parent's, too
-    print(json.dumps([kind, ascii(said), gigabytes]), flush=True)
-"""
+READING = Path(__file__).with_name("reading.py")
 
 
 class Outcome(NamedTuple):
@@ -41,14 +23,14 @@ class Outcome(NamedTuple):
 
 
 class Reader:
-    """checkpoints.load and Tokenizer in a process that may be lost."""
+    """What support/reading.py reads, in a process that may be lost."""
 
-    def __init__(self, folders):
-        self.folders, self.process = folders, None
+    def __init__(self, folders=(), seconds=SECONDS):
+        self.folders, self.seconds, self.process = folders, seconds, None
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", READ, *map(str, self.folders)],
+            [sys.executable, str(READING), *map(str, self.folders)],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -62,10 +44,12 @@ class Reader:
             self.start()
         self.process.stdin.write(json.dumps([what, str(path)]) + "\n")
         self.process.stdin.flush()
-        if select.select([self.process.stdout], [], [], SECONDS)[0]:
+        if select.select([self.process.stdout], [], [], self.seconds)[0]:
             line = self.process.stdout.readline()
             if line:
                 return Outcome(*json.loads(line))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)  # its pipe may close a little earlier
         kind = "hangs" if self.process.poll() is None else "dies"
         self.stop()
         return Outcome(kind, "", 0.0)

@@ -1,5 +1,7 @@
 """Tokenizers: two files of one vocabulary, sources that begin with bos, and where a text stops."""
 
+import json
+
 import pytest
 from corpora import PROMPTS, TURN, shuffled
 
@@ -41,6 +43,25 @@ def test_tokenizer_json_is_the_vocabulary_of_tokenizer_model(gemma_vocabulary, t
     for row, text in zip(ours.encode_batch(texts), texts, strict=True):
         assert ours.decode([2, *row, 1]) == text
         assert theirs.decode([2, *row, 1]) == text.replace(TURN[0], "").replace(TURN[1], "")
+
+
+def test_a_text_has_the_same_tokens_each_time(tmp_path):
+    """BPE's dropout, which training may leave in the file, is not read."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<unk>": 0, "</s>": 1, "a": 2, "aa": 3}
+    merged = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "a")], dropout=0.9, unk_token="<unk>"))
+    merged.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode_batch(["a" * 40] * 5) == [[3] * 20] * 5
+
+
+def test_what_the_library_says_is_shortened(tmp_path):
+    """Its errors may cite the whole file."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": "x" * 100_000}))
+    with pytest.raises(ValueError) as error:
+        Tokenizer(tmp_path / "tokenizer.json")
+    assert len(str(error.value)) < 800
 
 
 def test_a_vocabulary_with_bos_begins_sources_with_it(gemma_vocabulary, tmp_path):

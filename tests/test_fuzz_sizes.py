@@ -1,0 +1,60 @@
+"""Sizes nobody meant, of sources, outputs, batches and blocks: a command decodes with one or refuses it in a
+sentence, in time and within a few gigabytes.
+
+A process of its own runs the commands, whose address space is bounded.
+"""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from hostile import GIGABYTES, Reader, check_refused
+
+COUNT, SLICE = 100, 20  # command lines of the full suite, and of the quick one
+SECONDS = 120  # programs of new shapes are compiled
+FLAGS = (
+    "max-source-length",
+    "max-new-tokens",
+    "batch-size",
+    "block-size",
+    "max-block-size",
+    "limit",
+    "top-k",
+)
+LARGE = ("1000", "131073", "1000000", "2147483647", "2147483648", "4294967296")
+ODD = ("0", "-1", "1.5", "1e9", "1_0", "+5", " 5", "007", "0x10", "\u0663", "nan", "", "None", "adaptive")
+DIGITS = tuple(sign + "9" * count for sign in ("", "-") for count in (19, 20, 40, 400, 5000))
+
+
+@pytest.fixture(scope="module")
+def run(t5_pair):
+    reader = Reader([t5_pair / "drafter"], SECONDS)
+    yield lambda *flags: reader(json.dumps(flags), "command")
+    reader.stop()
+
+
+def drawn(number, kinds):
+    """Flags with sizes, one or two of them hostile."""
+    rng = random.Random(number)
+    values = {"max-source-length": "32", "max-new-tokens": "16", "batch-size": "1"}
+    for _ in range(rng.choice((1, 1, 2))):
+        values[rng.choice(FLAGS)] = rng.choice(rng.choice(kinds))
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def test_every_size_is_decoded_with_or_refused(run, t5_pair, full):
+    """The quick suite leaves out what is large and right: its programs take long to compile."""
+    pair = [f"--{role}={t5_pair / role}" for role in ("drafter", "verifier")]
+    kinds = Counter()
+    for number in range(COUNT if full else SLICE):
+        flags = drawn(number, (LARGE, ODD, DIGITS) if full else (ODD, DIGITS))
+        outcome = run("decode", *pair, "--text=the cat", *flags)
+        kinds[outcome.kind] += 1
+        try:
+            if outcome.kind != "loaded":
+                check_refused(outcome)
+            assert outcome.gigabytes < GIGABYTES, outcome
+        except AssertionError as error:
+            raise AssertionError(f"{[flag[:60] for flag in flags]}: {error}") from None
+    assert kinds["loaded"] and kinds["ValueError"], kinds
