@@ -32,7 +32,7 @@ from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import Settings, named
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
 
@@ -304,6 +304,15 @@ def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) ->
     return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
 
 
+def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, ...]) -> Runs:
+    """A config's samplers, made of all the models: they are timed next to the plans, and not predicted."""
+    whole = dataclasses.replace(target, models=names, block_sizes=())
+    return {
+        name: (whole, dataclasses.replace(run.settings, method=entry))
+        for name, entry in named(run.samplers).items()
+    }
+
+
 class Measured(NamedTuple):
     """How long a run takes."""
 
@@ -330,7 +339,8 @@ def measured_times(
 
 def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Console) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
-    at that pace: what is left between the two is not the machine's. Of adaptive blocks there are none."""
+    at that pace: what is left between the two is not the machine's. Adaptive blocks and a config's samplers
+    have none."""
     table = Table(
         Column("plan", no_wrap=True),
         "models",
@@ -343,8 +353,9 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
     )
     whole = runs["target"][0].seconds_per_token
     for name, (plan, settings) in runs.items():
-        row = [name, ", ".join(plan.models), f"up to {settings.max_block_size}", "-", "-"]
-        if not settings.adaptive:
+        sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
+        row = [name, ", ".join(plan.models), sizes, "-", "-"]
+        if settings.lossless and not settings.adaptive:
             row[2:] = (
                 ", ".join(map(str, plan.block_sizes)) or "-",
                 f"{1e3 * pace * plan.seconds_per_token:.3f}",
@@ -442,6 +453,7 @@ def plan(arguments: Arguments) -> None:
     if arguments.check:
         if "pair" in plans:
             runs |= adaptive_runs(plans["pair"], run.settings, arguments.max_block)
+        runs |= sampler_runs(run, plans["target"], names)
         now, times = measured_times(runs, cascade, names, texts, step, screen)
     show_runs(runs, now / candidates.call_seconds[-1, 1], times, screen)
     if len(plans["hierarchy"].models) == 1:

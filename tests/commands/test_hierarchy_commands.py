@@ -1,5 +1,6 @@
 """Every command takes three models: --models, a value a level, and what they print of the levels."""
 
+import dataclasses
 import gzip
 import json
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from corpora import SENTENCES
 from refusals import check_about, refusals
+from rich.console import Console
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
+from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import costs
 from speccascade_jax.planning.prediction import PlannedHierarchy
@@ -259,6 +262,25 @@ def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_
     written = configs.load(out)
     assert (written.block_size, written.max_block_size, written.stop_below) == ("adaptive", 9, 0.06)
     assert written.models == tuple(str(t5_pair / model) for model in pair.models)
+
+
+def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
+    """It stands next to the plans, and is never taken for one: nobody knows its law."""
+    names = ("drafter", "verifier")
+    target = PlannedHierarchy(names[-1:], (), "need", 0.001, (1.0,))
+    pair = PlannedHierarchy(names, (4,), "need", 0.0005, (1.0, 0.3))
+    config = dataclasses.replace(
+        configs.load(run), samplers={"last": lambda models: Autoregressive(models[-1])}
+    )
+    runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": target}, Settings())
+    runs |= plan.sampler_runs(config, target, names)
+    assert runs["last"][0].models == names and runs["last"][1].name == "last"
+    times = {name: plan.Measured(np.ones(4), 0.1 if name == "last" else 1.0, (1.0, 1.0)) for name in runs}
+    assert plan.fastest(runs, times) == "hierarchy"
+    plan.show_runs(runs, 1.0, times, Console(width=120))
+    [row] = [line for line in capsys.readouterr().out.splitlines() if " last " in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:5] == ["last", "drafter, verifier", "-", "-", "-"] and float(cells[5]) == 100
 
 
 @pytest.mark.full
