@@ -15,7 +15,7 @@ from variations import FILES
 
 @pytest.fixture(scope="module")
 def read():
-    reader = Reader()
+    reader = Reader(bounded=True)
     yield reader
     reader.stop()
 
