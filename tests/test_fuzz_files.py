@@ -1,7 +1,7 @@
 """A thousand files nobody meant: each is read and used, or refused in one sentence, soon and small.
 
-A process of its own reads them, so that a hang, a crash or a full memory is a result, too. A test's part and
-the number in its message reproduce a file.
+A process of its own reads them, so that a hang, a crash or a full memory is a result, too. The kind
+and the number in a failure's message reproduce a file.
 """
 
 import random
@@ -12,12 +12,10 @@ import pytest
 from hostile import Reader, check_refused
 from variations import FILES
 
-SLICE = 25  # parts of them; the quick suite takes one
-
 
 @pytest.fixture(scope="module")
 def read():
-    reader = Reader()
+    reader = Reader(bounded=True)
     yield reader
     reader.stop()
 
@@ -25,9 +23,9 @@ def read():
 @pytest.mark.parametrize("kind", FILES)
 def test_every_file_is_used_or_refused_in_a_sentence(kind, read, tmp_path, full):
     pytest.importorskip({"tokenizer": "tokenizers", "template": "jinja2"}.get(kind, "json"))
-    draw, count = FILES[kind]
+    draw, quick, every = FILES[kind]
     kinds = Counter()
-    for number in range(count if full else max(count // SLICE, 10)):
+    for number in range(every if full else quick):
         folder = tmp_path / str(number)
         folder.mkdir()
         outcome = read(draw(random.Random(f"{kind} {number}"), folder), f"used {kind}")

@@ -29,7 +29,7 @@ DIGITS = tuple(sign + "9" * count for sign in ("", "-") for count in (19, 20, 40
 
 @pytest.fixture(scope="module")
 def run(t5_pair):
-    reader = Reader([t5_pair / "drafter"], SECONDS)
+    reader = Reader([t5_pair / "drafter"], SECONDS, bounded=True)
     yield lambda *flags: reader(json.dumps(flags), "command")
     reader.stop()
 

@@ -25,12 +25,14 @@ class Outcome(NamedTuple):
 class Reader:
     """What support/reading.py reads, in a process that may be lost."""
 
-    def __init__(self, folders=(), seconds=SECONDS):
-        self.folders, self.seconds, self.process = folders, seconds, None
+    def __init__(self, folders=(), seconds=SECONDS, bounded=False):
+        """bounded: its address space is, too. A checkpoint's arrays are mapped, however large the file says
+        they are."""
+        self.folders, self.seconds, self.bounded, self.process = folders, seconds, bounded, None
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(READING), *map(str, self.folders)],
+            [sys.executable, str(READING), str(self.bounded), *map(str, self.folders)],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,7 +1,8 @@
 """Reads files that may be damaged, as a script: a hang, a crash or a full memory ends this process only.
 
-Arguments: checkpoints to load first, so that every library is there. Then each line of standard input is
-[what to read, path], and each line of standard output is [kind, message, gigabytes].
+Arguments: whether its address space is bounded (True, False), then checkpoints to load first, so that every
+library is there. Then each line of standard input is [what to read, path], and each line of standard output
+is [kind, message, gigabytes].
 """
 
 import contextlib
@@ -112,11 +113,12 @@ def gigabytes(name):
 
 
 def main():
-    for name in sys.argv[1:]:
+    for name in sys.argv[2:]:
         checkpoints.load(name)
     chat_worker.SECONDS = 2
-    addresses = int(gigabytes("VmSize") * 2**30) + ADDRESSES
-    resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+    if sys.argv[1] == "True":
+        addresses = int(gigabytes("VmSize") * 2**30) + ADDRESSES
+        resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
     print("ready", flush=True)
     for line in sys.stdin:
         what, path = json.loads(line)

@@ -219,9 +219,9 @@ def bases():
 def padding(rng):
     return {
         "strategy": rng.choice(("BatchLongest", {"Fixed": rng.choice(SIZES)})),
-        "direction": rng.choice(("Left", "Right", "Up")),
-        "pad_to_multiple_of": rng.choice((None, *SIZES)),
-        "pad_id": rng.choice(SIZES),
+        "direction": rng.choice(("Left", "Right")),
+        "pad_to_multiple_of": rng.choice((*[None] * 20, *SIZES)),
+        "pad_id": rng.choice((*[0] * 20, *SIZES)),
         "pad_type_id": 0,
         "pad_token": rng.choice(("<pad>", "none", "")),
     }
@@ -231,7 +231,7 @@ def truncation(rng):
     return {
         "direction": rng.choice(("Left", "Right")),
         "max_length": rng.choice(SIZES),
-        "strategy": rng.choice(("LongestFirst", "OnlyFirst", "OnlySecond", "x")),
+        "strategy": rng.choice(("LongestFirst", "OnlyFirst", "OnlySecond")),
         "stride": rng.choice(SIZES),
     }
 
@@ -584,9 +584,9 @@ def keys(rng, folder):
 
 
 FILES = {
-    "tokenizer": (tokenizer, 450),
-    "router": (router, 200),
-    "template": (template, 150),
-    "keys": (keys, 200),
+    "tokenizer": (tokenizer, 200, 500),
+    "router": (router, 40, 200),
+    "template": (template, 10, 100),
+    "keys": (keys, 40, 200),
 }
-"""What draws a file of each kind, and how many the full suite draws."""
+"""What draws a file of each kind, and how many the quick and the full suite draw."""
