@@ -15,7 +15,7 @@ from toys import TableCache, TableLM, sequence_law, table
 
 from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.loop import advance, begin, generate, requests
-from speccascade_jax.core.protocols import NO_TOKEN
+from speccascade_jax.core.protocols import NO_TOKEN, Origin
 from speccascade_jax.core.randomness import Role, noise
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative, hierarchy
@@ -454,7 +454,7 @@ def test_equal_models_accept_everything(sizes, hand_over):
         max_new_tokens=length,
         eos_id=NO_TOKEN,
     )
-    assert not (np.asarray(result.origin) == samplers.Origin.CORRECTION).any()
+    assert not (np.asarray(result.origin) == Origin.CORRECTION).any()
     _, *counters = by_level(result.counts)
     if hand_over == "keep":  # nothing is cut, except by the text's end
         for counts in counters[:-1]:

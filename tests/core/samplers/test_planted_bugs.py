@@ -62,7 +62,7 @@ def residual_of_p(monkeypatch):
         weights = verification.residual(
             *(jnp.take_along_axis(x, at[..., None], 1)[:, 0] for x in (p, draft.probs))
         )
-        token = samplers.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
+        token = verification.draw(jnp.take_along_axis(draw_u, at, 1)[:, 0], weights)
         bonus = right.num_accepted == draft.tokens.shape[1]
         return right._replace(next_token=jnp.where(bonus, right.next_token, token))
 
