@@ -1,6 +1,8 @@
 """The demo's two models as an ensemble: each token is drawn from the mean of their distributions.
 
-python scripts/decode.py --config=examples/ensemble.py
+To try it:
+
+    python scripts/decode.py --config=examples/ensemble.py
 """
 
 import dataclasses

@@ -73,8 +73,9 @@ class ExitTraining:
     frozen: bool = True  # the full model stays as it is; False: all train together (LayerSkip)
     layer_dropout: float = 0.0  # how often the last decoder layer is left out, the ones below less often
     exit_weight: float = 0.2  # of the exits' losses next to the full model's, where that trains, too
-    curriculum: str = "all"  # the exits that train at a step: all, one in turn (rotational), the
-    # deepest first and more with time (gradual)
+    # the exits that train at a step: all, one in turn (rotational), the deepest first and more with time
+    # (gradual)
+    curriculum: str = "all"
     drafter: str | None = None  # checkpoint whose decoder one that reads its verifier's encoder begins as
 
 
@@ -86,25 +87,28 @@ class TrainConfig:
     output_dir: str
     model: AvoidSubcommands[Config]
     task: Task
-    tokenizer: str | None = None  # its file (or at gs://), trained on the task where it is missing;
-    # None: that of `init`
+    # its file (or at gs://), trained on the task where it is missing; None: that of `init`
+    tokenizer: str | None = None
     tokenizer_size: int = 4096  # pieces, if it has to be trained
     tokenizer_pieces: str = "unigram"  # or bpe; or char, whose pieces are characters; rare ones are bytes
     init: str | None = None  # checkpoint to start from
     teacher: str | None = None  # checkpoint to learn from, in addition to the data
     distillation: float = 0.5  # weight of the divergence from the teacher; the rest is the data's loss
     divergence: str = "kl"  # of the teacher's distribution: kl or tv
-    on_policy: float = 0.0  # share of the batches whose targets the model samples itself: of them
-    # it learns the teacher's distributions alone
-    teacher_outputs: str | None = None  # .jsonl to train on instead of the targets: the teacher's own
-    # outputs, decoded once where the file is missing; those of the
-    # validation split, which the loss is of, lie next to it
+    # share of the batches whose targets the model samples itself: of them it learns the teacher's
+    # distributions alone
+    on_policy: float = 0.0
+    # .jsonl to train on instead of the targets: the teacher's own outputs, decoded once where the file is
+    # missing; those of the validation split, which the loss is of, lie next to it
+    teacher_outputs: str | None = None
     teacher_examples: int | None = None  # at most so many of them
     teacher_singles: bool = False  # each of them of one example: they are joined afresh every epoch
-    teacher_tokens: bool = False  # targets are cut as the teacher cuts them, and each of its tokens is
-    # spelled in own ones, as tli has a drafter read what is committed
-    export_dir: str | None = None  # the best parameters go here as a Hugging Face folder, bfloat16; None:
-    # to `export` in output_dir, where that format holds such a model
+    # targets are cut as the teacher cuts them, and each of its tokens is spelled in own ones, as tli has a
+    # drafter read what is committed
+    teacher_tokens: bool = False
+    # the best parameters go here as a Hugging Face folder, bfloat16; None: to `export` in output_dir, where
+    # that format holds such a model
+    export_dir: str | None = None
     shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
     steps: int = 10_000
     batch_tokens: int = 2048  # positions a batch, of the longer side, padding included
@@ -125,11 +129,12 @@ class TrainConfig:
     log_every: int = 50
     validation_examples: int = 256  # decoded for task.metric at every evaluation; 0 for none
     seed: int = 0
-    lora_rank: int = 0  # of adapters, trained next to the parameters of `init`, which stay as
-    # they are; 0: all parameters are trained
+    # of adapters, trained next to the parameters of `init`, which stay as they are; 0: all parameters are
+    # trained
+    lora_rank: int = 0
     lora_alpha: float = 16.0  # what an adapter adds is multiplied by lora_alpha / lora_rank
-    lora_kernels: tuple[str, ...] = ()  # which matrices have one, as models/ calls them (query, up, ...);
-    # none named: all of the layers'
+    # which matrices have one, as models/ calls them (query, up, ...); none named: all of the layers'
+    lora_kernels: tuple[str, ...] = ()
     lora_base: str = "float32"  # what `init`'s parameters are held in meanwhile; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
@@ -149,8 +154,8 @@ class RouterConfig:
     pair: str  # the config of the two models
     method: Literal[TRAINED] = TRAINED[0]
     task: str | None = None  # the training config whose texts it learns from; None: the pair's
-    split: str = "validation"  # train, validation or test; of texts that the models have learnt by heart
-    # their errors cannot be learnt
+    # train, validation or test; of texts that the models have learnt by heart their errors cannot be learnt
+    split: str = "validation"
     temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
     top_ps: tuple[float, ...] = (1.0, 0.3)  # with each of these truncations; a mixture at 1 and 1
     places: int = 2  # of each text, where both models' tokens are tried (a router)

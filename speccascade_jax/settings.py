@@ -75,19 +75,18 @@ class Settings(Declared):
 
     method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
-    block_size: int | Literal["adaptive"] | tuple[int, ...] = 5  # gamma, the tokens drafted per verifier
-    # call; adaptive: up to max_block_size
+    # gamma, the tokens drafted per verifier call; adaptive: up to max_block_size
+    block_size: int | Literal["adaptive"] | tuple[int, ...] = 5
     max_block_size: int = option(12, 1)  # of adaptive blocks
-    stop_below: float = option(STOP_BELOW, 0, 1)  # adaptive drafting stops where the chance that all of the
-    # draft stands is estimated to fall below this; 0: never, as if blocks
-    # were fixed
+    # adaptive drafting stops where the chance that all of the draft stands is estimated to fall below this;
+    # 0: never, as if blocks were fixed
+    stop_below: float = option(STOP_BELOW, 0, 1)
     hand_over: HandOver = "need"  # need, truncate, keep: see core.samplers.Speculative; for three models on
     temperature: float = option(0.0, 0)  # 0 is greedy
-    seed: int = option(
-        0, -(2**63), 2**63 - 1
-    )  # with an input's number it fixes the output, whatever the batch
-    max_new_tokens: int | None = option(None, 1, MOST_TOKENS)  # the end-of-sequence token included; None: the
-    # cascade's limit
+    # with an input's number it fixes the output, whatever the batch
+    seed: int = option(0, -(2**63), 2**63 - 1)
+    # the end-of-sequence token included; None: the cascade's limit
+    max_new_tokens: int | None = option(None, 1, MOST_TOKENS)
     stop: tuple[str, ...] = ()  # pieces or texts that end an output, besides the end of the sequence
 
     @property

@@ -1,8 +1,10 @@
 """Decode texts with a speculative cascade.
 
-python scripts/decode.py                                    # the demo: English to German
-python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
-python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
+Examples:
+
+    python scripts/decode.py                                    # the demo: English to German
+    python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
+    python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
 """
 
 import ast

@@ -1,7 +1,9 @@
 """Few-shot tasks: quality and rejection rate of a cascade's methods (the paper's Gemma 2 protocol).
 
-python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k --methods verifier speculative token_v3
-python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
+Examples:
+
+    python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k --methods verifier speculative token_v3
+    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
 """
 
 import contextlib

@@ -1,7 +1,9 @@
 """Serve a cascade over HTTP, in OpenAI's wire format.
 
-python scripts/serve.py --config=demo --port=8000
-curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
+Examples:
+
+    python scripts/serve.py --config=demo --port=8000
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
 """
 
 import dataclasses

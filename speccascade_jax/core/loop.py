@@ -1,7 +1,9 @@
 """The one compiled loop that runs a sampler: rounds until every row is finished.
 
-generate              a batch from its prompts to its ends, in one call
-begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
+The functions:
+
+    generate              a batch from its prompts to its ends, in one call
+    begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
 """
 
 from functools import partial

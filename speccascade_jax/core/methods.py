@@ -1,6 +1,8 @@
 """What a name of --method stands for: a target distribution that is verified, or a scheme of its own.
 
-METHODS["token_v3"].target(scores, 0.2)    # rules.py: pi [B, T, V] and delta [B, T, V]
+For example:
+
+    METHODS["token_v3"].target(scores, 0.2)    # rules.py: pi [B, T, V] and delta [B, T, V]
 """
 
 import dataclasses
@@ -11,7 +13,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import LanguageModel, Sampler
 
 Array = jax.Array
@@ -28,13 +29,7 @@ class Knob:
     low: float
     high: float
     summary: str  # one sentence for people
-    above: bool = False  # `low` and `high` are excluded
-
-    def check(self, name: str, value: float) -> None:
-        """Raises FieldError for a value out of range."""
-        if not (self.low < value < self.high if self.above else self.low <= value <= self.high):
-            left, right = "()" if self.above else "[]"
-            raise FieldError(name, value, f"it lies in {left}{self.low:g}, {self.high:g}{right}.")
+    above: bool = False  # `low` is excluded
 
 
 class Sweep(NamedTuple):

@@ -1,9 +1,11 @@
 """Output files: an interrupted run goes on with them, and one process at a time writes them.
 
-lines, file = resume(path, settings)
-with file:
-    for line in work[len(lines):]:
-        file.add(line)
+A run that resumes:
+
+    lines, file = resume(path, settings)
+    with file:
+        for line in work[len(lines):]:
+            file.add(line)
 """
 
 import contextlib

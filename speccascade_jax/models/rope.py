@@ -1,10 +1,12 @@
 """Rotary positions (Su et al. 2021) and the ways in which they are stretched beyond the trained length.
 
-default   position times theta^(-2i/K)
-linear    all frequencies divided by `rope_factor` (Chen et al. 2023, arXiv 2306.15595)
-llama3    slow ones divided by it, fast ones kept, those between blended (Llama 3.1)
-yarn      the same with a ramp over i; attention sharpened (Peng et al. 2023, arXiv 2309.00071)
-dynamic   past the trained length theta grows with the position
+The ways:
+
+    default   position times theta^(-2i/K)
+    linear    all frequencies divided by `rope_factor` (Chen et al. 2023, arXiv 2306.15595)
+    llama3    slow ones divided by it, fast ones kept, those between blended (Llama 3.1)
+    yarn      the same with a ramp over i; attention sharpened (Peng et al. 2023, arXiv 2309.00071)
+    dynamic   past the trained length theta grows with the position
 """
 
 import math

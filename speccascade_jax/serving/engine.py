@@ -1,11 +1,13 @@
 """The engine: one thread that runs the schedulers of all served models, between it and asyncio only queues.
 
-engine = Engine([model])
-engine.start(loop)                      # compiles, then decodes whatever comes
-jobs, updates = engine.submit(lane, requests)  # in the event loop
-while not all ended:
-    job, update = await updates.get()
-engine.cancel(job)                      # at any time
+In use:
+
+    engine = Engine([model])
+    engine.start(loop)                      # compiles, then decodes whatever comes
+    jobs, updates = engine.submit(lane, requests)  # in the event loop
+    while not all ended:
+        job, update = await updates.get()
+    engine.cancel(job)                      # at any time
 """
 
 import asyncio
