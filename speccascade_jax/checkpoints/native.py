@@ -237,6 +237,18 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
     return params if full is None else nnx.from_flat_state(dict(nnx.to_flat_state(params)) | full_arrays)
 
 
+def latest_step(directory: Path) -> int | None:
+    """The newest finished step under `directory`. Opens no manager: that would wait for the other processes
+    of a cluster, and one process alone exports. Raises ValueError."""
+    import orbax.checkpoint as ocp
+
+    try:
+        paths = ocp.utils.checkpoint_steps_paths(directory)
+        return max((int(path.name) for path in paths if path.name.isdigit()), default=None)
+    except Exception as error:  # Orbax has many kinds
+        raise ValueError(f"{directory} is damaged ({reason(error)}): fetch it again.") from None
+
+
 def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Model, nnx.State]:
     """Model and best parameters of a run (the latest if none was evaluated); `full`: see read_params().
     Raises ValueError."""
@@ -245,10 +257,7 @@ def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Mo
         if (run / kind).is_dir():
             if isinstance(run, Path):  # else it is remote
                 check_folder(run / kind)
-            try:
-                step = manager(run / kind).latest_step()
-            except Exception as error:  # Orbax has many kinds
-                raise ValueError(f"{run / kind} is damaged ({reason(error)}): fetch it again.") from None
+            step = latest_step(run / kind)
             if step is not None:
                 return model, read_params(run / kind / str(step), model, place, full)
     raise ValueError(f"{run} holds no finished checkpoint; run scripts/finetune.py to the first save.")

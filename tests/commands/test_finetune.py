@@ -255,7 +255,7 @@ def test_rematerialisation_changes_no_step(toy, alone):
         (["--metric=accuracy"], "unknown metric 'accuracy'"),
         (["--max-target-length=2"], "raise the limits"),
         (["--divergence=js"], "unknown divergence"),
-        (["--vocab-size=100"], "set model.vocab_size"),
+        (["--vocab-size=100"], "model.vocab_size"),
         (["--cluster=me"], "HOST:PORT,PROCESSES,NUMBER"),
         (["--init=/nowhere"], "no checkpoint folder"),
         (["--output-dir=/dev/null/run"], "Not a directory"),

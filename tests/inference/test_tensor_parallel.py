@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import shapes
 from corpora import SENTENCES
 from processes import devices, run
 from shapes import TINY_T5
@@ -134,7 +135,7 @@ def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
     """A pair of each kind: norms of heads, biases and windows, an encoder. Two heads of keys and values stay
     whole."""
     names = ["qwen3", "gemma3_text", "t5gemma"]
-    tests = str(Path(__file__).resolve().parent.parent)
+    tests = str(Path(shapes.__file__).parent)
     assert run(TODAY.format(names=names, folder=str(tmp_path), tests=tests), XLA_FLAGS=devices(8)) == "alike"
 
 
