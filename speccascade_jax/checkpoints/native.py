@@ -181,7 +181,9 @@ def open_database(folder: str) -> Any:
 def checksums_of(step: Path) -> dict[str, Any]:
     """Name -> checksum of the parameters of a step, as far as they were written."""
     where = step / "_CHECKPOINT_METADATA"
-    described = read_json(where).get("custom_metadata") or {}
+    described = read_json(where).get("custom_metadata")
+    if described is None:
+        return {}
     sums = described.get("crc32", {}) if isinstance(described, dict) else None
     if not isinstance(sums, dict):
         raise ValueError(f"{where} is damaged (its checksums are no object): fetch it again.")
