@@ -68,7 +68,7 @@ def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["demo_hierarchy", "demo_shared"])
 def test_greedy_hierarchies_are_the_verifier(name, tokens, sentences):
-    """A thousand inputs were decoded by hand: docs/hierarchies.md."""
+    """A thousand inputs were decoded by hand: docs/reference/hierarchies.md."""
     run, some = configs.load(name), sentences[:24]
     if not all(Path(path.split("@")[0]).is_dir() for path in run.models):
         pytest.skip(f"the models of {name} are not here: train them with scripts/finetune.py")
@@ -130,7 +130,7 @@ def test_the_small_pairs_write_about_the_facts(name):
 
 @pytest.mark.full
 def test_quality(demo, tokens, sentences):
-    """Both translate; the published figures are in docs/measurements.md (measured on the whole split)."""
+    """Both translate; the published figures are in docs/results/ (measured on the whole split)."""
     if not sentences[0][1]:
         pytest.skip("needs the Tatoeba test split")
     references = [r for _, r in sentences]

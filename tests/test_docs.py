@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
-PAGES = [README, ROOT / "speccascade_jax" / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "reference" / "extending.md"
+PAGES = [README, ROOT / "speccascade_jax" / "demo" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = re.compile(r"\bSPEC\b|\bDESIGN\b|\bALGORITHMS\b|\bMODELS\.md\b|\bTPU\.md\b")
 
 
@@ -173,7 +173,8 @@ def test_docstrings_name_what_is_there():
 def test_every_page_is_in_the_navigation():
     """mkdocs --strict does not mind a page that nobody finds."""
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    assert listed == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
 
 
 def test_the_site_builds(tmp_path):
