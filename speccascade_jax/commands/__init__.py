@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 NAMES = (
+    "new",
     "decode",
     "finetune",
     "evaluate",

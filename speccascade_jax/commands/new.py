@@ -1,0 +1,92 @@
+"""Sets up a task of your own: from a file of pairs to the three configs that train and decode a pair.
+
+    speccascade new dates --data dates.jsonl
+    speccascade finetune --config=dates_verifier
+    speccascade finetune --config=dates_drafter
+    speccascade decode --config=dates
+
+Writes configs/NAME_verifier.py, configs/NAME_drafter.py and configs/NAME.py, with sizes, steps and rates that
+suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the data. 5% of the sources,
+500 at most, are held out for validation, and as many for the test. Nothing that exists is overwritten.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from speccascade_jax.commands.commandline import console, exit_code
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.training.checks import check_folder
+from speccascade_jax.training.new_task import (
+    SIZES,
+    NewTask,
+    check_absent,
+    held_out,
+    metric_of,
+    read_pairs,
+    write,
+)
+
+CONFIGS = Path("configs")  # where --config=NAME looks for a file, next to the package's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """What the task is called: lower-case letters, digits and underscores."""
+    data: str
+    """The pairs: a .jsonl file (a line is an object, or a list of two texts) or a .tsv file of two columns,
+    gzipped or not."""
+    source_field: str | None = None
+    """The field of a line's source; guessed from the first line unless given."""
+    target_field: str | None = None
+    """The field of a line's target; guessed from the first line unless given."""
+    metric: str | None = None
+    """What decoded texts are scored by. The default is exact_match where the targets have three words or fewer,
+    else bleu."""
+
+
+def new(arguments: Arguments) -> None:
+    name, data = arguments.name, Path("data", arguments.name)
+    check_absent(name, data, CONFIGS)
+    if arguments.metric is not None and arguments.metric not in METRICS:
+        raise FieldError("metric", arguments.metric, f"known: {', '.join(METRICS)}.")
+    for place in (CONFIGS, data):
+        check_folder("name", str(place))
+    splits = held_out(read_pairs(arguments.data, arguments.source_field, arguments.target_field))
+    metric = arguments.metric or metric_of(splits["train"])
+    size = next(size for size in SIZES if len(splits["train"]) <= size.pairs)
+    task = NewTask(name, metric, size, splits, data, CONFIGS)
+    choices = write(task)
+    screen = console()
+    counts = ", ".join(f"{len(pairs):,} for {split}" for split, pairs in splits.items())
+    source, target = splits["train"][0]
+    lines = [
+        f"{data}: {counts}; the first: {source[:60]!r} -> {target[:60]!r}",
+        f"scored by {metric}; at most {choices['source_length']} tokens a source and "
+        f"{choices['target_length']} a target",
+    ]
+    if choices["left_out"]:
+        lines.append(f"{choices['left_out']:,} pairs are longer than that; training leaves them out.")
+    lines += [f"written: {path}" for path in task.files]
+    lines += ["", "Next:"]
+    lines += [
+        f"  speccascade {command}"
+        for command in (
+            f"finetune --config={name}_verifier",
+            f"finetune --config={name}_drafter",
+            f"decode --config={name}",
+            f"evaluate --config={name} --methods verifier drafter speculative",
+            f"plan --config={name} --check --output {name}_plan.py",
+            f"serve --config={name}",
+        )
+    ]
+    for line in lines:
+        screen.print(line, soft_wrap=True)
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: new(tyro.cli(Arguments, args=argv, prog="speccascade new", description=__doc__)))

@@ -1,0 +1,346 @@
+"""A new task from a file of pairs: its splits, its tokenizer, and the configs that train and decode a pair."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speccascade_jax import config as configs
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
+from speccascade_jax.inference.outputs import write_whole
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
+from speccascade_jax.training.data import field, lookup
+
+Pair = tuple[str, str]
+"""A source and its target."""
+FIELDS = (
+    ("source", "target"),
+    ("input", "output"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("src", "tgt"),
+    ("text", "label"),
+)
+"""Names that the two fields of a pair are looked for under, in this order."""
+FEWEST = 100  # pairs to learn from
+HELD_OUT = 0.05, 500  # the share of the pairs in each held-out split, and the most of them
+LONGEST = 512  # tokens of a source or a target; what is longer is left out in training
+ROOM = 1.25  # of the longest text that there is: later ones may be longer
+ROWS = 8  # of the smallest batch
+EPOCHS = 60  # more passes over the data than this teach a small model nothing
+SHORT = 3  # words of a target that is right or wrong as a whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A T5 from scratch: its sizes."""
+
+    d_model: int
+    num_heads: int
+    d_kv: int
+    d_ff: int
+    encoder_layers: int
+    decoder_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What suits so many pairs: the two models, their vocabulary and how long they train."""
+
+    pairs: float  # at most so many
+    vocabulary: int
+    verifier: Shape
+    drafter: Shape
+    verifier_steps: int
+    drafter_steps: int
+
+
+SIZES = (
+    Size(30_000, 512, Shape(128, 4, 32, 256, 2, 4), Shape(64, 2, 32, 128, 2, 1), 2400, 2400),
+    Size(80_000, 512, Shape(192, 3, 64, 384, 2, 4), Shape(128, 2, 64, 256, 4, 1), 2400, 6000),
+    Size(float("inf"), 2048, Shape(512, 8, 64, 1024, 2, 5), Shape(192, 3, 64, 512, 4, 1), 4500, 10_000),
+)
+"""The smallest first. The last two are those of the shipped pairs e2e and demo."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTask:
+    """A task that is about to be written, and where."""
+
+    name: str
+    metric: str
+    size: Size
+    splits: dict[str, list[Pair]]  # train, validation and test
+    data: Path  # the folder of the splits and the tokenizer
+    configs: Path  # the folder of the configs
+
+    @property
+    def files(self) -> list[Path]:
+        """The three configs, in the order in which they are used."""
+        return [self.configs / f"{self.name}{role}.py" for role in ("_verifier", "_drafter", "")]
+
+
+def fields_of(example: dict[str, Any], where: str) -> tuple[str, str]:
+    """The names of the source's and the target's field: known ones, or the only two that hold texts.
+    Raises FieldError where neither is so."""
+    for names in FIELDS:
+        if all(isinstance(lookup(example, name), str) for name in names):
+            return names
+    texts = [name for name, value in example.items() if isinstance(value, str)]
+    if len(texts) == 2:
+        return texts[0], texts[1]
+    raise FieldError(
+        "source_field",
+        None,
+        "name them with --source-field and --target-field.",
+        f"{where}: cannot tell the source from the target among the fields {', '.join(example) or '(none)'}",
+    )
+
+
+def read_pairs(path: str, source_field: str | None = None, target_field: str | None = None) -> list[Pair]:
+    """The pairs of a file: a .jsonl whose lines are objects or lists of two texts, or a .tsv of two columns,
+    either gzipped. Raises ValueError with the line's number."""
+    kind = path.removesuffix(".gz").rpartition(".")[2]
+    if kind not in ("jsonl", "tsv"):
+        raise FieldError(
+            "data", path, "give a .jsonl or a .tsv file.", f"--data is {path}, whose name ends in neither"
+        )
+    if (source_field is None) != (target_field is None):
+        raise FieldError(
+            "target_field" if target_field is None else "source_field",
+            None,
+            "give both, or neither.",
+            "only one of --source-field and --target-field is given",
+        )
+    names = None if source_field is None or target_field is None else (source_field, target_field)
+    return list(_columns(path) if kind == "tsv" else _objects(path, names))
+
+
+def _columns(path: str) -> Iterator[Pair]:
+    for number, line in enumerate(read_lines(path), 1):
+        columns = line.split("\t")
+        if len(columns) != 2:
+            raise ValueError(
+                f"{path}, line {number}: {len(columns)} columns; write the source, one tab and the target."
+            )
+        yield columns[0], columns[1]
+
+
+def _objects(path: str, names: tuple[str, str] | None) -> Iterator[Pair]:
+    for number, line in enumerate(read_lines(path), 1):
+        where = f"{path}, line {number}"
+        example = parse_json(line, where)
+        if isinstance(example, list) and len(example) == 2:
+            yield (
+                check_text(example[0], f"{where}: the source"),
+                check_text(example[1], f"{where}: the target"),
+            )
+            continue
+        if not isinstance(example, dict):
+            raise ValueError(f'{where}: write an object such as {{"source": "a text", "target": "another"}}.')
+        names = names or fields_of(example, where)
+        yield field(example, names[0], where), field(example, names[1], where)
+
+
+def held_out(pairs: Sequence[Pair], seed: int = 0) -> dict[str, list[Pair]]:
+    """The pairs as splits: train, validation and test. All pairs of one source are in the same split.
+
+    Raises FieldError where there are too few.
+    """
+    groups: dict[str, list[Pair]] = {}
+    for pair in dict.fromkeys(pairs):
+        groups.setdefault(pair[0], []).append(pair)
+    share, most = HELD_OUT
+    size = min(most, int(share * len(groups)))
+    order = [list(groups.values())[n] for n in np.random.default_rng(seed).permutation(len(groups))]
+    parts = {"validation": order[:size], "test": order[size : 2 * size], "train": order[2 * size :]}
+    splits = {name: [pair for group in part for pair in group] for name, part in parts.items()}
+    if len(splits["train"]) < FEWEST:
+        raise FieldError(
+            "data",
+            len(groups),
+            "give more.",
+            f"--data has {len(groups)} different sources, which leaves {len(splits['train'])} pairs to learn "
+            f"from; a task needs {FEWEST}",
+        )
+    return splits
+
+
+def metric_of(pairs: Sequence[Pair]) -> str:
+    """What decoded texts are scored by: targets of few words are right or wrong as a whole."""
+    words = statistics.median(len(target.split()) for _, target in pairs)
+    return "exact_match" if words <= SHORT else "bleu"
+
+
+def check_absent(name: str, data: Path, folder: Path) -> None:
+    """Raises FieldError for a name that no config can have, and where a file of the task exists already."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name):
+        raise FieldError(
+            "name",
+            name,
+            "write lower-case letters, digits and underscores, a letter first.",
+            f"NAME is {name!r}",
+        )
+    known, roles = configs.available(), ("", "_verifier", "_drafter")
+    taken = [known[name + role] for role in roles if name + role in known]
+    runs = [Path("runs", name + role) for role in roles[1:]]
+    taken += [
+        path for path in (data, *(folder / f"{name}{role}.py" for role in roles), *runs) if path.exists()
+    ]
+    if taken:
+        raise FieldError("name", name, "choose another NAME, or delete it.", f"{taken[0]} exists already")
+
+
+def write(task: NewTask) -> dict[str, Any]:
+    """Writes the splits, the tokenizer and the configs, and returns what was chosen.
+
+    The data folder appears when it is complete, and the configs after it. Raises ValueError and OSError;
+    nothing is left then.
+    """
+    task.data.parent.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{task.name}", dir=task.data.parent) as made:
+            new = Path(made, "data")
+            new.mkdir()
+            for split, pairs in task.splits.items():
+                lines = (json.dumps({"source": s, "target": t}, ensure_ascii=False) + "\n" for s, t in pairs)
+                (new / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+            texts = (text for pair in task.splits["train"] for text in pair)
+            train_tokenizer(texts, new / "spiece.model", task.size.vocabulary)
+            choices = chosen(task, Tokenizer(new / "spiece.model"))
+            new.rename(task.data)
+            written.append(task.data)
+        task.configs.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(task.files, sources(task, choices), strict=True):
+            written.append(path)
+            write_whole(path, text)
+    except BaseException:
+        for path in written:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise
+    return choices
+
+
+def chosen(task: NewTask, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What depends on the texts' lengths in tokens: limits, batches and steps."""
+    pairs = [pair for split in task.splits.values() for pair in split]
+    lengths = [
+        [len(ids) + 1 for ids in tokenizer.encode_batch(list(texts))] for texts in zip(*pairs, strict=True)
+    ]
+    limits = [min(8 * math.ceil(ROOM * max(column) / 8), LONGEST) for column in lengths]
+    left_out = sum(s > limits[0] or t > limits[1] for s, t in zip(*lengths, strict=True))
+    count, mean = len(task.splits["train"]), max(map(statistics.fmean, lengths))
+    # A tenth of the data a batch at most: every length of batch is to be filled.
+    batch_tokens = max(ROWS * max(limits), min(2048, int(count * mean / 10)))
+    most = max(200, int(EPOCHS * count * mean / batch_tokens))
+    return {
+        "source_length": limits[0],
+        "target_length": limits[1],
+        "left_out": left_out,
+        "batch_tokens": batch_tokens,
+        "verifier_steps": min(task.size.verifier_steps, most),
+        "drafter_steps": min(task.size.drafter_steps, most),
+    }
+
+
+def _model(shape: Shape, vocabulary: int, dropout: float) -> str:
+    return (
+        "T5Config(\n"
+        f"        vocab_size={vocabulary},\n"
+        f"        d_model={shape.d_model},\n"
+        f"        d_kv={shape.d_kv},\n"
+        f"        num_heads={shape.num_heads},\n"
+        f"        d_ff={shape.d_ff},\n"
+        f"        num_encoder_layers={shape.encoder_layers},\n"
+        f"        num_decoder_layers={shape.decoder_layers},\n"
+        f"        dropout_rate={dropout},\n"
+        "    )"
+    )
+
+
+def sources(task: NewTask, choices: dict[str, Any]) -> tuple[str, str, str]:
+    """The text of each of task.files."""
+    name, size, data = task.name, task.size, task.data.as_posix()
+    steps, drafter_steps = choices["verifier_steps"], choices["drafter_steps"]
+    verifier = f'''"""The verifier of the task {name}: the large model, trained from scratch on {data}."""
+
+from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.models.t5 import T5Config
+
+task = Task(
+    train="{data}/train.jsonl",
+    validation="{data}/validation.jsonl",
+    test="{data}/test.jsonl",
+    metric="{task.metric}",
+    max_source_length={choices["source_length"]},
+    max_target_length={choices["target_length"]},
+)
+
+config = TrainConfig(
+    name="{name}_verifier",
+    output_dir="runs/{name}_verifier",
+    task=task,
+    tokenizer="{data}/spiece.model",
+    tokenizer_size={size.vocabulary},
+    model={_model(size.verifier, size.vocabulary, 0.1)},
+    steps={steps},
+    batch_tokens={choices["batch_tokens"]},
+    optimizer="adamw",
+    learning_rate=0.015,
+    warmup_steps={min(100, steps // 10)},
+    decay="linear",
+    clip_norm=1.0,
+    eval_every={max(1, steps // 8)},
+    save_every={max(1, steps // 8)},
+    validation_examples=128,
+)
+'''
+    drafter = f'''"""The drafter of the task {name}: the small model, distilled from the verifier."""
+
+import dataclasses
+
+from speccascade_jax.config import load
+from speccascade_jax.models.t5 import T5Config
+
+config = dataclasses.replace(
+    load("{name}_verifier"),
+    name="{name}_drafter",
+    output_dir="runs/{name}_drafter",
+    model={_model(size.drafter, size.vocabulary, 0.0)},
+    teacher="runs/{name}_verifier/export",
+    distillation=0.7,
+    steps={drafter_steps},
+    eval_every={max(1, drafter_steps // 8)},
+    save_every={max(1, drafter_steps // 8)},
+)
+'''
+    examples = "".join(f"        {source!r},\n" for source, _ in task.splits["test"][:3])
+    pair = f'''"""The task {name}: how its pair decodes."""
+
+from speccascade_jax.config import DecodeConfig
+
+config = DecodeConfig(
+    drafter="runs/{name}_drafter/export",
+    verifier="runs/{name}_verifier/export",
+    method="speculative",
+    block_size=5,
+    max_source_length={choices["source_length"]},
+    max_new_tokens={choices["target_length"]},
+    task="{name}_verifier",
+    missing="Train it: speccascade finetune --config={name}_verifier, then --config={name}_drafter.",
+    examples=(
+{examples}    ),
+)
+'''
+    return verifier, drafter, pair
