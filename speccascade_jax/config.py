@@ -37,7 +37,10 @@ CONFIGS = next(
 )
 """The configs that come with the package: inside an installed one, next to it in a checkout."""
 DEMO = PACKAGE / "demo"
-"""The pairs that come with the package."""
+"""The pairs that come with the repository; of these, the wheel holds the pair `demo` only."""
+ONLY_IN_THE_REPOSITORY = (
+    "The package that pip installs holds only the pair demo; run this from a clone of the repository."
+)
 _SHARED = PACKAGE.parent.parent / "shared" / "data"
 DATA = os.environ.get("SPECCASCADE_DATA") or str(_SHARED if _SHARED.is_dir() else Path("data"))
 """Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data next to the checkout where that
@@ -311,6 +314,11 @@ def available() -> dict[str, Path]:
         for path in sorted(folder.glob("*.py"))
         if not path.stem.startswith("_") and path.is_file()
     }
+
+
+def in_the_repository_only(path: str | Path) -> bool:
+    """Whether `path`, of a file or folder that is missing here, is one that the repository has."""
+    return Path(path).is_relative_to(DEMO) and CONFIGS.parent == PACKAGE
 
 
 class ConfigError(ValueError):

@@ -6,8 +6,8 @@
     speccascade decode --config=dates
 
 Writes configs/NAME_verifier.py, configs/NAME_drafter.py and configs/NAME.py, with sizes, steps and rates that
-suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the data. 5% of the sources,
-500 at most, are held out for validation, and as many for the test. Nothing that exists is overwritten.
+suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the data. 5% of the
+sources, 500 at most, are held out for validation, and as many for the test. Nothing that exists is overwritten.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Arguments:
     target_field: str | None = None
     """The field of a line's target; guessed from the first line unless given."""
     metric: str | None = None
-    """What decoded texts are scored by. The default is exact_match where the targets have three words or fewer,
-    else bleu."""
+    """What decoded texts are scored by. The default is exact_match where most targets have three words or
+    fewer, else bleu."""
 
 
 def new(arguments: Arguments) -> None:

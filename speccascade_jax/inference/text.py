@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
-from speccascade_jax.config import DecodeConfig, dtype_of
+from speccascade_jax.config import ONLY_IN_THE_REPOSITORY, DecodeConfig, dtype_of, in_the_repository_only
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
@@ -175,10 +175,10 @@ class Cascade:
         for role, path in config.roles:
             if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
                 flag = "models" if config.models else role.removeprefix("the ")
-                raise ValueError(
-                    f"{role}'s checkpoint {path} is missing. "
-                    f"{config.missing or f'Give its folder with --{flag}.'}"
-                )
+                remedy = config.missing or f"Give its folder with --{flag}."
+                if in_the_repository_only(path):
+                    remedy = ONLY_IN_THE_REPOSITORY
+                raise ValueError(f"{role}'s checkpoint {path} is missing. {remedy}")
         config.check()
         names = (
             "tokenizer",

@@ -15,7 +15,15 @@ import jax
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
-from speccascade_jax.config import DEMO, ExitTraining, RouterConfig, Task, TrainConfig
+from speccascade_jax.config import (
+    DEMO,
+    ONLY_IN_THE_REPOSITORY,
+    ExitTraining,
+    RouterConfig,
+    Task,
+    TrainConfig,
+    in_the_repository_only,
+)
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
@@ -88,9 +96,16 @@ def check(config: TrainConfig, ship: bool = False) -> None:
             raise FieldError(
                 role,
                 path,
-                "make it first or name another.",
+                ONLY_IN_THE_REPOSITORY if in_the_repository_only(path) else "make it first or name another.",
                 f"there is no checkpoint folder {path}, which --{role} names",
             )
+    if config.tokenizer and in_the_repository_only(config.tokenizer) and not Path(config.tokenizer).is_file():
+        raise FieldError(
+            "tokenizer",
+            config.tokenizer,
+            ONLY_IN_THE_REPOSITORY,
+            f"the tokenizer {config.tokenizer} is missing",
+        )
     check_needs(config)
     if config.lora_rank:
         check_lora(config)

@@ -1,4 +1,4 @@
-"""A new task from a file of pairs: its splits, its tokenizer, and the configs that train and decode a pair."""
+"""A new task from a file of pairs: its splits, its tokenizer, and the configs of its two models."""
 
 import dataclasses
 import json
