@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.progress import track
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.commands import compiling
-from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
 from speccascade_jax.commands.report import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
@@ -39,6 +38,7 @@ from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Contestant, slope
 from speccascade_jax.evaluation.rates import position_acceptance, relative_cost, summarize
 from speccascade_jax.inference.outputs import check_targets
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.models.t5 import T5Config, T5Model
@@ -240,7 +240,7 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
     contestants = {"here": ours, **others}
     seconds: dict[str, list[float]] = {other: [] for other in contestants}
     bandwidth = []
-    for repetition in track(range(arguments.repetitions + 1), name, transient=True):
+    for repetition in track(range(arguments.repetitions + 1), name):
         bandwidth.append(profiling.read_bandwidth())
         for other, decode in contestants.items():
             spent, _ = decode(source)
@@ -293,11 +293,11 @@ def time_decodings(
         **{name: partial(timed, cascade, chosen) for name, chosen in settings.items()},
         **{name: partial(timed_elsewhere, cascade, decode) for name, decode in others.items()},
     }
-    for decode in track(contestants.values(), "compiling", transient=True):
+    for decode in track(contestants.values(), "compiling"):
         for text in {width: text for text, width in inputs}.values():
             decode(0, text)
 
-    every = profiling.in_turn(contestants, track([text for text, _ in inputs], "timing", transient=True))
+    every = profiling.in_turn(contestants, track([text for text, _ in inputs], "timing"))
     least = arguments.min_tokens
     kept = [n for n, (_, output) in enumerate(every["verifier"]) if len(output.tokens) >= least]
     if len(kept) < 3:  # what a slope is fitted by
@@ -500,5 +500,5 @@ def benchmark(arguments: Arguments) -> None:
 
 def main(argv: list[str]) -> int:
     return exit_code(
-        lambda: benchmark(tyro.cli(Arguments, args=argv, prog="benchmark.py", description=__doc__))
+        lambda: benchmark(tyro.cli(Arguments, args=argv, prog=program("benchmark"), description=__doc__))
     )

@@ -1,6 +1,7 @@
 """What the scripts share: a config's fields as flags, and how they end."""
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -16,7 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
-from speccascade_jax.config import DecodeConfig, Task, TrainConfig
+from speccascade_jax.commands import Terminated
+from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
 
@@ -41,6 +43,23 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
     return name, configs.load(name, kind)
 
 
+TRAINED = TrainConfig | RouterConfig
+"""What finetune takes."""
+
+
+def table_of_configs(kind: Any, title: str) -> Table:
+    """Every config that is a `kind`, with the first paragraph of its docstring; broken ones, too."""
+    table = Table("config", "what it is", title=title, title_justify="left")
+    for name, path in configs.available().items():
+        try:
+            if isinstance(configs.load(path), kind):
+                what = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+                table.add_row(Text(name), Text(" ".join(what.split("\n\n")[0].split())))
+        except ValueError as error:
+            table.add_row(Text(name), Text(f"broken: {error}"))
+    return table
+
+
 def keep_compilations() -> None:
     """Compiled programs outlive the process, in $JAX_COMPILATION_CACHE_DIR, else in the user's cache
     directory: the second start of a script compiles nothing."""
@@ -50,6 +69,12 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def program(command: str) -> str:
+    """What `command` was called as, for its help: a script, or the installed command."""
+    script = Path(sys.argv[0]).name
+    return script if script == f"{command}.py" else f"speccascade {command}"
+
+
 def console(**options: Any) -> Console:
     """One that prints every text as it is: names and sentences may hold what Rich takes for markup."""
     return Console(markup=False, emoji=False, highlight=False, **options)
@@ -57,7 +82,7 @@ def console(**options: Any) -> Console:
 
 def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
     """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), or where memory
-    is too small, said in one sentence; 130 when interrupted."""
+    is too small, said in one sentence; 130 when interrupted, 143 when terminated."""
     keep_compilations()
     for stream in (sys.stdout, sys.stderr):  # a text that the terminal's encoding lacks stops nothing
         if stream is not None and hasattr(stream, "reconfigure"):
@@ -69,6 +94,9 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
     except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Terminated:
+        errors.print(f"terminated{interrupted}.", soft_wrap=True)
+        return 143
     except KeyboardInterrupt as error:
         errors.print(f"interrupted{error}{interrupted}.", soft_wrap=True)
         return 130

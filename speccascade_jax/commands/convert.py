@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import tyro
 
 from speccascade_jax import checkpoints
-from speccascade_jax.commands.commandline import exit_code
+from speccascade_jax.commands.commandline import exit_code, program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +40,6 @@ def convert(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: convert(tyro.cli(Arguments, args=argv, prog="convert.py", description=__doc__)))
+    return exit_code(
+        lambda: convert(tyro.cli(Arguments, args=argv, prog=program("convert"), description=__doc__))
+    )

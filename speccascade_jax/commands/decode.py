@@ -7,7 +7,6 @@ Examples:
     python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
 """
 
-import ast
 import contextlib
 import dataclasses
 import json
@@ -19,18 +18,28 @@ from typing import Annotated, Any
 import jax
 import tyro
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import (
+    TRAINED,
     at_least,
     check_summary,
     config_of,
     console,
     exit_code,
+    program,
     table_of,
+    table_of_configs,
 )
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
@@ -39,6 +48,7 @@ from speccascade_jax.evaluation.coverage import shown
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
 from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.ray_jobs import check_address, cut, finished, read_shards
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
@@ -77,19 +87,12 @@ class Arguments:
     precompile: bool = False
     """Compile all programs of these settings, keep them for later runs, and stop."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """List the configs to decode with and the methods, and stop."""
+    """List the configs to decode and to train with and the methods, and stop."""
 
 
 def print_list(screen: Console) -> None:
-    table = Table("config", "what it is", title="--config", title_justify="left")
-    for name, path in configs.available().items():
-        try:
-            if isinstance(configs.load(path), DecodeConfig):
-                what = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-                table.add_row(name, what.split("\n")[0])
-        except ValueError as error:
-            table.add_row(name, f"broken: {error}")
-    screen.print(table)
+    screen.print(table_of_configs(DecodeConfig, "--config, to decode with"))
+    screen.print(table_of_configs(TRAINED, "--config of finetune, to train with"))
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
     for name, entry in NAMED.items():
         table.add_row(name, entry.summary, f"{entry.low} .. {entry.high}" if entry.low > -math.inf else "")
@@ -142,15 +145,19 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
 
 
 def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[Output]:
+    errors = console(stderr=True)
+    if not errors.is_terminal:
+        yield from track(outputs, "decoding", total, completed=done, console=errors)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("decoding"),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[rate]}"),
     )
-    errors = console(stderr=True)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task("decoding", total=total, completed=done, rate="compiling")
         began, tokens = time.monotonic(), 0
         for output in outputs:
@@ -281,9 +288,9 @@ def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
     return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog="decode.py", description=__doc__
+        Arguments, default=Arguments(run, config=name), args=argv, prog=program("decode"), description=__doc__
     )
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: decode(parse(argv)), "; the same command goes on where --output ends")
+    return exit_code(lambda: decode(parse(argv)), "; the same command resumes where --output ends")

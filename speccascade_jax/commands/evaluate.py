@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
-from rich.progress import track
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import (
@@ -25,6 +24,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
+    program,
     table_of,
     task_of,
 )
@@ -40,6 +40,7 @@ from speccascade_jax.inference.outputs import (
     open_output,
     settings_file,
 )
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.ray_jobs import cut, finished
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
@@ -111,9 +112,7 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
             batch_size=run.batch_size,
             first_index=begin + len(done),
         )
-        for output in track(
-            outputs, method, len(texts) - len(done), transient=True, disable=jax.process_index() > 0
-        ):
+        for output in track(outputs, method, len(texts) - len(done), disable=jax.process_index() > 0):
             lines.append(json.dumps(dataclasses.asdict(output)) + "\n")
             if file is not None:
                 file.add(dataclasses.asdict(output))
@@ -127,7 +126,7 @@ def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequ
     todo = [shard for shard in shards if finished(shard, settings) is None]
     if todo:
         decoded = on_ray(address, arguments.ray_workers, run, settings, todo)
-        for _ in track(decoded, method, len(todo), transient=True):
+        for _ in track(decoded, method, len(todo)):
             pass
     outputs = [output for shard in shards for output in finished(shard, settings) or ()]
     return "".join(json.dumps(dataclasses.asdict(output)) + "\n" for output in outputs)
@@ -142,6 +141,7 @@ def figures_of(
     sums = statistics(metric, texts, references)
     figures: dict[str, Any] = {metric: score(metric, sums.sum(axis=0)), "95%": bootstrap(metric, sums)}
     if baseline is not None:
+        figures["over the first"] = figures[metric] - score(metric, baseline.sum(axis=0))
         figures["over the first, 95%"] = bootstrap(metric, sums, baseline)
     if entry.details is not None:
         figures |= entry.details(texts, references)
@@ -253,9 +253,9 @@ def evaluate(arguments: Arguments) -> None:
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
     return tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog="evaluate.py", description=__doc__
+        Arguments, default=Arguments(run, name), args=argv, prog=program("evaluate"), description=__doc__
     )
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: evaluate(parse(argv)), "; with --output the same command goes on")
+    return exit_code(lambda: evaluate(parse(argv)), "; with --output the same command resumes")

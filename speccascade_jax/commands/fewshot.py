@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.progress import track
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, table_of
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.fewshot import TASKS, FewShotTask, Marks, build_prompts, task_of
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.evaluation.sandbox import check_sandbox
 from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 
 EXECUTED = ", ".join(name for name, task in TASKS.items() if task.executes)
@@ -151,7 +151,7 @@ def decode(
             batch_size=run.batch_size,
             first_index=len(outputs),
         )
-        for output in track(fresh, run.name, len(texts) - len(outputs), transient=True):
+        for output in track(fresh, run.name, len(texts) - len(outputs)):
             outputs.append(output)
             if file is not None:
                 file.add(dataclasses.asdict(output))
@@ -244,7 +244,7 @@ def parse(argv: list[str]) -> Arguments:
         Arguments,
         default=Arguments(run, tyro.MISSING, name),
         args=argv,
-        prog="fewshot.py",
+        prog=program("fewshot"),
         description=__doc__,
     )
 

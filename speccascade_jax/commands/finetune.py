@@ -10,10 +10,18 @@ Killed and started again, it resumes from its last save. The best parameters are
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from speccascade_jax.commands.commandline import config_of, console, exit_code
+from speccascade_jax.commands.commandline import (
+    TRAINED,
+    config_of,
+    console,
+    exit_code,
+    program,
+    table_of_configs,
+)
 from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
@@ -22,7 +30,7 @@ from speccascade_jax.learned.router import load as load_router
 from speccascade_jax.parallel import connect
 from speccascade_jax.training.checks import check, check_folder, check_not_shipped, export_folders, shipped_at
 from speccascade_jax.training.loop import train
-from speccascade_jax.training.router import train_router
+from speccascade_jax.training.router import improves, train_router
 
 SHOWN = "demo_verifier"
 
@@ -36,6 +44,8 @@ class Arguments:
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     cluster: str | None = None
     """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+    list: Annotated[bool, tyro.conf.arg(name="list")] = False
+    """List the configs to train with, and stop."""
     ship: bool = False
     """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
 
@@ -70,14 +80,25 @@ def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
         RouterArguments,
         default=RouterArguments(run, config),
         args=argv,
-        prog="finetune.py",
+        prog=program("finetune"),
         description=__doc__,
     )
     run = arguments.run
     check_router(config, run, arguments.ship)
     screen = console()
-    for what, figure in train_router(run, replaced).items():
+    figures = train_router(run, replaced)
+    for what, figure in figures.items():
         screen.print(f"on texts held out: {what}: {figure:.4f}")
+    if not improves(figures):
+        worse = f"on texts held out this {run.method} is no better than the rule it corrects"
+        if arguments.ship:
+            raise FieldError("ship", True, "nothing that comes with the package was replaced.", worse)
+        screen.print(
+            f"{worse}: decode without it. More examples (--examples) may help. Written for a closer look: "
+            f"{run.output}",
+            soft_wrap=True,
+        )
+        return
     if arguments.ship:
         write_whole(shipped_at(run), Path(run.output).read_text(encoding="utf-8"))
     screen.print(
@@ -88,7 +109,10 @@ def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
 
 
 def finetune(argv: list[str]) -> None:
-    name, run = config_of(argv, TrainConfig | RouterConfig)
+    if "--list" in argv:
+        console().print(table_of_configs(TRAINED, "--config"))
+        return
+    name, run = config_of(argv, TRAINED)
     if isinstance(run, RouterConfig):
         finetune_router(name, run, argv)
         return
@@ -97,7 +121,7 @@ def finetune(argv: list[str]) -> None:
         run = load(SHOWN, TrainConfig)
         about = f"{__doc__}\nThe defaults shown are those of --config={SHOWN}.\n"
     arguments = tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog="finetune.py", description=about
+        Arguments, default=Arguments(run, name), args=argv, prog=program("finetune"), description=about
     )
     metric = arguments.run.task.metric
     if metric not in METRICS:
@@ -111,4 +135,4 @@ def finetune(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: finetune(argv), "; the same command goes on from the last save")
+    return exit_code(lambda: finetune(argv), "; the same command resumes from the last save")

@@ -31,7 +31,7 @@ import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, console, exit_code
+from speccascade_jax.commands.commandline import at_least, console, exit_code, program
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
@@ -270,4 +270,4 @@ def load(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: load(tyro.cli(Arguments, args=argv, prog="load.py", description=__doc__)))
+    return exit_code(lambda: load(tyro.cli(Arguments, args=argv, prog=program("load"), description=__doc__)))

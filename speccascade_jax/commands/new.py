@@ -7,7 +7,8 @@
 
 Writes configs/NAME_verifier.py, configs/NAME_drafter.py and configs/NAME.py, with sizes, steps and rates that
 suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the data. 5% of the
-sources, 500 at most, are held out for validation, and as many for the test. Nothing that exists is overwritten.
+sources, 500 at most, are held out for validation, and as many for the test. Nothing that exists is
+overwritten.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from speccascade_jax.commands.commandline import console, exit_code
+from speccascade_jax.commands.commandline import console, exit_code, program
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.training.checks import check_folder
@@ -89,4 +90,4 @@ def new(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: new(tyro.cli(Arguments, args=argv, prog="speccascade new", description=__doc__)))
+    return exit_code(lambda: new(tyro.cli(Arguments, args=argv, prog=program("new"), description=__doc__)))

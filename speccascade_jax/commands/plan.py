@@ -17,17 +17,25 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
+from speccascade_jax.commands.commandline import (
+    at_least,
+    at_most,
+    config_of,
+    console,
+    exit_code,
+    program,
+    task_of,
+)
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
@@ -127,7 +135,6 @@ def measured(
             cascade.generate(texts, alone, truncate=True, batch_size=8),
             "the target's texts",
             len(texts),
-            transient=True,
             console=screen,
         )
     )
@@ -137,7 +144,7 @@ def measured(
     widths = sorted({width for width in WIDTHS if width < widest} | {widest})
 
     def shown(work: Iterable[Any], name: str) -> Iterable[Any]:
-        return track(work, name, transient=True, console=screen)
+        return track(work, name, console=screen)
 
     width = cascade.bucket(int(np.median(list(map(len, rows)))))
     seconds, besides = call_seconds(
@@ -271,14 +278,14 @@ def in_turn_here(
         for text, row in zip(texts, cascade.encode(texts, truncate=True)[0], strict=True)
         if row
     }
-    for contestant in track(contestants.values(), "compiling", transient=True, console=screen):
+    for contestant in track(contestants.values(), "compiling", console=screen):
         for text in shapes.values():
             contestant(0, text)
     numbered = {
         name: (lambda n, text, contestant=contestant: contestant(n % len(texts), text))
         for name, contestant in contestants.items()
     }
-    results = in_turn(numbered, track(texts * TRIALS, "timing", transient=True, console=screen))
+    results = in_turn(numbered, track(texts * TRIALS, "timing", console=screen))
     return {
         name: (
             np.median(np.reshape([seconds for seconds, _ in runs], (TRIALS, -1)), axis=0),
@@ -499,7 +506,9 @@ def short_names(paths: list[str]) -> dict[str, str]:
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
     run = dataclasses.replace(run, method="speculative", alpha=0.0, block_size=1, planned_for=())
-    return tyro.cli(Arguments, default=Arguments(run, name), args=argv, prog="plan.py", description=__doc__)
+    return tyro.cli(
+        Arguments, default=Arguments(run, name), args=argv, prog=program("plan"), description=__doc__
+    )
 
 
 def main(argv: list[str]) -> int:

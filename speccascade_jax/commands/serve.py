@@ -22,7 +22,7 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
@@ -272,7 +272,7 @@ def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
     return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog="serve.py", description=__doc__
+        Arguments, default=Arguments(run, config=name), args=argv, prog=program("serve"), description=__doc__
     )
 
 

@@ -19,11 +19,18 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, at_most, config_of, console, exit_code, task_of
+from speccascade_jax.commands.commandline import (
+    at_least,
+    at_most,
+    config_of,
+    console,
+    exit_code,
+    program,
+    task_of,
+)
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
@@ -41,6 +48,7 @@ from speccascade_jax.evaluation.sweep import (
     measure_quality,
 )
 from speccascade_jax.inference.outputs import check_targets, write_whole
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.parallel import local_mesh
@@ -255,7 +263,7 @@ class Measurements:
         return dataclasses.replace(cascade, max_source_length=Cascade.bucket(cascade, longest))
 
     def _track(self, items: Sequence[Any], name: str) -> Iterator[Any]:
-        return iter(track(items, name, console=self.screen, transient=True))
+        return iter(track(items, name, console=self.screen))
 
     def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
         clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
@@ -466,10 +474,10 @@ def parse(argv: list[str]) -> Arguments:
         Arguments,
         default=Arguments(dataclasses.replace(run, batch_size=32), name),
         args=argv,
-        prog="tradeoff.py",
+        prog=program("tradeoff"),
         description=__doc__,
     )
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: sweep(parse(argv)), "; the same command goes on where it stopped")
+    return exit_code(lambda: sweep(parse(argv)), "; the same command resumes where it stopped")

@@ -12,6 +12,7 @@ import sentencepiece
 
 from speccascade_jax.checkpoints.files import checked_path, parse_json, read
 from speccascade_jax.checkpoints.tokenizer_files import LARGEST_FILE
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.tokenizers.chat import ChatTemplate, read_companion, specials_of
 from speccascade_jax.tokenizers.json_checks import checked_content, guarded
 
@@ -298,13 +299,28 @@ def train_tokenizer(
             num_threads=1,
         )
     except RuntimeError as error:
-        raise ValueError(f"cannot train a vocabulary of {size} pieces: {error}") from None
+        raise too_few_pieces(size, str(error)) from None
     path = checked_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(model.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def too_few_pieces(size: int, said: str) -> ValueError:
+    """Why SentencePiece cannot train a vocabulary of `size` pieces, in terms of our flags."""
+    if needed := re.search(r"required_chars\. \d+ vs (\d+)", said):
+        return FieldError(
+            "tokenizer_size",
+            size,
+            f"set it to more than {needed[1]}.",
+            f"tokenizer_size is {size}, and single characters and bytes alone are {needed[1]} pieces",
+        )
+    return ValueError(
+        f"cannot train a vocabulary of {size} pieces ({said.strip()}); change --tokenizer-size, or check "
+        "that the training split holds enough text."
+    )
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> str:

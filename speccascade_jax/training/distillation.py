@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.progress import track
 
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.loop import generate
@@ -16,6 +15,7 @@ from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.inputs import check_text
 from speccascade_jax.inference.outputs import resume, write_whole
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.training.data import Batch, joined_examples
 

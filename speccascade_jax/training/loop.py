@@ -224,7 +224,9 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
             tokens += count
             step += 1
             last = step == config.steps
-            evaluates, saves = (step % every == 0 or last for every in (config.eval_every, config.save_every))
+            evaluates, saves = (
+                step % every == 0 or last for every in (config.eval_every, save_every(config))
+            )
             if not (step % config.log_every == 0 or evaluates or saves):
                 continue
             kept = latest.latest_step()
@@ -256,6 +258,11 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 )
             del whole  # of adapters it is one copy more of the model
             began, pending, tokens = time.monotonic(), [], 0
+
+
+def save_every(config: TrainConfig) -> int:
+    """Steps from one save to the next: a run that is shorter than config.save_every is saved four times."""
+    return config.save_every if config.save_every < config.steps else max(1, config.steps // 4)
 
 
 def finite(pending: list[tuple[Array, Array]], step: int, kept: int | None) -> list[tuple[float, float]]:

@@ -35,6 +35,7 @@ FIELDS = (
 FEWEST = 100  # pairs to learn from
 HELD_OUT = 0.05, 500  # the share of the pairs in each held-out split, and the most of them
 LONGEST = 512  # tokens of a source or a target; what is longer is left out in training
+BYTES = 300  # pieces that every vocabulary has: bytes and the special ones
 ROOM = 1.25  # of the longest text that there is: later ones may be longer
 ROWS = 8  # of the smallest batch
 EPOCHS = 60  # more passes over the data than this teach a small model nothing
@@ -83,6 +84,12 @@ class NewTask:
     splits: dict[str, list[Pair]]  # train, validation and test
     data: Path  # the folder of the splits and the tokenizer
     configs: Path  # the folder of the configs
+
+    @property
+    def vocabulary(self) -> int:
+        """Pieces: the size's, doubled until there is room for each character next to the bytes."""
+        characters = set().union(*(text for pair in self.splits["train"] for text in pair))
+        return next(n for k in range(20) if (n := self.size.vocabulary << k) >= len(characters) + BYTES)
 
     @property
     def files(self) -> list[Path]:
@@ -217,7 +224,7 @@ def write(task: NewTask) -> dict[str, Any]:
                 lines = (json.dumps({"source": s, "target": t}, ensure_ascii=False) + "\n" for s, t in pairs)
                 (new / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
             texts = (text for pair in task.splits["train"] for text in pair)
-            train_tokenizer(texts, new / "spiece.model", task.size.vocabulary)
+            train_tokenizer(texts, new / "spiece.model", task.vocabulary)
             choices = chosen(task, Tokenizer(new / "spiece.model"))
             new.rename(task.data)
             written.append(task.data)
@@ -292,8 +299,8 @@ config = TrainConfig(
     output_dir="runs/{name}_verifier",
     task=task,
     tokenizer="{data}/spiece.model",
-    tokenizer_size={size.vocabulary},
-    model={_model(size.verifier, size.vocabulary, 0.1)},
+    tokenizer_size={task.vocabulary},
+    model={_model(size.verifier, task.vocabulary, 0.1)},
     steps={steps},
     batch_tokens={choices["batch_tokens"]},
     optimizer="adamw",
@@ -317,7 +324,7 @@ config = dataclasses.replace(
     load("{name}_verifier"),
     name="{name}_drafter",
     output_dir="runs/{name}_drafter",
-    model={_model(size.drafter, size.vocabulary, 0.0)},
+    model={_model(size.drafter, task.vocabulary, 0.0)},
     teacher="runs/{name}_verifier/export",
     distillation=0.7,
     steps={drafter_steps},

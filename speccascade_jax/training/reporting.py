@@ -3,11 +3,14 @@
 import contextlib
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from speccascade_jax.inference.progress import duration
 
 
 def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
@@ -46,6 +49,7 @@ class Reporter:
     def __init__(self, run: Path, step: int, steps: int, *, quiet: bool = False):
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
         self.steps, self.file, self.board = steps, None, None
+        self.began, self.first = time.monotonic(), step
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,7 +91,8 @@ class Reporter:
         if event == "log" and self.console.is_terminal:
             self.bar.update(self.task, completed=step, description=shown)
         else:
-            self.console.print(f"{event} at step {step} of {self.steps}: {shown}", soft_wrap=True)
+            left = f"  {self.left(step)}" if event == "log" else ""
+            self.console.print(f"{event} at step {step} of {self.steps}: {shown}{left}", soft_wrap=True)
         if self.file is not None:
             self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
             self.file.flush()
@@ -95,6 +100,11 @@ class Reporter:
             for name, value in values.items():
                 if isinstance(value, float):
                     self.board.add_scalar(f"{event}/{name}", value, step)
+
+    def left(self, step: int) -> str:
+        """How long the steps after this one will take, evaluations and saves included."""
+        seconds = (time.monotonic() - self.began) / max(step - self.first, 1)
+        return f"about {duration(seconds * (self.steps - step))} left"
 
 
 def loss_curve(run: Path) -> None:

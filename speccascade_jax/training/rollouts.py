@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
 from speccascade_jax.config import RouterConfig
 from speccascade_jax.core.loop import generate
@@ -15,6 +14,7 @@ from speccascade_jax.core.protocols import Cache, LanguageModel, Params, Prefix
 from speccascade_jax.core.rules import METHODS, Scores, total_variation
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions, token_probs
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.learned.router import FEATURES, features
 from speccascade_jax.tokenizers.tokenizer import text_of
@@ -159,7 +159,7 @@ def continued(
         for widths, numbers in alike.items()
         for at in range(0, len(numbers), GOING_ON)
     ]
-    for (source_width, width), chosen in track(parts, "continuing texts", transient=True):
+    for (source_width, width), chosen in track(parts, "continuing texts"):
         filled = chosen + chosen[:1] * (GOING_ON - len(chosen))
         source, length = pad([rows[begun[n][0]] for n in filled], source_width, 0)
         beginning, size = pad([texts[n] for n in filled], width, 0)
@@ -209,20 +209,19 @@ def tried(
     sources, references = zip(*examples, strict=True)
     rows, _ = cascade.encode(sources, truncate=True)
     replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
-    tries = list[Tried]()
-    for number, options in enumerate(sampling):
-        written = list(
-            cascade.generate(
-                sources,
-                method="opt",
-                alpha=ALPHA,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=config.seed,
-                batch_size=GOING_ON,
-                truncate=True,
-            )
+    tries, ways = list[Tried](), list(sampling)
+    for number, options in enumerate(ways):
+        texts = cascade.generate(
+            sources,
+            method="opt",
+            alpha=ALPHA,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=config.seed,
+            batch_size=GOING_ON,
+            truncate=True,
         )
+        written = list(track(texts, f"writing texts, way {number + 1} of {len(ways)}", len(sources)))
         places = disagreements(
             cascade, rows, [o.tokens for o in written], options, config.places, config.seed + number
         )

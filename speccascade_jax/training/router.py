@@ -174,6 +174,13 @@ def gains(weights: Weights, seen: Tried) -> dict[str, float]:
     return {**figures, "gain from deferring all": float(np.mean(seen.advantages))}
 
 
+def improves(figures: dict[str, float]) -> bool:
+    """Whether gains() or errors() of a network are better than those of the rule that it begins as."""
+    if (learned := figures.get("gain from deferring half, network")) is not None:
+        return learned > figures["gain from deferring half, opt"]
+    return figures["loss, network"] < figures["loss, mixture"]
+
+
 def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
     """Each temperature with each top-p, once where it is greedy."""
     return [

@@ -310,7 +310,7 @@ def test_texts_are_shown_as_they_are(flags, folder, capsys):
 def test_help_needs_no_config(command, capsys):
     for flag in ("--help", "-h"):
         assert call(command, flag) == 0
-        assert f"usage: {command}.py" in capsys.readouterr().out
+        assert f"usage: speccascade {command}" in capsys.readouterr().out
 
 
 def test_a_large_alpha_warns_of_nothing(flags, folder, recwarn):

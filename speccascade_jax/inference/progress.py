@@ -1,0 +1,60 @@
+"""How far a long piece of work is: a bar with the time left on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from rich import progress
+from rich.console import Console
+
+T = TypeVar("T")
+EVERY = 20.0
+"""Seconds between two lines where the output is no terminal."""
+
+
+def track(
+    items: Iterable[T],
+    name: str,
+    total: int | None = None,
+    *,
+    completed: int = 0,
+    console: Console | None = None,
+    disable: bool = False,
+) -> Iterator[T]:
+    """The items, while stderr (or `console`) shows how many of `total` are done and how long the rest takes.
+
+    completed: how many of `total` were done before these.
+    """
+    screen = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if disable:
+        yield from items
+        return
+    if total is None and isinstance(items, Sized):
+        total = completed + len(items)
+    if screen.is_terminal:
+        yield from progress.track(
+            items, name, total=total, completed=completed, console=screen, transient=True
+        )
+        return
+    began = said = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - said >= EVERY:
+            said = now
+            screen.print(line(name, completed + done, total, (now - began) / done), soft_wrap=True)
+
+
+def line(name: str, done: int, total: int | None, seconds: float) -> str:
+    """ "decoding: 20 of 100, about 2 min left", at so many seconds an item."""
+    if total is None:
+        return f"{name}: {done} done"
+    return f"{name}: {done} of {total}, about {duration(seconds * (total - done))} left"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 40 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
