@@ -88,9 +88,19 @@ class Submitted(NamedTuple):
 class ServedLane:
     """Requests of one model that share a batch of rows."""
 
-    def __init__(self, model: str, cascade: Cascade, lane: Lane, settings: Settings, rows: int, width: int):
+    def __init__(
+        self,
+        model: str,
+        cascade: Cascade,
+        lane: Lane,
+        settings: Settings,
+        rows: int,
+        width: int,
+        methods: Sequence[str] = (),
+    ):
         self.model, self.cascade, self.lane, self.rows = model, cascade, lane, rows * cascade.devices
         self.settings = settings  # of some request
+        self.methods = methods or (settings.name,)  # names that requests may ask for, for people
         self.per_device, self.width = rows, width
         self.scheduler: Scheduler = self._empty()
         self.scorer = (
@@ -271,15 +281,19 @@ class Engine:
     # In the thread
 
     def _work(self) -> None:
+        began = time.monotonic()
         try:
-            for lane in self.lanes:
+            for number, lane in enumerate(self.lanes, 1):
                 if self.stopping:
                     return
+                names = ", ".join(lane.methods)
+                log.info("compiling %d of %d: %s: %s", number, len(self.lanes), lane.model, names)
                 lane.precompile()
         except BaseException as error:
             self.failed = error
             return
         self.ready = True
+        log.info("ready after %.1f s of compiling", time.monotonic() - began)
         while True:
             with self.wake:
                 while not (self.inbox or self.stopping or any(lane.jobs for lane in self.lanes)):

@@ -78,7 +78,8 @@ class ServedModel:
             **{method: method for method in methods},
         }
         self.methods = tuple(choices)
-        compiled = [self._compiled(choice) for choice in choices.values()]
+        by_name = {name: self._compiled(choice) for name, choice in choices.items()}
+        compiled = list(by_name.values())
         self.lanes: dict[Any, ServedLane] = {}
         for key, lane in cascade.lanes(compiled).items():
             chunked = any_continues(lane.plan.sampler, lane.params)
@@ -89,8 +90,10 @@ class ServedModel:
                     chunk=min(chunk, cascade.max_source_length) if chunked else 0,
                 )
             )
-            example = next(settings for settings in compiled if cascade.lane_of(settings) == key)
-            self.lanes[key] = ServedLane(name, cascade, lane, example, rows, cascade.max_source_length)
+            names = [called for called, settings in by_name.items() if cascade.lane_of(settings) == key]
+            self.lanes[key] = ServedLane(
+                name, cascade, lane, by_name[names[0]], rows, cascade.max_source_length, names
+            )
 
     def _compiled(self, method: Choice | tuple[Choice, ...]) -> Settings:
         """Settings of everything that this method's requests may ask for."""

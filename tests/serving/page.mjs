@@ -19,6 +19,7 @@ for (const scheme of ["light", "dark"]) for (const width of [400, 1200]) {
   await page.focus("#prompt");
   await page.keyboard.press("Control+A");
   await page.keyboard.type("the cat sat on the mat");
+  await page.evaluate(() => { document.querySelector("#settings").open = true; });
   await page.selectOption("#method", "opt");
   await page.fill("#temperature", "1.5");
   await page.evaluate(() => {
@@ -26,9 +27,10 @@ for (const scheme of ["light", "dark"]) for (const width of [400, 1200]) {
     new MutationObserver(() => window.lengths.push(document.querySelector("#cascade-text").children.length))
       .observe(document.querySelector("#cascade-text"), {childList: true});
   });
+  await page.evaluate(wide => { document.querySelector("#settings").open = wide; }, width > 640);
   await page.focus("#run");
   await page.keyboard.press("Enter");
-  await page.waitForFunction(() => document.querySelector("#status").textContent === "Done.", null, {timeout: 60000});
+  await page.waitForFunction(() => document.querySelector("#status").textContent.startsWith("Done"), null, {timeout: 60000});
   await page.screenshot({path: `${folder}/${scheme}_${width}.png`, fullPage: true});
   await page.evaluate(axe);
   const found = await page.evaluate(() => axe.run());
@@ -36,6 +38,10 @@ for (const scheme of ["light", "dark"]) for (const width of [400, 1200]) {
     scheme, width, errors, violations: found.violations.map(one => `${one.id} (${one.impact})`),
     method: await page.inputValue("#method"),
     ...await page.evaluate(() => ({
+      folds: !document.querySelector("#settings").open, status: document.querySelector("#status").textContent,
+      bottom: document.querySelector("#cascade-text").getBoundingClientRect().bottom + window.scrollY,
+      split: [...document.querySelectorAll("#cascade-text span + span")].filter(span =>
+        span.className && span.className === span.previousElementSibling.className).length,
       grew: new Set(window.lengths).size > 1, scrolls: document.documentElement.scrollWidth,
       written: document.querySelectorAll("#cascade-text .draft, #cascade-text .correction, #cascade-text .bonus").length,
       verifier: document.querySelectorAll("#verifier-text span").length}))}));
