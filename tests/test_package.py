@@ -12,6 +12,8 @@ from processes import REPOSITORY
 import speccascade_jax
 
 SENTENCE = "Good morning."
+LARGEST = 75 * 10**6
+"""Bytes of the wheel."""
 
 
 def test_the_version_is_spelt_once():
@@ -74,8 +76,9 @@ def installed(wheel, tmp_path_factory):
     return folder
 
 
-def run(installed, *command):
-    """A command of the environment's, in a folder that is no checkout: its output."""
+def run(installed, *command, code=0):
+    """A command of the environment's, in a folder that is no checkout: its output, or what it says where it ends
+    with another code."""
     clean = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPECCASCADE_DATA")
     }
@@ -87,8 +90,8 @@ def run(installed, *command):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 @pytest.mark.full
@@ -103,12 +106,13 @@ def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
     package = REPOSITORY / "speccascade_jax"
     assert {f"speccascade_jax/{path.relative_to(package)}" for path in package.rglob("*.py")} <= found
     assert {f"speccascade_jax/serving/page/{name}" for name in ("index.html", "page.css", "page.js")} <= found
-    for pair in ("", "e2e_", "e2e_gemma_"):
-        for model in ("drafter", "verifier"):
-            for file in ("config.json", "model.safetensors", "spiece.model"):
-                assert f"speccascade_jax/demo/{pair}{model}/{file}" in found
-    shipped = {path.relative_to(package.parent) for path in (package / "demo").rglob("*") if path.is_file()}
-    assert {str(path) for path in shipped} <= found
+    demo = {name.removeprefix("speccascade_jax/demo/") for name in found if "/demo/" in name}
+    assert {name.partition("/")[0] for name in demo} == {"README.md", "router.json", "drafter", "verifier"}
+    for model in ("drafter", "verifier"):
+        assert {path.name for path in (package / "demo" / model).iterdir()} == {
+            name.partition("/")[2] for name in demo if name.startswith(f"{model}/")
+        }
+    assert wheel.stat().st_size < LARGEST
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in found)
 
 
@@ -121,6 +125,12 @@ def test_an_installed_package_decodes_from_anywhere(installed):
     said = run(installed, "python", "-c", code.format(place=str(installed / "venv"), text=SENTENCE))
     assert said.split() and said.strip() != SENTENCE
     assert said.strip() in run(installed, "speccascade", "decode", "--text", SENTENCE)
+    for flags, code in (
+        (["decode", "--config=e2e", "--text=x"], 2),
+        (["decode", "--config=demo_shared", "--text=x"], 2),
+        (["finetune", "--config=e2e_gemma_foreign_drafter"], 2),
+    ):
+        assert "clone of the repository" in run(installed, "speccascade", *flags, code=code)
     listed = run(installed, "speccascade", "decode", "--list")
     assert "demo" in listed and "wmt_small_large" in listed
     data = run(installed, "python", "-c", "from speccascade_jax.config import DATA; print(DATA)").strip()

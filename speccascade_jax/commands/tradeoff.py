@@ -155,6 +155,17 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
                 ]
             highest.add_row(*row)
         screen.print(quickest, highest)
+        if not any(faster_than_the_verifier(fast) for fast, _ in methods.values()):
+            screen.print(
+                f"{where}: no method is surely faster than the verifier at its {metric}. Decode with the "
+                "verifier alone, or accept a lower quality.",
+                soft_wrap=True,
+            )
+
+
+def faster_than_the_verifier(r: Comparison | None) -> bool:
+    """Whether the whole 95% interval of a point's time lies below the verifier's."""
+    return r is not None and r.time is not None and r.time.interval[1] < 1
 
 
 def _table(title: str, *columns: str) -> Table:
