@@ -77,8 +77,8 @@ def installed(wheel, tmp_path_factory):
 
 
 def run(installed, *command, code=0):
-    """A command of the environment's, in a folder that is no checkout: its output, or what it says where it ends
-    with another code."""
+    """A command of the environment's, in a folder that is no checkout: its output; where it ends with another
+    code than 0, what it says."""
     clean = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPECCASCADE_DATA")
     }

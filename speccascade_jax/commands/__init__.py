@@ -68,7 +68,8 @@ def overview() -> str:
         lines += textwrap.wrap(
             what, width, initial_indent=f"  {name}".ljust(indent), subsequent_indent=" " * indent
         )
-    return "\n".join([*lines, "", "speccascade COMMAND --help lists the flags of a command."])
+    lines += ["", *textwrap.wrap("speccascade COMMAND --help lists the flags of a command.", width)]
+    return "\n".join(lines)
 
 
 class Terminated(KeyboardInterrupt):
