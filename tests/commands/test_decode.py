@@ -9,7 +9,6 @@ import pytest
 from corpora import SENTENCES
 from refusals import check_about, refusals
 
-from speccascade_jax import config as configs
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.commands import decode
@@ -230,10 +229,12 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
 
 
 def test_list_names_configs_to_decode_with_and_methods(capsys):
-    """Configs that train a model are none of --config's values."""
+    """Configs that train a model are none of --config's values here: they have a table of their own."""
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
-    assert "demo_verifier" in configs.available() and "demo_verifier" not in shown
+    decoding, _, training = shown.partition("--config of finetune")
+    assert "│ demo_verifier " not in decoding and "│ demo_verifier " in training
+    assert "│ demo " in decoding and "│ demo " not in training
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
 
 
