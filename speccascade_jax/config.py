@@ -39,7 +39,7 @@ CONFIGS = next(
 DEMO = PACKAGE / "demo"
 """The pairs that come with the repository; of these, the wheel holds the pair `demo` only."""
 ONLY_IN_THE_REPOSITORY = (
-    "The package that pip installs holds only the pair demo; run this from a clone of the repository."
+    "the package that pip installs holds only the pair demo; run this from a clone of the repository."
 )
 _SHARED = PACKAGE.parent.parent / "shared" / "data"
 DATA = os.environ.get("SPECCASCADE_DATA") or str(_SHARED if _SHARED.is_dir() else Path("data"))

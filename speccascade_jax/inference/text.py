@@ -175,9 +175,9 @@ class Cascade:
         for role, path in config.roles:
             if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
                 flag = "models" if config.models else role.removeprefix("the ")
-                remedy = config.missing or f"Give its folder with --{flag}."
                 if in_the_repository_only(path):
-                    remedy = ONLY_IN_THE_REPOSITORY
+                    raise ValueError(f"{role}'s checkpoint {path} is missing: {ONLY_IN_THE_REPOSITORY}")
+                remedy = config.missing or f"Give its folder with --{flag}."
                 raise ValueError(f"{role}'s checkpoint {path} is missing. {remedy}")
         config.check()
         names = (
