@@ -14,6 +14,7 @@ from pathlib import Path
 import tyro
 
 from speccascade_jax.commands.commandline import config_of, console, exit_code
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
@@ -38,6 +39,8 @@ class Arguments:
     """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
     ship: bool = False
     """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
+    profile: str | None = None
+    """Write a trace of the training to this new folder, for TensorBoard or Perfetto."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +106,11 @@ def finetune(argv: list[str]) -> None:
     if metric not in METRICS:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
     check(arguments.run, arguments.ship)
+    check_profile(arguments.profile)
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    train(arguments.run, METRICS[metric], arguments.ship)
+    with profiled(arguments.profile):
+        train(arguments.run, METRICS[metric], arguments.ship)
     for folder in export_folders(arguments.run, arguments.ship):
         console().print(f"written: {folder}", soft_wrap=True)
 

@@ -23,6 +23,7 @@ import tyro
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
@@ -79,6 +80,8 @@ class Arguments:
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
     """How long requests may go on after SIGTERM."""
+    profile: str | None = None
+    """Write a trace of all that the server runs to this new folder, for TensorBoard or Perfetto."""
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
@@ -207,6 +210,7 @@ def serve(arguments: Arguments) -> None:
         page=arguments.page == "on",
         log_texts=arguments.log_texts,
     )
+    check_profile(arguments.profile)
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
     models = [
@@ -258,7 +262,8 @@ def serve(arguments: Arguments) -> None:
         )
     )
     try:
-        server.run(sockets=[listening])
+        with profiled(arguments.profile):
+            server.run(sockets=[listening])
     finally:
         if engine.running:  # Python's end, while a thread is within XLA, would be an abort
             sys.stdout.flush()
