@@ -48,6 +48,7 @@ from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
+SHORT = 256  # tokens: less padding than this is not worth another program
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -168,6 +169,15 @@ class Cascade:
             vocabulary=vocabulary,
             **fields,
         )
+
+    @classmethod
+    def from_pretrained(
+        cls, verifier: str | Path, drafter: str | Path | None = None, **options: Any
+    ) -> "Cascade":
+        """load() of a verifier and its drafter, or of a verifier alone: folders, or names at the Hugging Face
+        hub such as google/flan-t5-large. `options` are load()'s."""
+        paths = (verifier,) if drafter is None else (drafter, verifier)
+        return cls.load(*map(checkpoints.at_hub, paths), **options)
 
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
@@ -562,8 +572,11 @@ class Cascade:
         return scheme or (settings.block_sizes(self.levels), settings.stops, settings.hand_over)
 
     def bucket(self, length: int) -> int:
-        """`length` rounded up, so that at most eight source lengths are compiled."""
+        """`length` rounded up, so that few source lengths are compiled: to eighths of max_source_length, and
+        where an eighth is long, to halves of it, down to SHORT."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
+        while step > SHORT and length <= step // 2:
+            step //= 2
         return min(-(-length // step) * step, max(self.max_source_length, 1))
 
 

@@ -196,8 +196,10 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
 def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(other_libraries, "find_spec", lambda name: None if name == "transformers" else name)
     monkeypatch.setattr(profiling, "random_model", lambda *_: pytest.fail("made weights"))
-    with pytest.raises(ValueError, match="--vs hf needs torch, transformers: pip install torch"):
+    with pytest.raises(FieldError) as refused:
         benchmark.benchmark(benchmark.Arguments(preset=("t5_1_1_small", "t5_1_1_large"), vs=("hf",)))
+    assert (refused.value.field, refused.value.value) == ("vs", "hf")
+    assert refused.value.remedy == "pip install torch transformers"  # which versions is pip's to say
 
 
 BAD = [
