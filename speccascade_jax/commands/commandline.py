@@ -16,8 +16,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
-from speccascade_jax.config import DecodeConfig, Task, TrainConfig
+from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
+
+FLAGS = {
+    field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
+}
+"""The fields that are flags of some command."""
 
 
 def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[str, Any]:
@@ -82,6 +87,8 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
 
 def sentence(error: Exception) -> str | None:
     """What the command line says of an error; None for what is a fault of the program."""
+    if isinstance(error, FieldError) and error.field in FLAGS:
+        return error.sentence(flag_of(error.field))
     if isinstance(error, ValueError):
         return str(error)
     if isinstance(error, OSError):

@@ -13,8 +13,12 @@ class FieldError(ValueError):
     """
 
     def __init__(self, field: str, value: Any, remedy: str, problem: str = ""):
-        self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{problem or f'{field} is {reprlib.repr(value)}'}; {remedy}")
+        self.field, self.value, self.remedy, self.problem = field, value, remedy, problem
+        super().__init__(self.sentence(field))
+
+    def sentence(self, name: str) -> str:
+        """The message, with the field called `name` where no problem is told."""
+        return f"{self.problem or f'{name} is {reprlib.repr(self.value)}'}; {self.remedy}"
 
 
 def check_range(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
