@@ -16,15 +16,11 @@ def check_profile(folder: str | None) -> None:
         return
     if os.path.isdir(folder) and not os.listdir(folder):
         return
-    if os.path.lexists(folder):
-        raise FieldError(
-            "profile", folder, "name a new folder.", f"--profile is {folder}, which holds something already"
-        )
     try:
         os.makedirs(folder)
     except OSError as error:
         raise FieldError(
-            "profile", folder, "name another.", f"--profile is {folder}: {error.strerror}"
+            "profile", folder, "name a new folder.", f"--profile is {folder}: {error.strerror}"
         ) from None
 
 
