@@ -29,7 +29,7 @@ LARGEST = 2**20
 LARGEST_BITS = 256
 """Of a whole number in a config: a float holds it, and it can be printed."""
 LONGEST_SOURCE = 2**17
-"""Tokens of an input: an eighth of max_source_length is the least that is padded to."""
+"""Tokens of an input."""
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next(
     (folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),

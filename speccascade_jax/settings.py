@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from speccascade_jax.baselines import BASELINES
-from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.methods import Fixed, Knob, Method, Scheme
 from speccascade_jax.core.protocols import Sampler
 from speccascade_jax.core.rules import METHODS
@@ -175,7 +175,10 @@ class Settings(Declared):
             truncation.check(name, getattr(self, name), vocab_size)
         for field in dataclasses.fields(Settings):
             if "low" in field.metadata and field.name not in TRUNCATIONS:
-                check_range(field.name, getattr(self, field.name), field.metadata)
+                about = field.metadata
+                check_range(
+                    field.name, getattr(self, field.name), about["low"], about["high"], about["above"]
+                )
         if self.hand_over not in get_args(HandOver):
             raise FieldError("hand_over", self.hand_over, f"known: {', '.join(get_args(HandOver))}.")
         if isinstance(self.stop, str):
@@ -227,22 +230,6 @@ class Settings(Declared):
                 self.temperature,
                 f"{name} decodes greedily: make it 0, or take another method.",
             )
-
-
-def check_range(name: str, value: Any, about: Mapping[str, Any]) -> None:
-    """Raises FieldError for a number outside a field's `low` and `high` (see option())."""
-    low, high = about["low"], about["high"]
-    if (
-        value is None
-        or isinstance(value, str)
-        or ((low < value if about["above"] else low <= value) and value <= high and abs(value) < math.inf)
-    ):
-        return
-    if high == math.inf:
-        least = f"{'above' if about['above'] else 'at least'} {low:g}"
-        raise FieldError(name, value, f"it must be {least}, and a finite number.")
-    low, high = (f"{end:g}" if abs(end) < 10**6 else str(end) for end in (low, high))
-    raise FieldError(name, value, f"it lies in {'(' if about['above'] else '['}{low}, {high}].")
 
 
 def entry_of(method: Any) -> Method | Scheme | None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.settings import Settings
 
@@ -13,9 +14,11 @@ def test_settings_make_the_rule():
     (default,) = Settings(method="lookahead").rules(1)
     knobs = METHODS["lookahead"].knobs
     assert default is METHODS["lookahead"].tuned(**{name: knob.default for name, knob in knobs.items()})
-    for change in ({"acceptance": 1.5}, {"round_cost": 0.0}, {"round_cost": float("nan")}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            Settings(method="lookahead", **change).check(10)
+    nan = float("nan")
+    for field, value in (("acceptance", 1.5), ("round_cost", 0.0), ("round_cost", nan), ("top_p", nan)):
+        with pytest.raises(FieldError) as refused:
+            Settings(method="lookahead", **{field: value}).check(10)
+        assert refused.value.field == field and refused.value.value is value
 
 
 def test_only_rules_have_a_deferral_rate():
@@ -32,8 +35,9 @@ def test_one_value_stands_for_every_level():
     assert settings.rules(2) == (METHODS["speculative"], METHODS["opt"])
     assert settings.of_levels("block_size", 0) == ()  # one model verifies nothing
     for field in ("method", "alpha"):
-        with pytest.raises(ValueError, match=field):
+        with pytest.raises(FieldError) as refused:
             settings.of_levels(field, 3)
+        assert (refused.value.field, refused.value.value) == (field, getattr(settings, field))
 
 
 def test_adaptive_blocks_that_never_stop_are_fixed_ones():

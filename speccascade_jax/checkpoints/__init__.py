@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,14 @@ class Checkpoint(NamedTuple):
 
 def is_remote(path: str | Path) -> bool:
     return str(path).startswith(("hf://", "gs://"))
+
+
+def at_hub(path: str | Path) -> str:
+    """The path as load() takes it: OWNER/NAME is a model at the Hugging Face hub unless there is such a
+    folder."""
+    name = str(path)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(split_member(name)[0]).exists()
+    return f"hf://{name}" if is_name else name
 
 
 def from_hub(name: str) -> str:

@@ -21,6 +21,11 @@ from speccascade_jax.commands import Terminated
 from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
+FLAGS = {
+    field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
+}
+"""The fields that are flags of some command."""
+
 
 def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[str, Any]:
     """The name after --config in argv (or `default`), and that config, which must be a `kind`.
@@ -110,6 +115,8 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
 
 def sentence(error: Exception) -> str | None:
     """What the command line says of an error; None for what is a fault of the program."""
+    if isinstance(error, FieldError) and error.field in FLAGS:
+        return error.sentence(flag_of(error.field))
     if isinstance(error, ValueError):
         return str(error)
     if isinstance(error, OSError):

@@ -41,6 +41,7 @@ from speccascade_jax.commands.commandline import (
     table_of,
     table_of_configs,
 )
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
@@ -86,6 +87,8 @@ class Arguments:
     """With --ray: inputs in each file of --output."""
     precompile: bool = False
     """Compile all programs of these settings, keep them for later runs, and stop."""
+    profile: str | None = None
+    """Write a trace of the decoding to this new folder, for TensorBoard or Perfetto."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
     """List the configs to decode and to train with and the methods, and stop."""
 
@@ -207,6 +210,13 @@ def decode(arguments: Arguments) -> None:
     run.check()
     at_least(1, limit=arguments.limit)
     check_methods(run, [run.settings])
+    if arguments.profile is not None and (arguments.ray is not None or arguments.precompile):
+        raise FieldError(
+            "profile",
+            arguments.profile,
+            "leave it out, or the other.",
+            "--profile traces what this process decodes, not --ray or --precompile",
+        )
     if arguments.ray is not None:
         decode_on_ray(arguments, arguments.ray)
         return
@@ -216,6 +226,7 @@ def decode(arguments: Arguments) -> None:
         return
     texts = read_inputs(arguments)[: arguments.limit]
     check_paths(arguments)
+    check_profile(arguments.profile)
     with contextlib.ExitStack() as stack:
         file, done = None, list[Output]()
         if arguments.output is not None:
@@ -225,6 +236,7 @@ def decode(arguments: Arguments) -> None:
         if not run.truncate:  # better now than after hours of decoding
             cascade.encode(texts)
         outputs, resumed = [*done], len(done)
+        stack.enter_context(profiled(arguments.profile))
         fresh = cascade.generate(
             texts[resumed:],
             run.settings,

@@ -28,6 +28,7 @@ from speccascade_jax.commands.commandline import (
     table_of,
     task_of,
 )
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.coverage import shown as shared
@@ -77,6 +78,8 @@ class Arguments:
     """Processes that decode; one on each machine unless given."""
     shard_size: int = 256
     """With --ray: examples in each shard."""
+    profile: str | None = None
+    """Write a trace of the decoding to this new folder, for TensorBoard or Perfetto."""
 
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
@@ -183,6 +186,9 @@ def check(arguments: Arguments, task: Task) -> None:
     }
     check_targets({**written, "--summary": arguments.summary}, read)
     check_summary(arguments.summary, "method")
+    if arguments.ray is not None and arguments.profile is not None:
+        raise FieldError("profile", arguments.profile, "give one.", "--ray and --profile exclude each other")
+    check_profile(arguments.profile)
 
 
 def evaluate(arguments: Arguments) -> None:
@@ -206,7 +212,8 @@ def evaluate(arguments: Arguments) -> None:
     for method in arguments.methods:
         before = cascade.clock.decode_seconds
         if arguments.ray is None:
-            text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
+            with profiled(Path(arguments.profile, method) if arguments.profile else None):
+                text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
         else:
             text = decode_on_ray(arguments, arguments.ray, method, sources)
         if jax.process_index() > 0:

@@ -22,6 +22,7 @@ from speccascade_jax.commands.commandline import (
     program,
     table_of_configs,
 )
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
@@ -48,6 +49,8 @@ class Arguments:
     """List the configs to train with, and stop."""
     ship: bool = False
     """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
+    profile: str | None = None
+    """Write a trace of the training to this new folder, for TensorBoard or Perfetto."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +130,11 @@ def finetune(argv: list[str]) -> None:
     if metric not in METRICS:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
     check(arguments.run, arguments.ship)
+    check_profile(arguments.profile)
     if arguments.cluster is not None:
         connect(arguments.cluster)
-    train(arguments.run, METRICS[metric], arguments.ship)
+    with profiled(arguments.profile):
+        train(arguments.run, METRICS[metric], arguments.ship)
     for folder in export_folders(arguments.run, arguments.ship):
         console().print(f"written: {folder}", soft_wrap=True)
 

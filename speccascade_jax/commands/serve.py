@@ -22,7 +22,8 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, flag_of, program
+from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
@@ -79,6 +80,8 @@ class Arguments:
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
     """How long requests may go on after SIGTERM."""
+    profile: str | None = None
+    """Write a trace of all that the server runs to this new folder, for TensorBoard or Perfetto."""
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
@@ -169,12 +172,17 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
     for other in arguments.also:
         name = Path(other).stem
         if name in named:
-            raise ValueError(f"--also names {name} twice.")
+            raise FieldError("also", other, "name each config once.", f"--also names {name} twice")
         named[name] = configs.load(other, DecodeConfig)
     for run in named.values():
         run.check()
         if VOCABULARIES[run.vocabulary].drafts is not None:
-            raise ValueError("slem drafts on the host, between rounds: serve with --vocabulary=tli.")
+            raise FieldError(
+                "vocabulary",
+                run.vocabulary,
+                "serve with --vocabulary=tli.",
+                f"{run.vocabulary} drafts on the host, between rounds",
+            )
     mesh = local_mesh()
     return {
         name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
@@ -187,9 +195,10 @@ def serve(arguments: Arguments) -> None:
         1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk, max_body=arguments.max_body
     )
     at_least(0, max_queue=arguments.max_queue)
-    for name, seconds in (("timeout", arguments.timeout), ("drain-seconds", arguments.drain_seconds)):
+    for name in ("timeout", "drain_seconds"):
+        seconds = getattr(arguments, name)
         if not 0 < seconds < 1e9:
-            raise ValueError(f"--{name} is {seconds}; it must be above 0.")
+            raise FieldError(name, seconds, "it must be above 0.", f"{flag_of(name)} is {seconds}")
     try:
         import uvicorn
 
@@ -207,6 +216,7 @@ def serve(arguments: Arguments) -> None:
         page=arguments.page == "on",
         log_texts=arguments.log_texts,
     )
+    check_profile(arguments.profile)
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
     models = [
@@ -258,7 +268,8 @@ def serve(arguments: Arguments) -> None:
         )
     )
     try:
-        server.run(sockets=[listening])
+        with profiled(arguments.profile):
+            server.run(sockets=[listening])
     finally:
         if engine.running:  # Python's end, while a thread is within XLA, would be an abort
             sys.stdout.flush()

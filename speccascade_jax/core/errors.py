@@ -1,5 +1,6 @@
 """Errors that say which field they are about."""
 
+import math
 import reprlib
 from typing import Any
 
@@ -12,5 +13,24 @@ class FieldError(ValueError):
     """
 
     def __init__(self, field: str, value: Any, remedy: str, problem: str = ""):
-        self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{problem or f'{field} is {reprlib.repr(value)}'}; {remedy}")
+        self.field, self.value, self.remedy, self.problem = field, value, remedy, problem
+        super().__init__(self.sentence(field))
+
+    def sentence(self, name: str) -> str:
+        """The message, with the field called `name` where no problem is told."""
+        return f"{self.problem or f'{name} is {reprlib.repr(self.value)}'}; {self.remedy}"
+
+
+def check_range(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
+    """Raises FieldError for a number outside [low, high], or (low, high] with `above`. None and texts are not
+    compared."""
+    if value is None or isinstance(value, str):
+        return
+    if (low < value if above else low <= value) and value <= high and abs(value) < math.inf:
+        return
+    if high == math.inf:
+        raise FieldError(
+            name, value, f"it must be {'above' if above else 'at least'} {low:g}, and a finite number."
+        )
+    first, last = (f"{end:g}" if abs(end) < 10**6 else str(end) for end in (low, high))
+    raise FieldError(name, value, f"it lies in {'(' if above else '['}{first}, {last}].")

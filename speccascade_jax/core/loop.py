@@ -154,7 +154,10 @@ def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) ->
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
     """One round: every unfinished row commits one block."""
     so_far = state.counts if getattr(sampler, "remembers", False) else None
-    block, caches, counted = step(sampler, params, state.caches, state.rows._replace(so_far=so_far), eos_id)
+    with jax.named_scope("round"):
+        block, caches, counted = step(
+            sampler, params, state.caches, state.rows._replace(so_far=so_far), eos_id
+        )
     recent = after(block, state.rows.recent)
     finished = (block.size > 0) & (recent[:, -1] == eos_id)
     rows = state.rows._replace(

@@ -18,7 +18,8 @@ Array = jax.Array
 @partial(jax.jit, static_argnums=(0, 4))
 def step(sampler: Sampler, params: Params, caches: Cache, rows: Rows, eos_id: int) -> Any:
     """sampler.step(), which is traced once however many levels and loops ask for it."""
-    return sampler.step(params, caches, rows, eos_id)
+    with jax.named_scope(f"level_{sampler.level}"):
+        return sampler.step(params, caches, rows, eos_id)
 
 
 def is_greedy(rows: Rows) -> Bool[Array, "B 1 1"]:
@@ -36,13 +37,15 @@ def read(
 ) -> tuple[Float[Array, "B G+1 V"], Cache]:
     """The logits after the last committed token and after each of `draft`, and the longer cache, which may
     lack up to `behind` committed tokens besides the last."""
-    tokens = jnp.concatenate([rows.recent[:, -1 - behind :], draft], axis=1)
+    tokens, name = jnp.concatenate([rows.recent[:, -1 - behind :], draft], axis=1), type(model).__name__
     if not behind:
-        return model.extend(params, tokens, cache)
+        with jax.named_scope(name):
+            return model.extend(params, tokens, cache)
     lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in a finished row
     column = jnp.arange(tokens.shape[1])
     tokens = jnp.take_along_axis(tokens, behind - lacks + column, axis=1, mode="clip")
-    logits, cache = model.extend(params, tokens, cache)
+    with jax.named_scope(name):
+        logits, cache = model.extend(params, tokens, cache)
     return jnp.take_along_axis(logits, (lacks + column[:-behind])[..., None], axis=1), cache
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.errors import check_range
 
 Array = jax.Array
 
@@ -58,9 +58,7 @@ class Truncation:
     def check(self, name: str, value: Any, vocab_size: float = math.inf) -> None:
         """Raises FieldError for a value out of range; an integer counts tokens: there are `vocab_size`."""
         high = min(self.high, vocab_size) if self.kind is int else self.high
-        if value is None or (value <= high and (self.low < value if self.above else self.low <= value)):
-            return
-        raise FieldError(name, value, f"it lies in {'(' if self.above else '['}{self.low:g}, {high:g}].")
+        check_range(name, value, self.low, high, self.above)
 
 
 def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from speccascade_jax.checkpoints import Checkpoint, save
+from speccascade_jax.core.errors import FieldError
 
 Decode = Callable[[list[int]], tuple[float, list[int]]]
 """Source tokens -> seconds, and the tokens written (end-of-sequence token included)."""
@@ -21,12 +22,12 @@ NEEDED = {"hf": ("torch", "transformers"), "ctranslate2": ("ctranslate2", "torch
 
 
 def check_installed(libraries: Sequence[str]) -> None:
-    """Raises ValueError with the remedy where a module that one of `libraries` needs is missing."""
+    """Raises FieldError with the remedy where a module that one of `libraries` needs is missing."""
     for library in libraries:
         needed = NEEDED[library]
         if any(find_spec(module) is None for module in needed):
-            raise ValueError(
-                f"--vs {library} needs {', '.join(needed)}: pip install {' '.join(needed)}==4.57.6."
+            raise FieldError(
+                "vs", library, f"pip install {' '.join(needed)}", f"--vs {library} needs {', '.join(needed)}"
             )
 
 

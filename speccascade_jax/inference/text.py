@@ -24,7 +24,7 @@ from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
-from speccascade_jax.core.samplers.proposals import Matched, Proposed
+from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.inference.vocabulary_checks import check_method
 from speccascade_jax.learned import router
@@ -48,6 +48,7 @@ from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
 SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
+SHORT = 256  # tokens: less padding than this is not worth another program
 REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
 
 
@@ -99,11 +100,9 @@ class Cascade:
         self.named = {**({self.trained.name: self.trained} if self.trained else {}), **named(self.samplers)}
         if self.chat:
             self.tokenizer.template()
-        if self.mesh is not None:
-            placed = {
-                id(weights): jax.device_put(weights, NamedSharding(self.mesh, P())) for weights in self.params
-            }
-            self.params = tuple(placed[id(weights)] for weights in self.params)
+        placed = {id(weights): self._placed(weights) for weights in self.params}
+        self.params = tuple(placed[id(weights)] for weights in self.params)
+        self.made = dict[Any, Any]()  # parameters of samplers' models that are not the cascade's
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.strategy = VOCABULARIES[self.vocabulary]
         self.host_drafter: Any = None
@@ -134,7 +133,9 @@ class Cascade:
         Raises ValueError where the models do not fit each other.
         """
         if not paths:
-            raise ValueError("no models: give a checkpoint, or several, the smallest model's first.")
+            raise FieldError(
+                "models", (), "give a checkpoint, or several, the smallest model's first.", "no models"
+            )
 
         def cut(path: str) -> Any:
             return (
@@ -170,15 +171,30 @@ class Cascade:
         )
 
     @classmethod
+    def from_pretrained(
+        cls, verifier: str | Path, drafter: str | Path | None = None, **options: Any
+    ) -> "Cascade":
+        """load() of a verifier and its drafter, or of a verifier alone: folders, or names at the Hugging Face
+        hub such as google/flan-t5-large. `options` are load()'s."""
+        paths = (verifier,) if drafter is None else (drafter, verifier)
+        return cls.load(*map(checkpoints.at_hub, paths), **options)
+
+    @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
         """The models a DecodeConfig names. Raises ValueError with the remedy where they cannot be had."""
         for role, path in config.roles:
             if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
                 flag = "models" if config.models else role.removeprefix("the ")
                 if in_the_repository_only(path):
-                    raise ValueError(f"{role}'s checkpoint {path} is missing: {ONLY_IN_THE_REPOSITORY}")
-                remedy = config.missing or f"Give its folder with --{flag}."
-                raise ValueError(f"{role}'s checkpoint {path} is missing. {remedy}")
+                    raise FieldError(
+                        flag, path, ONLY_IN_THE_REPOSITORY, f"{role}'s checkpoint {path} is missing"
+                    )
+                raise FieldError(
+                    flag,
+                    path,
+                    config.missing or f"give its folder with --{flag}.",
+                    f"{role}'s checkpoint {path} is missing",
+                )
         config.check()
         names = (
             "tokenizer",
@@ -237,9 +253,12 @@ class Cascade:
         return sampler
 
     def _params_of(self, model: Any) -> Any:
-        """A model's parameters, or the network's. Raises FieldError for a model that is not the cascade's."""
-        if isinstance(model, Proposed):  # which has none
-            return ()
+        """A model's parameters, or the network's; a model that is not the cascade's makes its parameters with
+        `params_from`. Raises FieldError where it has no such method."""
+        if hasattr(model, "params_from"):
+            if model not in self.made:
+                self.made[model] = self._placed(model.params_from(self._params_of))
+            return self.made[model]
         networks = [network_of(known) for known in self.models]
         for same in (lambda known: known is model, lambda known: known == model):
             for known, params in zip(networks, self.params, strict=True):
@@ -248,9 +267,13 @@ class Cascade:
         raise FieldError(
             "sampler",
             model,
-            "make it of cascade.models.",
+            "make it of cascade.models, or give the model a params_from.",
             "the sampler has a model that is not one of the cascade's",
         )
+
+    def _placed(self, params: Any) -> Any:
+        """The parameters on every device of the mesh."""
+        return params if self.mesh is None else jax.device_put(params, NamedSharding(self.mesh, P()))
 
     def encode(
         self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
@@ -303,18 +326,23 @@ class Cascade:
         Raises ValueError before anything is decoded for settings out of their range.
         """
         if isinstance(texts, str):
-            raise ValueError(f"texts is one text, {texts[:40]!r}; give a list of texts: [text].")
+            raise FieldError(
+                "texts", texts, "give a list of texts: [text].", f"texts is one text, {texts[:40]!r}"
+            )
         for name, value, least in (("batch_size", batch_size, 1), ("first_index", first_index, 0)):
             if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+                raise FieldError(name, value, f"it must be at least {least}.")
         shared = settings is None or isinstance(settings, Settings)
         unchecked: Any = [settings or Settings()] if shared else settings
         each = [self.checked(point, changes) for point in unchecked]
         if not shared:
             texts = list(texts)
             if len(texts) != len(each):
-                raise ValueError(
-                    f"{len(texts)} texts and {len(each)} settings: give one for all, or one for each text."
+                raise FieldError(
+                    "settings",
+                    len(each),
+                    "give one for all, or one for each text.",
+                    f"there are {len(texts)} texts and {len(each)} settings",
                 )
         return self._generate(iter(texts), each, shared, batch_size, truncate, first_index)
 
@@ -548,8 +576,11 @@ class Cascade:
         return scheme or (settings.block_sizes(self.levels), settings.stops, settings.hand_over)
 
     def bucket(self, length: int) -> int:
-        """`length` rounded up, so that at most eight source lengths are compiled."""
+        """`length` rounded up, so that few source lengths are compiled: to eighths of max_source_length, and
+        where an eighth is long, to halves of it, down to SHORT."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
+        while step > SHORT and length <= step // 2:
+            step //= 2
         return min(-(-length // step) * step, max(self.max_source_length, 1))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from speccascade_jax import checkpoints
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.rules import TRAINED
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies import VOCABULARIES, Strategy
 
@@ -29,7 +29,8 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
     *others, target = (Tokenizer(checkpoints.tokenizer_file(path)).pieces() for path in paths)
     if all(pieces == target for pieces in others):
         return
+    samplers = named(run.samplers)
     for point in points:
-        point.check(len(target), len(others))
+        point.check(len(target), len(others), {**NAMED, **samplers})
         if point.name not in TRAINED:
-            check_method(point, len(others), VOCABULARIES[run.vocabulary])
+            check_method(resolved(point, samplers), len(others), VOCABULARIES[run.vocabulary])

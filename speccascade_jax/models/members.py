@@ -16,7 +16,11 @@ from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefi
 
 @runtime_checkable
 class Network(Protocol):
-    """A LanguageModel, too. Between two calls of roll_back() all members read the same text."""
+    """A LanguageModel, too. Between two calls of roll_back() all members read the same text.
+
+    A network that is saved in folders also has missing(name), which says of a name that no member has: "has
+    ..., not ...".
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -27,10 +31,6 @@ class Network(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """Its members, the smallest first, the full model last."""
-        ...
-
-    def missing(self, name: str) -> str:
-        """What is said of a name that no member has: "has ..., not ..."."""
         ...
 
     def prefill(

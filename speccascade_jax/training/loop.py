@@ -28,13 +28,13 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import Model, NetworkConfig, model_of
 from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
-from speccascade_jax.training import distillation, lora
+from speccascade_jax.training import cards, distillation, lora
 from speccascade_jax.training.checks import check, check_memory, export_folders
 from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
 from speccascade_jax.training.exits import split
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
-from speccascade_jax.training.reporting import Reporter, loss_curve, portable
+from speccascade_jax.training.reporting import Reporter, loss_curve, portable, read_events
 from speccascade_jax.training.steps import make_steps, one_step
 from speccascade_jax.vocabularies.matching import cut_as
 
@@ -217,9 +217,10 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
         )
         began, pending, tokens = time.monotonic(), [], 0
         while step < config.steps:
-            params, opt_state, loss, norm, count = one_step(
-                steps, params, opt_state, batches, step, config, mesh, teacher_params
-            )
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                params, opt_state, loss, norm, count = one_step(
+                    steps, params, opt_state, batches, step, config, mesh, teacher_params
+                )
             pending.append((loss, norm))
             tokens += count
             step += 1
@@ -286,8 +287,8 @@ def diverged(what: str, step: int, kept: int | None) -> ValueError:
 
 
 def export(run: Path, folder: Path, init: str | None) -> None:
-    """The run's best parameters as a bfloat16 Hugging Face folder, its training log next to them; of a
-    network as one of our own, without the full model's parameters, for which it names the folder `init`.
+    """The run's best parameters as a bfloat16 Hugging Face folder, with its training log and a model card; of
+    a network as one of our own, without the full model's parameters, for which it names the folder `init`.
 
     Each file of an earlier export stays whole until the new one takes its place. Raises ValueError where they
     cannot be written.
@@ -303,6 +304,11 @@ def export(run: Path, folder: Path, init: str | None) -> None:
             for name in (*tokenizer_files.NAMES, "metrics.jsonl"):
                 if (run / name).is_file():
                     shutil.copyfile(run / name, new / name)
+            if cards.is_ours(folder / "README.md"):
+                events = read_events(run / "metrics.jsonl")
+                (new / "README.md").write_text(
+                    cards.card(run.name, cards.kind_of(new), events), encoding="utf-8"
+                )
             for stale in folder.glob("model*.safetensors*"):  # another number of shards
                 if not (new / stale.name).exists():
                     stale.unlink()

@@ -16,6 +16,7 @@ from speccascade_jax.baselines.sequence import QUANTILE
 from speccascade_jax.baselines.tally import Tally
 from speccascade_jax.baselines.token_cascade import TokenCascade
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.loop import Requests, generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive
@@ -346,8 +347,9 @@ def test_a_sweep_compiles_once():
 
 
 def test_bild_refuses_to_sample():
-    with pytest.raises(ValueError, match="decodes greedily"):
+    with pytest.raises(FieldError) as refused:
         list(pair().generate(["1"], method="bild", alpha=1.0, temperature=1.0))
+    assert (refused.value.field, refused.value.value) == ("temperature", 1.0)
 
 
 def test_names_are_all_different():

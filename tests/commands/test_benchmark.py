@@ -15,6 +15,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark
 from speccascade_jax.config import DEMO
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation import other_libraries, profiling, tpus
@@ -195,8 +196,10 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
 def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(other_libraries, "find_spec", lambda name: None if name == "transformers" else name)
     monkeypatch.setattr(profiling, "random_model", lambda *_: pytest.fail("made weights"))
-    with pytest.raises(ValueError, match="--vs hf needs torch, transformers: pip install torch"):
+    with pytest.raises(FieldError) as refused:
         benchmark.benchmark(benchmark.Arguments(preset=("t5_1_1_small", "t5_1_1_large"), vs=("hf",)))
+    assert (refused.value.field, refused.value.value) == ("vs", "hf")
+    assert refused.value.remedy == "pip install torch transformers"  # which versions is pip's to say
 
 
 BAD = [
@@ -305,5 +308,6 @@ def test_inputs_need_no_targets(tmp_path):
 def test_other_libraries_are_for_t5(monkeypatch):
     monkeypatch.setattr(checkpoints, "load", lambda *_: pytest.fail("exported"))
     arguments = benchmark.Arguments(input="in.jsonl", vs=("hf",), config="e2e_gemma")
-    with pytest.raises(ValueError, match="--vs compares T5 models; --config=e2e_gemma has another one"):
+    with pytest.raises(FieldError) as refused:
         benchmark.decoders_elsewhere(arguments, configs.load("e2e_gemma"), pair())
+    assert (refused.value.field, refused.value.value) == ("vs", ("hf",))

@@ -467,3 +467,13 @@ def test_a_summary_is_written_whole(flags, folder):
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder / "texts")
+
+
+@pytest.mark.parametrize(
+    "command,flag,value",
+    [("decode", "--block-size", "0"), ("decode", "--top-p", "2"), ("evaluate", "--seed", 2**70)],
+)
+def test_what_is_refused_is_called_by_its_flag(command, flag, value, capsys):
+    """On the command line; an HTTP error and a FieldError name the field."""
+    assert call(command, f"{flag}={value}") == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag} is ")

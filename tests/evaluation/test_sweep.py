@@ -167,17 +167,18 @@ def test_a_grid_of_nonsense_is_refused(change, field, value):
 
 
 @pytest.mark.parametrize(
-    "change,said",
+    "change,field,value",
     [
-        ({"temperatures": [float("nan")]}, "temperature is nan"),
-        ({"temperatures": [-1.0]}, "temperature is -1"),
-        ({"top_ps": [0.0]}, "top_p is 0.0"),
-        ({"top_ps": [float("nan")]}, "top_p is nan"),
+        ({"temperatures": [NAN]}, "temperature", NAN),
+        ({"temperatures": [-1.0]}, "temperature", -1.0),
+        ({"top_ps": [0.0]}, "top_p", 0.0),
+        ({"top_ps": [NAN]}, "top_p", NAN),
     ],
 )
-def test_a_grid_refuses_what_no_text_is_decoded_with(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_grid_refuses_what_no_text_is_decoded_with(change, field, value):
+    with pytest.raises(FieldError) as refused:
         grid(BASE, **SMALL_GRID | change)
+    assert (refused.value.field, refused.value.value) == (field, value)
 
 
 def test_leniences_beyond_one_are_for_rules_without_a_bound():
@@ -214,8 +215,9 @@ def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
     line = json.loads(path.read_text())
     path.write_text(json.dumps({**line, **damage}) + "\n")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"quality.jsonl, line 1: no measurement"):
+    with pytest.raises(FieldError, match=r"quality.jsonl, line 1") as refused:
         measure(cascade, points, path)
+    assert (refused.value.field, refused.value.value) == ("output", str(path))
     assert path.read_bytes() == before
 
 
@@ -238,8 +240,9 @@ def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
     time(cascade, points, path, trials=1)
     first = path.read_text().splitlines()[0]
     path.write_text(first + "\n" + json.dumps({**json.loads(first), **damage}) + "\n")
-    with pytest.raises(ValueError, match=r"latency.jsonl, line 2: no measurement"):
+    with pytest.raises(FieldError, match=r"latency.jsonl, line 2") as refused:
         time(cascade, points, path, trials=1)
+    assert (refused.value.field, refused.value.value) == ("output", str(path))
 
 
 def test_a_sampler_of_the_configs_stands_in_a_sweep(tmp_path):

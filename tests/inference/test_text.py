@@ -13,14 +13,20 @@ import pytest
 from corpora import SENTENCES
 from processes import devices
 
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, target_probs
+from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference import text
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.scheduling.programs import crowded
 from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.tokenizer import train_tokenizer
 
 SENTENCES = [*SENTENCES[:2], "", *SENTENCES[2:]]
+NAN = float("nan")
 UNLIKE = [
     Settings(method="token_v3", alpha=0.3, temperature=1.0, top_p=0.8),
     Settings(),
@@ -230,24 +236,25 @@ def test_a_method_object_is_a_method(cascade):
 
 
 @pytest.mark.parametrize(
-    "given,said",
+    "given,field,value",
     [
-        ({"texts": "one text"}, "give a list"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"first_index": -1}, "first_index is -1"),
-        ({"seed": 2**63}, "seed is"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"settings": [Settings()]}, "6 texts and 1 settings"),
-        ({"max_new_tokens": 25}, "at most 24"),
-        ({"alpha": float("nan")}, "alpha is nan"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"method": "opts"}, "unknown method 'opts'"),
-        ({"stop": ("a", "")}, "stop holds an empty text"),
+        ({"texts": "one text"}, "texts", "one text"),
+        ({"batch_size": 0}, "batch_size", 0),
+        ({"first_index": -1}, "first_index", -1),
+        ({"seed": 2**63}, "seed", 2**63),
+        ({"top_k": 0}, "top_k", 0),
+        ({"settings": [Settings()]}, "settings", 1),
+        ({"max_new_tokens": 25}, "max_new_tokens", 25),
+        ({"alpha": NAN}, "alpha", NAN),
+        ({"temperature": NAN}, "temperature", NAN),
+        ({"method": "opts"}, "method", "opts"),
+        ({"stop": ("a", "")}, "stop", ("a", "")),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_decoded(cascade, given, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_meant_is_refused_before_anything_is_decoded(cascade, given, field, value):
+    with pytest.raises(FieldError) as refused:
         list(cascade.generate(**{"texts": SENTENCES, **given}))
+    assert (refused.value.field, refused.value.value) == (field, value)
 
 
 WITHOUT_TYPE_CHECKER = """
@@ -286,3 +293,37 @@ def test_what_no_memory_holds_is_refused_with_its_size(t5_pair):
 def test_batches_are_no_larger_than_their_inputs_need(cascade):
     outputs = list(cascade.generate(SENTENCES, batch_size=10**9, method="diff"))
     assert [o.tokens for o in outputs] == [o.tokens for o in cascade.generate(SENTENCES, method="diff")]
+
+
+def test_from_pretrained_is_load(t5_pair, cascade, monkeypatch):
+    options = {"max_source_length": 32, "max_new_tokens": 24}
+    pair = Cascade.from_pretrained(t5_pair / "verifier", t5_pair / "drafter", **options)
+    assert pair.models == cascade.models and pair.max_new_tokens == 24
+    alone = Cascade.from_pretrained(t5_pair / "verifier", **options)
+    assert alone.models == cascade.models[1:]
+    monkeypatch.setattr(Cascade, "load", lambda *paths, **_: paths)
+    monkeypatch.chdir(t5_pair.parent)
+    names = "google/flan-t5-large", f"{t5_pair.name}/drafter"  # at the hub, and a folder
+    assert Cascade.from_pretrained(*names) == (names[1], f"hf://{names[0]}")
+
+
+@pytest.mark.parametrize("limit", [1, 32, 80, 1000, 2**12, 2**17])
+def test_a_short_text_has_short_buffers(cascade, limit):
+    """Whatever the limit: few widths are compiled, each text fits its own, and none is twice as long."""
+    longer = dataclasses.replace(cascade, max_source_length=limit)
+    widths = [longer.bucket(n) for n in range(1, limit + 1)]
+    assert widths == sorted(widths) and widths[-1] == limit and len(set(widths)) <= 16
+    assert all(n <= width < 2 * n + 512 for n, width in enumerate(widths, 1))
+
+
+def test_a_samplers_name_is_known_where_vocabularies_differ(t5_pair, tmp_path):
+    """Before any model is read."""
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    train_tokenizer(SENTENCES * 20, folder / "spiece.model", 280)
+    samplers = {"mine": lambda models: Autoregressive(models[-1])}
+    run = DecodeConfig(drafter=str(folder), verifier=str(t5_pair / "verifier"), samplers=samplers)
+    check_methods(run, [Settings(method="mine"), Settings()])
+    with pytest.raises(FieldError) as refused:
+        check_methods(run, [Settings(method="other")])
+    assert (refused.value.field, refused.value.value) == ("method", "other")

@@ -22,6 +22,7 @@ from refusals import names, refusals
 from speccascade_jax import checkpoints, parallel
 from speccascade_jax.commands import finetune
 from speccascade_jax.config import Task
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import connect
@@ -178,8 +179,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
 
 def test_examples_are_joined_by_ones_and_more(toy):
     for join in (0, -1):
-        with pytest.raises(ValueError, match=f"join is {join}"):
+        with pytest.raises(FieldError) as error:
             joined_examples(Task("", "", "", join=join), str(toy / "train.jsonl"))
+        assert (error.value.field, error.value.value) == ("join", join)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from toys import TableLM
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.config import DEMO
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -125,8 +126,9 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monk
         (output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below) for output in found
     )
     assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
-    with pytest.raises(ValueError, match="opt needs the drafter's distribution, which slem has not"):
+    with pytest.raises(FieldError) as refused:
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
+    assert (refused.value.field, refused.value.value) == ("method", "opt")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ class Proposed:
     vocab_size: int
     block_size: int  # drafts of a round
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+
+    def params_from(self, params_of: Any) -> Params:
+        return ()
 
     def prefill(
         self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int

@@ -1,0 +1,47 @@
+"""The notebook of examples/ runs from its first cell to its last, as Jupyter would run it."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import flax.nnx  # noqa: F401 - it asks whether there is an IPython: before the tests' stands there
+import matplotlib
+import pytest
+
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "cascades.ipynb"
+
+
+def code_cells():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_it_is_stored_without_results():
+    """They would go stale, and no diff of it could be read."""
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(
+        notebook["cells"]
+    )
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.full
+def test_it_runs(monkeypatch, capsys):
+    displayed = []
+    display = ModuleType("IPython.display")
+    display.HTML, display.display = str, displayed.append
+    ipython = ModuleType("IPython")
+    ipython.get_ipython, ipython.version_info = lambda: None, (9, 0)  # as where no shell runs
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    matplotlib.use("agg")
+    shared = {"__name__": "__main__"}
+    for number, cell in enumerate(code_cells()):
+        exec(compile(cell, f"{NOTEBOOK.name}, code cell {number}", "exec"), shared)
+    said = capsys.readouterr().out
+    assert "Bahnhof" in said and said.count("deferred") == len(shared["TEXTS"])
+    [page] = displayed
+    assert shared["COLOURS"]["draft"] in page and shared["COLOURS"]["correction"] in page
+    assert shared["curve"][-1] > shared["curve"][0] >= 1 and len(shared["curve"]) == len(shared["ALPHAS"])
