@@ -88,7 +88,7 @@ class Arguments:
     precompile: bool = False
     """Compile all programs of these settings, keep them for later runs, and stop."""
     profile: str | None = None
-    """Write a trace of the decoding to this new folder, for TensorBoard or Perfetto."""
+    """Write a trace of the decoding to this new folder, for XProf, TensorBoard or Perfetto."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
     """List the configs to decode and to train with and the methods, and stop."""
 

@@ -79,7 +79,7 @@ class Arguments:
     shard_size: int = 256
     """With --ray: examples in each shard."""
     profile: str | None = None
-    """Write a trace of the decoding to this new folder, for TensorBoard or Perfetto."""
+    """Write a trace of the decoding to this new folder, for XProf, TensorBoard or Perfetto."""
 
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:

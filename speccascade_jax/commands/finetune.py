@@ -50,7 +50,7 @@ class Arguments:
     ship: bool = False
     """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
     profile: str | None = None
-    """Write a trace of the training to this new folder, for TensorBoard or Perfetto."""
+    """Write a trace of the training to this new folder, for XProf, TensorBoard or Perfetto."""
 
 
 @dataclasses.dataclass(frozen=True)

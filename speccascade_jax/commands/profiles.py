@@ -1,4 +1,4 @@
-"""`--profile=FOLDER`: what JAX did, as a trace for TensorBoard, XProf or Perfetto."""
+"""`--profile=FOLDER`: what JAX did, as a trace for XProf, TensorBoard or Perfetto."""
 
 import contextlib
 import os

@@ -81,7 +81,7 @@ class Arguments:
     drain_seconds: float = 60.0
     """How long requests may go on after SIGTERM."""
     profile: str | None = None
-    """Write a trace of all that the server runs to this new folder, for TensorBoard or Perfetto."""
+    """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
