@@ -1,4 +1,4 @@
-"""Made word problems, solved again from their statements alone; no graph with its numbers is in two splits."""
+"""Made word problems, solved again from their statements; no graph with its numbers is in two splits."""
 
 import itertools
 import re
