@@ -207,6 +207,21 @@ def _equals(text: str, references: Sequence[str]) -> float:
     return float(text.strip() in {reference.strip() for reference in references})
 
 
+def _sentences(text: str) -> list[str]:
+    """Its sentences: what ends with a full stop and a space, or with the text."""
+    return [sentence.strip(" .") for sentence in text.strip().split(". ")]
+
+
+def _last_equals(text: str, references: Sequence[str]) -> float:
+    return float(_sentences(text)[-1] in {_sentences(reference)[-1] for reference in references})
+
+
+def _steps(text: str, references: Sequence[str]) -> float:
+    """The share of a reference's sentences that are among the text's, of the best reference."""
+    written = set(_sentences(text))
+    return max(float(np.mean([s in written for s in _sentences(reference)])) for reference in references)
+
+
 BLEU = _bleu("bleu", "BLEU", "13a", "BLEU of all texts together, words cut as at WMT.")
 METRICS = {
     metric.name: metric
@@ -222,6 +237,15 @@ METRICS = {
             _rouge("rougeLsum"),
         ),
         mean_metric("exact_match", "Exact matches (%)", "Texts that equal one of their references.", _equals),
+        mean_metric(
+            "final_answer",
+            "Right answers (%)",
+            "Texts whose last sentence is that of one of their references.",
+            _last_equals,
+        ),
+        mean_metric(
+            "right_steps", "Right steps (%)", "Sentences of the reference that the text has.", _steps
+        ),
     )
 }
 """By name."""

@@ -27,6 +27,7 @@ from speccascade_jax.config import (
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
+from speccascade_jax.training.data import SCHEMES
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
 from speccascade_jax.training.lora import check_adapters
@@ -269,13 +270,14 @@ def check_reachable(path: str) -> None:
 
 
 def check_split(split: str, path: str) -> None:
-    """Raises ValueError where the file of a split, or the library that reads it, is not there."""
+    """Raises ValueError where the file of a split, or the library that reads it, is not there, and FieldError
+    for examples that cannot be made."""
     scheme, _, name = path.partition("://")
-    libraries = {"hf": ("datasets", "datasets"), "tfds": ("tensorflow_datasets", "tensorflow-datasets")}
-    if scheme in libraries and name:
-        module, package = libraries[scheme]
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"to read {path}: pip install {package}; or give a .jsonl file.")
+    if scheme in SCHEMES and name:
+        source = SCHEMES[scheme]
+        if source.module is not None and importlib.util.find_spec(source.module) is None:
+            raise ValueError(f"to read {path}: pip install {source.package}; or give a .jsonl file.")
+        source.read(name)  # raises for a query that makes no sense; nothing is read before the first example
     elif not path or not Path(path).exists():
         raise FieldError(
             split, path, f"name one with --{split}.", f"there is no file {path!r}, the task's {split} split"

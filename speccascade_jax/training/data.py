@@ -15,6 +15,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.inference.inputs import check_text, parse_json, read_lines
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
+from speccascade_jax.training import word_problems
 
 Encode = Callable[[list[str]], list[list[int]]]
 """Texts -> the token ids of each."""
@@ -33,12 +34,13 @@ def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
     """The examples of a split, one dict each.
 
     path: a .jsonl (an object a line), a .tsv (no header; `source` TAB `target`), either gzipped;
-    hf://ORGANISATION/NAME[/CONFIG]:SPLIT or tfds://NAME[/CONFIG]:SPLIT where that library is installed.
+    hf://ORGANISATION/NAME[/CONFIG]:SPLIT or tfds://NAME[/CONFIG]:SPLIT where that library is installed;
+    made://word_problems?QUERY, made from a seed (training.word_problems).
     Raises ValueError with the line's number.
     """
     scheme, _, name = str(path).partition("://")
-    if scheme in ("hf", "tfds") and name:
-        yield from {"hf": _from_hugging_face, "tfds": _from_tfds}[scheme](name)
+    if scheme in SCHEMES and name:
+        yield from SCHEMES[scheme].read(name)
         return
     tabs = str(path).removesuffix(".gz").endswith(".tsv")
     for number, line in enumerate(read_lines(path), 1):
@@ -105,6 +107,22 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
         ) from None
     for example in examples:
         yield {key: value.decode() if isinstance(value, bytes) else value for key, value in example.items()}
+
+
+class Source(NamedTuple):
+    """What reads the names of a scheme, and the library that it needs."""
+
+    read: Callable[[str], Iterator[dict[str, Any]]]
+    module: str | None = None
+    package: str | None = None
+
+
+SCHEMES = {
+    "hf": Source(_from_hugging_face, "datasets", "datasets"),
+    "tfds": Source(_from_tfds, "tensorflow_datasets", "tensorflow-datasets"),
+    "made": Source(word_problems.read),
+}
+"""What comes before :// in the name of a split."""
 
 
 def lookup(example: dict[str, Any], name: str) -> Any:

@@ -1,0 +1,268 @@
+"""Word problems about everyday objects, each with its solution written out, made from a seed.
+
+    made://word_problems?split=train&operations=2-6&distractors=0-2&examples=100000
+
+A problem is a graph of quantities in the manner of i-GSM (Ye et al., arXiv 2407.20311): some are stated as
+numbers, every other is computed from one or two quantities, and the question is about one of them. The
+statements come in random order, and the distractors among them are not needed for the answer. The solution
+has one sentence an operation, in the order in which the operations become computable, and ends with the
+answer:
+
+    There are 3 more pears than apples. There are 5 apples. There are twice as many nuts as pears. How many
+    nuts are there?
+
+    pears = apples + 3 = 5 + 3 = 8. nuts = 2 * pears = 2 * 8 = 16. The answer is 16.
+
+No graph with its numbers stands in two splits, whatever the objects are called.
+"""
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from speccascade_jax.core.errors import FieldError
+
+# fmt: off
+OBJECTS = (
+    "apples", "bags", "balls", "bells", "books", "bottles", "bowls", "boxes", "bricks", "buttons", "cakes",
+    "candles", "caps", "cards", "carrots", "chairs", "coins", "cups", "dolls", "drums", "eggs", "figs",
+    "flags", "forks", "hats", "jars", "keys", "kites", "lamps", "leaves", "lemons", "maps", "masks", "nails",
+    "nuts", "onions", "pears", "pencils", "pens", "pins", "plates", "plums", "pots", "rings", "ropes",
+    "shells", "shirts", "shoes", "socks", "spoons", "stamps", "stars", "stones", "tents", "tickets", "toys",
+    "trees",
+)
+# fmt: on
+SPLITS = {"train": range(2, 20), "validation": range(1, 2), "test": range(1)}
+"""The residues modulo 20 of a problem's fingerprint that belong to each split."""
+
+
+class Operation(NamedTuple):
+    """A way to compute a quantity from others, and how both texts say so."""
+
+    operands: int
+    amounts: Sequence[int]  # the numbers that it may add, subtract or multiply by
+    compute: Callable[..., int]  # (values of the operands, then the amount) -> value
+    statement: str  # fields: x, the quantity; y and z, its operands; n, the amount
+    formula: str  # likewise, of the quantities or of their values
+
+
+OPERATIONS = (
+    Operation(1, range(2, 10), lambda y, n: y + n, "There are {n} more {x} than {y}.", "{y} + {n}"),
+    Operation(1, range(2, 10), lambda y, n: y - n, "There are {n} fewer {x} than {y}.", "{y} - {n}"),
+    Operation(1, (2,), lambda y, n: n * y, "There are twice as many {x} as {y}.", "{n} * {y}"),
+    Operation(1, (3,), lambda y, n: n * y, "There are three times as many {x} as {y}.", "{n} * {y}"),
+    Operation(2, (0,), lambda y, z, n: y + z, "There are as many {x} as {y} and {z} together.", "{y} + {z}"),
+)
+
+
+class Quantity(NamedTuple):
+    """How a quantity is known: by an operation on others, or by its amount alone."""
+
+    operation: Operation | None
+    operands: tuple[int, ...]  # numbers of quantities
+    amount: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """What is made. Difficulty is the number of operations that the answer needs."""
+
+    split: str = "train"
+    operations: str = "2-6"
+    """How many operations the answer needs: a number, or the smallest and the largest."""
+    distractors: str = "0-2"
+    """How many quantities the answer does not need, likewise."""
+    examples: int = 10_000
+    largest: int = 30
+    """No quantity is larger."""
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises FieldError for what cannot be made."""
+        if self.split not in SPLITS:
+            raise FieldError("split", self.split, f"known: {', '.join(SPLITS)}.")
+        for name, (low, high) in (("examples", (1, 10_000_000)), ("largest", (10, 1000))):
+            if not low <= getattr(self, name) <= high:
+                raise FieldError(name, getattr(self, name), f"it must lie between {low} and {high}.")
+        for name, low, high in (("operations", 1, 16), ("distractors", 0, 16)):
+            _span(name, getattr(self, name), low, high)
+
+    @property
+    def sizes(self) -> tuple[range, range]:
+        """The numbers of operations and of distractors."""
+        return _span("operations", self.operations, 1, 16), _span("distractors", self.distractors, 0, 16)
+
+
+def _span(name: str, text: str, low: int, high: int) -> range:
+    """`4` or `2-6` as a range. Raises FieldError for anything else, and outside [low, high]."""
+    first, _, last = text.partition("-")
+    last = last or first
+    digits = first.isdecimal() and last.isdecimal() and len(first + last) < 8
+    if not digits or not low <= int(first) <= int(last) <= high:
+        raise FieldError(name, text, f"write a number between {low} and {high}, or two as in 2-6.")
+    return range(int(first), int(last) + 1)
+
+
+def parse(query: str) -> Problems:
+    """`split=test&operations=4` as Problems. Raises FieldError for fields and values that do not exist."""
+    fields = {field.name: field for field in dataclasses.fields(Problems)}
+    values: dict[str, Any] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name not in fields:
+            raise FieldError(
+                name, text, f"known: {', '.join(fields)}.", f"word problems have no field {name!r}"
+            )
+        if fields[name].type is int:
+            if not text.isdecimal() or len(text) > 12:
+                raise FieldError(name, text, "write a whole number.")
+            values[name] = int(text)
+        else:
+            values[name] = text
+    problems = Problems(**values)
+    problems.check()
+    return problems
+
+
+def read(path: str) -> Iterator[dict[str, Any]]:
+    """The examples of `word_problems?QUERY`. Raises FieldError for what cannot be made."""
+    name, _, query = path.partition("?")
+    if name != "word_problems":
+        raise FieldError("made", name, "known: word_problems.", f"nothing called {name!r} can be made")
+    return examples(parse(query))
+
+
+def examples(problems: Problems) -> Iterator[dict[str, Any]]:
+    """Dicts with `source`, `target` and `operations`; the same ones for the same `problems`."""
+    rng = random.Random(f"{problems.seed} {problems.split}")
+    operations, distractors = problems.sizes
+    made = 0
+    while made < problems.examples:
+        needed, others = rng.choice(operations), rng.choice(distractors)
+        quantities = numbered(rng, graph(rng, needed), problems.largest)
+        if quantities is None or fingerprint(quantities) % 20 not in SPLITS[problems.split]:
+            continue
+        yield written(rng, quantities, distracted(rng, quantities, others, problems.largest)) | {
+            "operations": needed
+        }
+        made += 1
+
+
+def graph(rng: random.Random, operations: int) -> list[tuple[Operation | None, tuple[int, ...]]]:
+    """A graph whose first quantity needs all others, by so many operations.
+
+    From the question down: an operand is new or one that nothing was said about yet, so there is no cycle.
+    """
+    defined: dict[int, tuple[Operation | None, tuple[int, ...]]] = {}
+    waiting, count = [0], 1
+    for _ in range(operations):
+        number = waiting.pop(rng.randrange(len(waiting)))
+        operation = rng.choice(OPERATIONS)
+        operands: list[int] = []
+        for _ in range(operation.operands):
+            old = [n for n in waiting if n not in operands]
+            if old and rng.random() < 0.3:
+                operands.append(rng.choice(old))
+            else:
+                operands.append(count)
+                waiting.append(count)
+                count += 1
+        defined[number] = operation, tuple(operands)
+    return [defined.get(number, (None, ())) for number in range(count)]
+
+
+def numbered(
+    rng: random.Random, shape: list[tuple[Operation | None, tuple[int, ...]]], largest: int
+) -> list[Quantity] | None:
+    """The graph with numbers, each quantity in [1, largest]; None where 20 draws found none."""
+    for _ in range(20):
+        quantities = [
+            Quantity(
+                operation,
+                operands,
+                rng.randint(2, 12) if operation is None else rng.choice(operation.amounts),
+            )
+            for operation, operands in shape
+        ]
+        if all(1 <= value <= largest for value in values(quantities)):
+            return quantities
+    return None
+
+
+def values(quantities: Sequence[Quantity]) -> list[int]:
+    """The value of each quantity."""
+    known: dict[int, int] = {}
+
+    def value(number: int) -> int:
+        if number not in known:
+            operation, operands, amount = quantities[number]
+            known[number] = amount if operation is None else operation.compute(*map(value, operands), amount)
+        return known[number]
+
+    return [value(number) for number in range(len(quantities))]
+
+
+def fingerprint(quantities: Sequence[Quantity]) -> int:
+    """A number of the graph and its numbers, the same whatever the objects are called."""
+
+    def shown(number: int) -> str:
+        operation, operands, amount = quantities[number]
+        return (
+            f"({'' if operation is None else operation.statement} {amount} {' '.join(map(shown, operands))})"
+        )
+
+    return int.from_bytes(hashlib.sha256(shown(0).encode()).digest()[:8], "big")
+
+
+def distracted(
+    rng: random.Random, quantities: Sequence[Quantity], count: int, largest: int
+) -> list[Quantity]:
+    """`quantities`, then `count` that the answer does not need: each computed from what stands before it, or
+    given."""
+    more = list(quantities)
+    for _ in range(count):
+        operation = rng.choice((None, *OPERATIONS))
+        if operation is not None and operation.operands <= len(more):
+            operands = tuple(rng.sample(range(len(more)), operation.operands))
+            candidate = Quantity(operation, operands, rng.choice(operation.amounts))
+            if 1 <= values([*more, candidate])[-1] <= largest:
+                more.append(candidate)
+                continue
+        more.append(Quantity(None, (), rng.randint(2, 12)))
+    return more
+
+
+def written(rng: random.Random, needed: Sequence[Quantity], quantities: Sequence[Quantity]) -> dict[str, Any]:
+    """The two texts of a problem whose answer is the first quantity and needs the quantities of `needed`."""
+    names, numbers = rng.sample(OBJECTS, len(quantities)), values(quantities)
+    order = list(range(len(quantities)))
+    rng.shuffle(order)
+    source = [_statement(quantities[n], names[n], names) for n in order]
+    source.append(f"How many {names[0]} are there?")
+    known = {n for n, quantity in enumerate(needed) if quantity.operation is None}
+    waiting = [n for n in order if n < len(needed) and n not in known]
+    target = []
+    while waiting:
+        number = next(n for n in waiting if known.issuperset(needed[n].operands))
+        waiting.remove(number)
+        known.add(number)
+        by_name, by_value = (_formula(needed[number], column) for column in (names, numbers))
+        target.append(f"{names[number]} = {by_name} = {by_value} = {numbers[number]}.")
+    target.append(f"The answer is {numbers[0]}.")
+    return {"source": " ".join(source), "target": " ".join(target)}
+
+
+def _statement(quantity: Quantity, name: str, names: Sequence[str]) -> str:
+    if quantity.operation is None:
+        return f"There are {quantity.amount} {name}."
+    operands = dict(zip("yz", (names[n] for n in quantity.operands), strict=False))
+    return quantity.operation.statement.format(x=name, n=quantity.amount, **operands)
+
+
+def _formula(quantity: Quantity, column: Sequence[Any]) -> str:
+    """What computes the quantity, of the names or the values in `column`."""
+    operands = dict(zip("yz", (column[n] for n in quantity.operands), strict=False))
+    formula = "" if quantity.operation is None else quantity.operation.formula
+    return formula.format(n=quantity.amount, **operands)
