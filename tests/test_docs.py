@@ -58,9 +58,27 @@ def modules():
 
 @pytest.mark.full
 def test_the_readmes_code_runs(modules, capsys):
-    assert len(blocks(README)) == 2
+    assert len(blocks(README)) == 1
     run(README, modules)
     assert "Bahnhof" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "count", "printed"),
+    [
+        ("index.md", 1, "Bahnhof"),
+        ("guide/first-texts.md", 3, "Bahnhof"),
+        ("guide/extend.md", 2, "1 of 5 deferred"),
+        ("reference/decoding.md", 1, "Guten Morgen"),
+        ("reference/training.md", 2, ""),
+    ],
+)
+def test_a_pages_code_runs(name, count, printed, modules, capsys):
+    page = ROOT / "docs" / name
+    assert len(blocks(page)) == count
+    run(page, modules)
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.full

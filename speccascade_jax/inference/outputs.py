@@ -1,4 +1,4 @@
-"""Output files: an interrupted run goes on with them, and one process at a time writes them.
+"""Output files: an interrupted run resumes them, and only one process at a time writes them.
 
 A run that resumes:
 

@@ -83,7 +83,7 @@ def write_outputs(
 
     Inputs are joined as in training; `singles` are not, and each stands once, however many targets it has.
     Those that the teacher does not finish within its limits are left out. Nothing is done where `path`
-    exists; killed and called again, it goes on where it stopped.
+    exists; if it is killed, calling it again resumes it.
     """
     if path.is_file():
         return

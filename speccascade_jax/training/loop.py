@@ -1,4 +1,4 @@
-"""The training loop: killed and started again, it goes on from its last save."""
+"""The training loop. A run that is killed resumes from its last save when it is started again."""
 
 import contextlib
 import dataclasses
