@@ -352,29 +352,29 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
         Column("plan", no_wrap=True),
         "models",
         "block sizes",
-        "predicted ms",
-        "times as fast",
         *(("measured ms", "speedup (quartiles)") if times else ()),
+        "predicted ms",
+        "times as fast, predicted",
         title="time a token",
         title_justify="left",
     )
     whole = runs["target"][0].seconds_per_token
     for name, (plan, settings) in runs.items():
         sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
-        row = [name, ", ".join(plan.models), sizes, "-", "-"]
+        measured, predicted = list[str](), ["-", "-"]
         if settings.lossless and not settings.adaptive:
-            row[2:] = (
-                ", ".join(map(str, plan.block_sizes)) or "-",
+            sizes = ", ".join(map(str, plan.block_sizes)) or "-"
+            predicted = [
                 f"{1e3 * pace * plan.seconds_per_token:.3f}",
                 f"{whole / plan.seconds_per_token:.2f}",
-            )
+            ]
         if times:
             seconds, (low, high) = times[name].per_token, times[name].speedup
-            row += [
+            measured = [
                 f"{1e3 * seconds:.3f}",
                 f"{times['target'].per_token / seconds:.2f} ({low:.2f} to {high:.2f})",
             ]
-        table.add_row(*row)
+        table.add_row(name, ", ".join(plan.models), sizes, *measured, *predicted)
     screen.print(table)
     if times:
         screen.print(
