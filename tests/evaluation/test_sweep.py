@@ -169,10 +169,10 @@ def test_a_grid_of_nonsense_is_refused(change, field, value):
 @pytest.mark.parametrize(
     "change,field,value",
     [
-        ({"temperatures": [NAN]}, "temperature", NAN),
+        ({"temperatures": [float("nan")]}, "temperature", NAN),
         ({"temperatures": [-1.0]}, "temperature", -1.0),
         ({"top_ps": [0.0]}, "top_p", 0.0),
-        ({"top_ps": [NAN]}, "top_p", NAN),
+        ({"top_ps": [float("nan")]}, "top_p", NAN),
     ],
 )
 def test_a_grid_refuses_what_no_text_is_decoded_with(change, field, value):

@@ -21,6 +21,7 @@ from refusals import names, refusals
 
 from speccascade_jax import checkpoints, parallel
 from speccascade_jax.commands import finetune
+from speccascade_jax.commands.commandline import sentence
 from speccascade_jax.config import Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
@@ -65,7 +66,9 @@ def refused(toy, tmp_path, capfd):
         with refusals() as errors:
             code = finetune.main([f"--config={toy / 'toy.py'}", f"--output-dir={tmp_path / 'run'}", *flags])
         error = capfd.readouterr().err
-        assert code == 2 and error == f"error: {errors[0]}\n" and len(error.splitlines()) == 1, error
+        assert code == 2 and error == f"error: {sentence(errors[0])}\n" and len(error.splitlines()) == 1, (
+            error
+        )
         assert not (tmp_path / "run" / "latest").exists() and time.monotonic() - began < 10
         return errors[0]
 
@@ -288,6 +291,7 @@ def test_a_run_has_one_process(toy, refused, tmp_path):
         "model.safetensors",
         "spiece.model",
         "metrics.jsonl",
+        "README.md",
     }
     checkpoints.load(tmp_path / "out")
 
