@@ -1,4 +1,4 @@
-"""What samplers count: sums over a row's rounds. Rates are made of them in evaluation.rates."""
+"""What samplers count: sums over a row's rounds. evaluation.rates computes rates from them."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ Array = jax.Array
 
 
 class Counters(NamedTuple):
-    """Of speculative decoding. Tokens cut off by the end of the text are neither emitted nor accepted."""
+    """What speculative decoding counts. Tokens that the end of the text cuts off are neither emitted nor
+    accepted."""
 
     rounds: Int[Array, " B"]  # = verifier calls
     drafted: Int[Array, " B"]

@@ -1,4 +1,4 @@
-"""What a name of --method stands for: a target distribution that is verified, or a scheme of its own.
+"""What a name of --method stands for: a target distribution that is verified, or a separate scheme.
 
 For example:
 
@@ -33,9 +33,9 @@ class Knob:
 
 
 class Sweep(NamedTuple):
-    """How a sweep goes over a method's leniences, which are tenths unless a person chooses others."""
+    """Which leniences a sweep tries for a method: tenths, unless others are given."""
 
-    between: tuple[float, ...] = ()  # further ones, where tenths would miss a bend
+    between: tuple[float, ...] = ()  # additional leniences, where tenths would miss a bend
     scale: float = 1.0  # the alpha that a sweep's 1 stands for
     timed: bool = True  # False: its time means nothing
 
@@ -73,8 +73,8 @@ def _tuned(method: Method, values: tuple[tuple[str, float], ...]) -> Method:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A way to decode that is no target distribution of a drafter and a verifier: it makes a sampler of all
-    the models, the smallest first."""
+    """A way to decode that is not a target distribution of a drafter and a verifier. It makes a sampler from
+    all models, the smallest first."""
 
     sampler: Callable[[Sequence[LanguageModel]], Sampler]
     summary: str  # for people
@@ -91,7 +91,7 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A Scheme's `sampler` that is made already."""
+    """The `sampler` of a Scheme that already exists."""
 
     made: Sampler
 

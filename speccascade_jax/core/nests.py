@@ -1,7 +1,7 @@
-"""Models, parameters and caches of a sampler nest alike: what is done to all models of a nest at once.
+"""Operations on all models of a nest at once. Models, parameters and caches of a sampler nest alike.
 
 A model may be a member of a network: other members share its parameters and its cache, which are the
-network's, and `model.length(cache)` is what its own part of that covers. A nest holds the network.
+network's, and `model.length(cache)` is what its own part of that covers. A nest contains the network.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ Array = jax.Array
 
 
 def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
-    """function(model, its part of each tree) for every model of a nest; what is no nest is every model's."""
+    """function(model, its part of each tree) for every model of a nest. A tree that is not a nest is passed
+    whole to every model."""
     if type(models) is tuple:  # a model may be a named one
         nests = (tree if type(tree) is tuple else (tree,) * len(models) for tree in trees)
         return tuple(each(function, *parts) for parts in zip(models, *nests, strict=True))
@@ -38,7 +39,7 @@ def network_of(model: Any) -> Any:
 
 
 def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
-    """How many positions the model's part of a cache covers."""
+    """The number of positions that the model's part of a cache covers."""
     return cache.length if network_of(model) is model else model.length(cache)
 
 
@@ -54,7 +55,7 @@ def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
 def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
     """`caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; a slot of B or more is
     left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
-    must then hold all of every row that is still read.
+    must then be long enough for every row that is still read.
     """
 
     def merged(model: LanguageModel, cache: Cache, new: Cache) -> Cache:

@@ -1,4 +1,4 @@
-"""What the core is made of: models, samplers, and what passes between them.
+"""The protocols of the core: models, samplers, and the values that pass between them.
 
 Shape letters: B rows, T tokens in this call, S source, L buffer, G block size (gamma),
 V vocabulary, H heads, D width, K verifiers of a hierarchy.
@@ -64,7 +64,8 @@ class LanguageModel(Protocol):
         ...
 
     def roll_back(self, cache: Cache, length: Int[Array, " B"]) -> Cache:
-        """The cache as it was when it covered `length` positions, no more than it covers now."""
+        """The cache as it was when it covered `length` positions, which must not exceed what it covers
+        now."""
         ...
 
 
@@ -80,12 +81,12 @@ class Origin(IntEnum):
     MODEL = 3  # a single model, decoding autoregressively
 
     def at(self, level: int) -> int:
-        """The number that stands for it in a Block: what `level` of a hierarchy wrote."""
+        """The number that encodes this origin, written by `level` of a hierarchy, in a Block."""
         return self + len(Origin) * level
 
 
 class Rows(NamedTuple):
-    """What each row asked for, and where it stands when a sampler is asked for its next block."""
+    """The request of each row and its state when a sampler writes the next block."""
 
     noise: Float[Array, "B levels 2 L"]  # see sampling.noise
     options: SamplingOptions  # a value for each row
@@ -94,7 +95,7 @@ class Rows(NamedTuple):
     recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
     start: Int[Array, " B"]  # the position of the next one
     room: Int[Array, " B"]  # how many tokens it may take; 0: the row is finished
-    want: Int[Array, " B"] | None = None  # how many are of use; None: as many as it may take
+    want: Int[Array, " B"] | None = None  # how many it can use; None: as many as it may take
     so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
 
     @property
@@ -103,7 +104,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Up to N tokens a row; those from `size` on are scratch."""
+    """Up to N tokens for each row; entries at or past `size` are scratch."""
 
     tokens: Int[Array, "B N"]
     probs: Float[Array, "B N V"]  # the law each token was drawn from
@@ -123,26 +124,26 @@ class Sampler(Protocol):
 
     @property
     def width(self) -> int:
-        """N: the most tokens a step emits."""
+        """N: the largest number of tokens that a step emits."""
         ...
 
     @property
     def level(self) -> int:
-        """How many samplers draft below this one."""
+        """The number of samplers that draft below this one."""
         ...
 
     @property
     def overhang(self) -> int:
-        """How many positions past the committed ones a step may write into its caches."""
+        """How far past the committed positions a step may write into its caches."""
         ...
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        """One row's counts as plain numbers, by name. `model_passes` or `drafter_passes` says how often the
-        smallest model has read."""
+        """One row's counts as plain numbers, by name. `model_passes` or `drafter_passes` counts the calls of
+        the smallest model."""
         ...
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        """One block, cut after the first eos_id; the caches; what was counted, arrays [B, ...].
+        """One block, cut after the first eos_id; the caches; the counts, arrays [B, ...].
 
         On return the caches cover start + size - 1 positions.
         """

@@ -1,4 +1,4 @@
-"""Deferral rules and the target distributions they make (Narasimhan et al., Table 1).
+"""Deferral rules and their target distributions (Narasimhan et al., Table 1).
 
 METHODS declares each of them once. Flags, the HTTP schema, sweeps, tables and law tests derive from it.
 
@@ -93,8 +93,9 @@ def opt(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max) -> Array:
 
 
 def lookahead(s: Scores, alpha: Alpha, acceptance: float, round_cost: float) -> Array:
-    """opt at the price of a rejection where it happens. The second last axis is a round's positions, the
-    bonus one at its end; with L(n) = 1 + a + .. + a^(n-1) tokens lost where n positions are left:
+    """`opt` with the price of a rejection that depends on its place in the round. The second last axis is a
+    round's positions, the bonus one at its end; with L(n) = 1 + a + .. + a^(n-1) tokens lost where n
+    positions are left:
 
         max q < max p - alpha round_cost L(gamma - j) / L(gamma + 1) TV(p~, q~)        at position j
     """
@@ -119,7 +120,7 @@ def token_v3(s: Scores, alpha: Alpha) -> Array:
 
 
 def bild_star(s: Scores, alpha: Alpha) -> Array:
-    """-sum_v q(v) log p(v) > alpha; greedy decoding has its one drafted token: -log p(argmax q)."""
+    """-sum_v q(v) log p(v) > alpha; with greedy decoding, of the drafted token: -log p(argmax q)."""
     weights = jnp.where(s.greedy, s.q_sampled, s.q)
     return -jnp.sum(jax.scipy.special.xlogy(weights, s.p), axis=-1, keepdims=True) > alpha
 

@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 class Dialect(NamedTuple):
-    """What clients made for other servers send besides a truncation's own values: these become `meaning`."""
+    """Values outside a truncation's range that clients of other servers send. They are read as `meaning`."""
 
     least: float  # the smallest such value
     below: float  # and what all of them are smaller than
@@ -31,11 +31,11 @@ class Dialect(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """A way to leave unlikely tokens out: which tokens keep(x, value, bound) leaves in, [*B, V].
+    """A way to drop unlikely tokens. keep(x, value, bound) is a mask [*B, V] of the tokens that stay.
 
     x [*B, V] are the model's logits where it reads `logits`, else probabilities; value broadcasts against x.
-    Truncations of logits all read the same logits. Those of probabilities follow one another, in the order of
-    TRUNCATIONS.
+    Truncations of logits all read the same logits. Truncations of probabilities are applied one after the
+    other, in the order of TRUNCATIONS.
     """
 
     keep: Callable[[Array, Any, Any], Array]
@@ -63,7 +63,7 @@ class Truncation:
 
 def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:
     """A static bound for rows with these values: the next power of two, at least `least` so that small values
-    share a program. None where no row has a value."""
+    share a program. None if no row has a value."""
     largest_value = int(max((value or 0 for value in values), default=0))
     return max(1 << (largest_value - 1).bit_length(), least) if largest_value else None
 
@@ -216,8 +216,9 @@ def likely(probs: Float[Array, "*B V"], share: Any, bound: None) -> Bool[Array, 
 
 
 def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
-    """The fewest of the largest x (>= 0), on ties the first, whose weights sum to `enough`. Equal ones have
-    equal weights. Nothing is sorted: the bits of the smallest of them are found one by one."""
+    """A mask of the fewest of the largest x (>= 0), on ties the first, whose weights sum to `enough`. Equal x
+    have equal weights. Nothing is sorted: the bits of the smallest x in the mask are determined one at a
+    time."""
 
     def bit(n: Array, edge: Array) -> Array:
         higher = edge | (jnp.uint32(2**31) >> n)
@@ -239,7 +240,7 @@ def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Floa
 
 def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Bool[Array, "*B V"]:
     """The tokens whose logits lie at most `number` standard deviations of all logits below the highest,
-    whatever the temperature (Tang et al. 2024, arXiv 2411.07641). A logit of -inf is not counted."""
+    whatever the temperature (Tang et al. 2024, arXiv 2411.07641). Logits of -inf are not counted."""
     written = logits > -jnp.inf
     highest = jnp.max(logits, axis=-1, keepdims=True)
     sigma = jnp.std(logits, axis=-1, keepdims=True, where=written)
@@ -293,7 +294,7 @@ TRUNCATIONS: dict[str, Truncation] = {
         "deviations below the highest",
     ),
 }
-"""By name: what Settings, flags and requests call it."""
+"""By the name that Settings, flags and requests use."""
 
 
 SamplingOptions.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

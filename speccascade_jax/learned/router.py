@@ -1,16 +1,17 @@
-"""Methods that learn: small networks on features of both models' laws.
+"""Trained methods: small networks that read features of both models' distributions.
 
     router             delta = advantage > alpha,    advantage = (max p - max q) / TV(p~, q~) + network
     learned_mixture    pi = w q~ + (1 - w) p~,       w = alpha e^network / (alpha e^network + 1 - alpha)
 
-The advantage is how much better a text becomes if, where q~ and p~ disagree, it goes on with the verifier's
+The advantage is how much better a text becomes if, where q~ and p~ disagree, it continues with the verifier's
 token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
-rejection with the chance that they disagree, TV(p~, q~), and gains TV times the advantage. So the best rule
-at a price alpha of a rejection asks for an advantage above alpha. `opt` estimates it by (max p - max q) / TV.
+rejection with probability TV(p~, q~), that of a disagreement, and gains TV times the advantage. So at a price
+alpha of a rejection, the best rule defers where the advantage exceeds alpha. `opt` estimates it by (max p -
+max q) / TV.
 
-The features are known at a position before its token is drawn, so that pi is a distribution as any
-per-position rule's, and the output follows it exactly. With a network of zeros these are `opt`, at an
-alpha below 1, and `mixture`. training.router trains it.
+The features are known at a position before its token is drawn, so pi is a distribution, as for any rule per
+position, and the output follows it exactly. With a network of zeros these are `opt`, at an alpha below 1, and
+`mixture`. training.router trains it.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ def features(s: Scores) -> Float[Array, "*B F"]:
 
 
 def plain_advantage(features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
-    """What `opt` compares with alpha: (max p - max q) / TV, at most 1 either way."""
+    """The quantity that `opt` compares with alpha, (max p - max q) / TV, clipped to [-1, 1]."""
     gain = features[..., MOST_P] - features[..., MOST_Q]
     return jnp.clip(gain / jnp.maximum(features[..., TV], LEAST), -1.0, 1.0)
 
@@ -113,7 +114,7 @@ def described(weights: Weights, name: str = "router", **about: Any) -> str:
 
 
 def load(path: str | Path) -> Method:
-    """The method of a file that scripts/finetune.py has written. Raises FieldError for any other file."""
+    """The method stored in a file that scripts/finetune.py wrote. Raises FieldError for any other file."""
     try:
         content = read(checked_path(path), LARGEST_FILE)
     except ValueError as error:
@@ -134,7 +135,7 @@ def load(path: str | Path) -> Method:
 
 
 def is_network(weights: Weights) -> bool:
-    """Whether the arrays are one hidden layer's, of numbers that float32 can add."""
+    """Whether the arrays are those of one hidden layer, with numbers that float32 can add."""
     units = weights.bias.size
     return (
         units > 0

@@ -1,4 +1,4 @@
-"""The language models, each known by its shape."""
+"""The language models, each identified by its config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +25,10 @@ MODELS: dict[type, Callable[..., Model]] = {
 
 
 def model_of(config: Config, **fields: Any) -> Model:
-    """The model of that shape; `fields` are its others: dtype, cache_dtype, remat."""
+    """The model with that config. `fields` are its other fields: dtype, cache_dtype, remat."""
     return MODELS[type(config)](config, **fields)
 
 
 def full_of(config: Config) -> SingleConfig:
-    """The shape of a network's full model; any other model's own."""
+    """The config of a network's full model; for any other model, its config."""
     return config.full if isinstance(config, NetworkConfig) else config

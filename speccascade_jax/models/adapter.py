@@ -1,7 +1,7 @@
 """Any function from tokens to logits as a LanguageModel: a Flax NNX or Linen model, or plain JAX.
 
 The function keeps no cache, so every call reads the whole text again: right for trying a model out, and for
-small ones. A model that is decoded in earnest has the three methods of core.protocols.LanguageModel itself.
+small ones. A model for production should have the three methods of core.protocols.LanguageModel itself.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What all models have in common: a Flax network as the decoding core's LanguageModel."""
+"""What all models share: a Flax network as the decoding core's LanguageModel."""
 
 import dataclasses
 from functools import cache
@@ -71,5 +71,6 @@ class SingleModel(FlaxModel):
 
 @cache
 def skeleton(model: FlaxModel) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of a model's network and its parameters' shapes; tracing takes a quarter of a second."""
+    """The structure of a model's network and the shapes of its parameters. Tracing takes a quarter of a
+    second."""
     return nnx.split(nnx.eval_shape(lambda: model.network(nnx.Rngs(0))))

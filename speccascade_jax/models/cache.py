@@ -1,7 +1,7 @@
 """Key-value caches: explicit pytrees with a per-row length; rolling back is lowering the length.
 
-Buffers are [B, H, L, K], those of a single row [H, L, K]: of a written buffer with an axis of one, XLA's CPU
-backend makes a second one for the attention, and copies both in every step.
+Buffers are [B, H, L, K], those of a single row [H, L, K]: if a written buffer has an axis of size one, XLA's
+CPU backend makes a second buffer for the attention, and copies both in every step.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,18 @@ from speccascade_jax.models.stacking import Stacked, nth, repeated
 Array = jax.Array
 TILE = 16  # entries of bfloat16 that TPUs store side by side
 IN_TURN = 2
-"""So many tokens of one call reach stacked layers' caches one after the other. XLA for TPUs has one layout
-for caches that single tokens are written to and read from, another for several. A drafter that catches up
-reads two and then one at a time, and its caches were laid out anew, there and back, in every round."""
+"""Up to this many tokens of one call are written to the caches of stacked layers one after the other. XLA for
+TPUs uses one layout for caches that single tokens are written to and read from, and another for several
+tokens. A drafter that catches up reads two tokens and then one at a time, which changed the layout of its
+caches twice in every round."""
 
 
 Buffers = tuple[Array, ...] | Array
-"""Each layer's buffer; of stacked layers all in one, with an axis of layers before the others."""
+"""The buffer of each layer; stacked layers have one buffer with a leading axis of layers."""
 
 
 class T5Cache(NamedTuple):
-    """What a T5 decoder remembers. Entries at or past `length` are scratch."""
+    """The cache of a T5 decoder. Entries at or past `length` are scratch."""
 
     keys: Buffers  # a layer: [B, H, L, K]
     values: Buffers  # a layer: [B, H, L, K]
@@ -40,7 +41,7 @@ class T5Cache(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """What a decoder by itself remembers. Entries at or past `length` are scratch."""
+    """The cache of a decoder-only model. Entries at or past `length` are scratch."""
 
     keys: Buffers  # a layer: [B, H_kv, L, K], rotated to their positions
     values: Buffers  # a layer: [B, H_kv, L, K]
@@ -53,8 +54,9 @@ def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
 
 
 def blank(layers: Any, rows: int, heads: int, size: int, width: int, dtype: Any) -> Buffers:
-    """empty() for each of a network's layers. Stacked ones have a multiple of TILE entries: of other numbers
-    accelerators would store the axes in another order than they compute in, and copy all on the way."""
+    """empty() for each of a network's layers. The buffer of stacked layers has a multiple of TILE entries.
+    With other numbers accelerators would store the axes in a different order from the one that they compute
+    in, and copy the whole buffer."""
     size = -(-size // TILE) * TILE if isinstance(layers, Stacked) else size
     return repeated(empty(rows, heads, size, width, dtype), layers)
 
@@ -70,22 +72,22 @@ def lengthened(buffers: Buffers, more: int) -> Buffers:
 
 
 def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
-    """core.typing.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of
-    rows where it holds one."""
+    """core.nests.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of rows
+    where it holds one."""
     rows, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (old, new))
     placed = insert_rows(rows, fresh, slots, like_fresh)
     return placed.reshape(old.shape[:-3] + placed.shape[-3:])
 
 
 def insert_layers(old: Buffers, new: Buffers, slots: AnyArray, like_fresh: bool) -> Buffers:
-    """insert_buffer() of every layer's."""
+    """insert_buffer() for the buffer of every layer."""
     if isinstance(old, tuple):
         return tuple(insert_buffer(a, b, slots, like_fresh) for a, b in zip(old, new, strict=True))
     return jax.vmap(lambda a, b: insert_buffer(a, b, slots, like_fresh))(old, new)
 
 
 def insert(cache: Any, fresh: Any, slots: AnyArray, like_fresh: bool) -> Any:
-    """core.typing.insert of a T5Cache or a DecoderCache."""
+    """core.nests.insert for a T5Cache or a DecoderCache."""
     old, new = cache._asdict(), fresh._asdict()
     buffers = {
         name: insert_layers(old[name], new[name], slots, like_fresh)
@@ -102,9 +104,9 @@ def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
     `new` [B, ..., T, ...]; a single row's buffer may lack the first axis.
 
-    dynamic_update_slice would clamp a write that reaches past the end: callers keep a block of slack
-    there, so that none does. (The scatter it becomes for several rows works in place; one over
-    transposed axes copies the buffer.)
+    dynamic_update_slice would clamp a write that reaches past the end: callers keep a block of slack there,
+    so that no write does. (For several rows it becomes a scatter that works in place; a scatter over
+    transposed axes would copy the buffer.)
     """
     new = new.astype(buffer.dtype)
     if buffer.ndim < new.ndim:
@@ -140,8 +142,9 @@ def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buff
 
 
 def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[..., tuple[Array, ...]]:
-    """What the `number`-th layer calls with its new keys and values [B, H, T, K]: they are written to its own
-    of `buffers` from `start` [B] on, in the list itself; what these then hold is returned."""
+    """A function for the `number`-th layer: it writes new keys and values [B, H, T, K] into the layer's entry
+    of `buffers`, from `start` [B] on, and returns what the buffers then hold. The list is changed in
+    place."""
 
     def remember(*new: Array) -> tuple[Array, ...]:
         buffers[:] = (

@@ -1,6 +1,6 @@
-"""One decoder for the families that only decode: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, in Flax NNX.
+"""One decoder for the decoder-only families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, in Flax NNX.
 
-What tells them apart is in `DecoderConfig`; each family's usual one is in models.presets. `Decoder` is the
+`DecoderConfig` holds what distinguishes them; models.presets has each family's usual config. `Decoder` is the
 network; `DecoderModel` is the LanguageModel the decoding core sees.
 """
 
@@ -95,7 +95,7 @@ class DecoderConfig:
 
 
 def kind_of(config: DecoderConfig, kinds: tuple[Any, ...], number: Any) -> Any:
-    """Of what layers that see everything have, and of the same for local ones, the `number`-th layer's."""
+    """The `number`-th layer's choice of two values: that of global layers, or that of local ones."""
     if isinstance(number, int):
         return kinds[config.is_local(number)]
     local = [config.is_local(n) for n in range(config.num_layers)]
@@ -110,15 +110,15 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 
 def even(count: int, limit: int) -> int:
-    """How large parts of `count` things are, at most `limit`: all the same, as a remainder would be compiled
-    anew, unless that takes twice as many parts."""
+    """The size of the parts, at most `limit`, into which `count` things are divided. All parts are equal,
+    because a remainder would be compiled separately, unless that takes twice as many parts."""
     if count <= limit:
         return limit
     return next((size for size in range(limit, limit // 2, -1) if count % size == 0), limit)
 
 
 class Norm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale, or with unit_offset * (1 + scale), as checkpoints have it."""
+    """x / sqrt(mean(x^2) + epsilon) * scale, or with unit_offset * (1 + scale), as checkpoints store it."""
 
     def __init__(self, config: DecoderConfig, features: int | None = None):
         self.offset = float(config.unit_offset)
@@ -144,8 +144,8 @@ class Affine(Linear):
 
 def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array) -> Array:
     """Grouped-query attention: query [B, H, T, K], keys and values [B, H_kv, L, K] (or as in a single row's
-    cache) where `mask` [B, T, L] -> [B, T, H K]. So many tokens at once that there are no more than SCORES
-    scores."""
+    cache) where `mask` [B, T, L] -> [B, T, H K]. Tokens are processed in parts with at most SCORES scores
+    each."""
     c, (rows, heads, count, _) = config, query.shape
     if sharers() and c.num_kv_heads % sharers():  # else XLA would gather the cache of all layers in each call
         if keys.ndim == query.ndim:
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool, rngs: nnx.Rngs
     ):
-        """`reads`: the width of what keys and values are made of, d_model unless given."""
+        """`reads` is the width of the input of keys and values, d_model by default."""
         c = config
         inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
         self.query = Affine(c.d_model, inner, c.query_bias, dtype=dtype, rngs=rngs)
@@ -195,7 +195,7 @@ class Attention(nnx.Module):
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """x [B, T, D], turned by `turn`, attends to what is remembered where `mask` [B, T, L]."""
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
         new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
         if sharers() and self.config.num_kv_heads % sharers():
             new = whole(new[0]), whole(new[1])
@@ -227,7 +227,7 @@ class Layer(nnx.Module):
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def between(self, x: Array, *beside: Any) -> Array:
-        """What other layers do between attention and MLP."""
+        """A hook for other layers, between attention and MLP."""
         return x
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
@@ -277,7 +277,7 @@ class Decoder(nnx.Module):
         return self.norm
 
     def head_kernel(self) -> Array:
-        """[D, V]: what a linear head is that gives the logits, but for their cap."""
+        """[D, V]: the kernel of a linear head that gives the logits, apart from their cap."""
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def embed(self, tokens: AnyArray) -> Array:
@@ -288,7 +288,7 @@ class Decoder(nnx.Module):
         return x * scale.astype(jnp.float32)
 
     def beside(self, cache: Any, number: Any) -> tuple[Any, ...]:
-        """What the `number`-th layer reads besides what all do."""
+        """The inputs of the `number`-th layer that differ between layers."""
         return ()
 
     def advance(
@@ -300,7 +300,7 @@ class Decoder(nnx.Module):
         branches: Branches | None = None,
     ) -> tuple[Array, Any]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length, in a row or as branches; the layers above write nothing."""
+        cache.length, in sequence or as branches. The layers above write nothing."""
         c, count = self.config, tokens.shape[1]
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
         back = steps_back(cache.length, count, entries(cache.keys), branches)  # [B, T, L]
@@ -330,8 +330,8 @@ class Decoder(nnx.Module):
         head: Linear | None = None,
         table: Any = None,
     ) -> Array:
-        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may stand for
-        the own ones, or a kernel [D, I] for the embedding."""
+        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may replace the
+        network's, or a kernel [D, I] the embedding."""
         x = self.norm(x) if norm is None else norm(x)
         head = self.head if head is None and table is None else head
         if head is not None:
@@ -362,9 +362,9 @@ class DecoderModel(SingleModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt
-        `source`. There is no dropout: `key` is not read. `after` stands between the layers; of the
-        network's passes, that over the target comes last."""
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt `source`.
+        There is no dropout: `key` is not read. `after` is called between the layers. The network's last pass
+        is the one over the target."""
         _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1], after)
         last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
         return self.extend(params, shift_right(target, last), cache, after)[0]
@@ -377,7 +377,7 @@ class DecoderModel(SingleModel):
         max_length: int,
         after: AfterLayer = last_written,
     ) -> tuple[Prefix, DecoderCache]:
-        """Reads the prompts, padded on the right: the padding is scratch past each row's length."""
+        """Reads the prompts, which are padded on the right. The padding is scratch past each row's length."""
         c, network = self.config, self.merged(params)
         rows, size = inputs.shape
         buffers = blank(network.layers, rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
@@ -404,7 +404,7 @@ class DecoderModel(SingleModel):
         after: AfterLayer = last_written,
         table: Any = None,
     ) -> tuple[Float[Array, "B T V"], DecoderCache]:
-        """`table`, a kernel [D, V], stands for the embedding that makes the logits."""
+        """`table`, a kernel [D, V], replaces the embedding in the logits."""
         network = self.merged(params)
         x, cache = network.advance(tokens, cache, after=after)
         return network.logits(x, table=table), cache

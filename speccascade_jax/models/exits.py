@@ -2,8 +2,8 @@
 arXiv 2404.16710).
 
 An exit reads the residual stream after some decoder layers through a norm and a head. Keys and values are
-cached once: what an exit has written into the lower layers a deeper member writes over when it reads the same
-tokens, and so no exit has to catch up with a deeper one.
+cached once: when a deeper member reads the same tokens, it overwrites what an exit has written into the lower
+layers, so no exit has to catch up with a deeper one.
 """
 
 import dataclasses
@@ -57,24 +57,24 @@ class ExitsConfig:
 
 
 def depth_of(config: Any) -> int:
-    """How many layers a model's decoder has."""
+    """The number of layers of a model's decoder."""
     return config.num_decoder_layers if isinstance(config, T5Config) else config.num_layers
 
 
 class ExitsCache(NamedTuple):
-    """What a network with exits remembers."""
+    """The cache of a network with exits."""
 
     full: T5Cache | DecoderCache  # what all members write; its own length is the longest member's
     lengths: Int[Array, "B M"]  # of each member's part, the smallest member first
 
     @property
     def length(self) -> Int[Array, " B"]:
-        """The longest member's."""
+        """The length of the longest member."""
         return jnp.max(self.lengths, axis=1)
 
 
 class ExitHead(nnx.Module):
-    """What an exit has of its own. An untrained adapter changes nothing."""
+    """The parameters that only one exit has. An untrained adapter changes nothing."""
 
     def __init__(self, full: T5 | Decoder, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, std: float) -> Linear:
@@ -99,7 +99,7 @@ class ExitHead(nnx.Module):
         return full.logits(x, normed, self.head)
 
     def begin_as(self, full: T5 | Decoder) -> None:
-        """Takes the values of the full model's norm and head, to be trained from there."""
+        """Copies the full model's norm and head as a start for training."""
         if self.norm is not None:
             self.norm.scale[...] = full.final_norm.scale[...]
         if self.head is not None:
@@ -118,7 +118,7 @@ class Exits(nnx.Module):
 class ExitsModel(FlaxModel):
     """A network whose members are its exits, named by their numbers of layers, and the full model.
 
-    Used by itself it is the full model; fresh parameters of that are its own with the same seed.
+    Used alone it is the full model, with the fresh parameters that the full model has with the same seed.
     """
 
     config: ExitsConfig
@@ -148,8 +148,8 @@ class ExitsModel(FlaxModel):
         return Exits(self.config, self.full.network(rngs), dtype=jnp.dtype(self.dtype), rngs=rngs)
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
-        """Parameters with the full model's `full`, the same arrays, and exits that begin with its norm and
-        its head."""
+        """Parameters that contain the full model's `full` (the same arrays), and exits that start with its
+        norm and its head."""
 
         def begun(full: nnx.State) -> nnx.State:
             network = self.network(nnx.Rngs(seed))
@@ -180,7 +180,7 @@ class ExitsModel(FlaxModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of every member, from one pass of the full model; `after` stands between its layers."""
+        """forced() of every member, from one pass of the full model; `after` is called between its layers."""
         streams: dict[int, Array] = {}
 
         def kept(number: int, before: Array, new: Array) -> Array:
@@ -231,7 +231,7 @@ class ExitsModel(FlaxModel):
     def extend_member(
         self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
     ) -> tuple[Float[Array, "B T V"], ExitsCache]:
-        """extend() by one member, which has then written for all smaller ones, too."""
+        """extend() by one member, which also writes the part of all smaller members."""
         network, is_exit = self.merged(params), number < len(self.config.layers)
         full_cache = cache.full._replace(length=cache.lengths[:, number])
         x, full_cache = network.full.advance(

@@ -21,8 +21,8 @@ Array = jax.Array
 SHARED = "tensor"  # the axis of the mesh whose devices share each model's parameters: parallel.TENSOR_AXIS
 Dropout = Callable[[Array], Array]
 AfterLayer = Callable[[Any, Array, Array], Array]
-"""(number of a layer, traced where layers are stacked, its input [B, T, D], its output) -> what the next one
-reads."""
+"""(number of a layer, its input [B, T, D], its output) -> what the next layer reads. The number is traced if
+layers are stacked."""
 
 
 def last_written(number: Any, before: Array, after: Array) -> Array:
@@ -83,8 +83,8 @@ _mixed_matmul.defvjp(_mixed_matmul_fwd, _mixed_matmul_bwd)
 
 
 def of_rows(product: Callable[[Array], Array], x: Array) -> Array:
-    """product(x) of x [..., in]; a single row gets another next to it, as XLA's CPU backend would convert the
-    whole matrix to float32 to multiply one."""
+    """product(x) for x [..., in]. A single row is doubled, because XLA's CPU backend would convert the whole
+    matrix to float32 for it."""
     if math.prod(x.shape[:-1]) > 1:
         return product(x)
     return product(jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
@@ -127,27 +127,27 @@ class RMSNorm(nnx.Module):
 
 
 def settled(x: Array) -> Array:
-    """x as it is, which no product becomes part of: where heads are cut out of a product and brought forward,
-    XLA for TPUs would lay out its weights for that, anew in every call."""
+    """x unchanged, behind a barrier. Without it, XLA for TPUs would change the layout of a product's weights
+    in every call, to suit the heads that are cut out of the product."""
     return lax.optimization_barrier(x)
 
 
 def by_rows(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Arrays [B, ...] with as many of the rows on each of the devices that share the parameters, or, where
-    these do not divide the rows, whole on all. See sharers()."""
+    """Arrays [B, ...] whose rows are divided between the devices that share the parameters, or which are
+    whole on each of them where the devices do not divide the rows. See sharers()."""
     devices = sharers()
     cut = P(SHARED) if devices and all(not x.shape[0] % devices for x in arrays) else P()
     return tuple(lax.with_sharding_constraint(x, cut) for x in arrays) if devices else arrays
 
 
 def whole(x: Array) -> Array:
-    """An array that each device which shares the parameters holds all of."""
+    """The array, replicated on all devices that share the parameters."""
     return lax.with_sharding_constraint(x, P()) if sharers() else x
 
 
 def sharers() -> int:
-    """How many devices share each model's parameters; 0 where nobody has said so while this is traced
-    (jax.set_mesh, as scheduling.programs does)."""
+    """The number of devices that share each model's parameters; 0 if no mesh is set while this is traced
+    (scheduling.programs sets it with jax.set_mesh)."""
     return jax.sharding.get_abstract_mesh().shape.get(SHARED, 0)
 
 
@@ -204,7 +204,7 @@ def relative_buckets(
 
 
 class Branches(NamedTuple):
-    """Texts that all go on from what a cache covers, a tree: node n is the n-th token that is read."""
+    """Texts that all continue what a cache covers, as a tree: node n is the n-th token that is read."""
 
     depth: Int[AnyArray, " M"]  # 1 for the first token after what is covered
     within: Int[AnyArray, "M M"]  # how many steps back the second node is, an ancestor or itself; else -1
@@ -241,8 +241,8 @@ def shift_right(tokens: AnyArray, first: AnyArray) -> Array:
 def make_dropout(key: Array | None, rate: float) -> Dropout:
     """A dropout function that draws a fresh mask at each call; identity without a key.
 
-    Masks are shared along the sequence axis, as in T5X: as good, and a fraction of the
-    random bits.
+    Masks are shared along the sequence axis, as in T5X, which is as good and takes a fraction of the random
+    bits.
     """
     if key is None or rate == 0.0:
         return lambda x: x

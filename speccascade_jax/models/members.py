@@ -1,7 +1,7 @@
 """Several language models that are one network: one set of parameters, one cache, one prefill.
 
-A network is the LanguageModel of its largest member, and `Member`s stand for each of them where they work
-together.
+A network is the LanguageModel of its largest member. Where members work together, a `Member` represents each
+of them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefi
 class Network(Protocol):
     """A LanguageModel, too. Between two calls of roll_back() all members read the same text.
 
-    A network that is saved in folders also has missing(name), which says of a name that no member has: "has
+    A network that is saved in folders also has missing(name), a message for a name that no member has: "has
     ..., not ...".
     """
 
@@ -42,7 +42,7 @@ class Network(Protocol):
     def extend_member(
         self, number: int, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """extend() by one member, from where its own part of the cache ends."""
+        """extend() by one member, from where its part of the cache ends."""
         ...
 
     def lengths(self, cache: Cache) -> Int[Array, "B M"]:
@@ -103,7 +103,7 @@ def members(network: Network) -> tuple[Member, ...]:
 def member(model: Any, name: str | None, where: Any) -> Any:
     """The member `name` of a network; its full model without a name. Any other model is its only member.
 
-    Raises ValueError, naming the checkpoint `where`, for a name that it has not.
+    Raises ValueError, naming the checkpoint `where`, for a name that the network does not have.
     """
     if not hasattr(model, "names"):
         if name is None:
@@ -124,7 +124,7 @@ def beneath(name: str, state: nnx.State) -> dict[tuple[Any, ...], Any]:
 
 
 def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raises ValueError for members of a network that do not stand next to each other in their order."""
+    """Raises ValueError if the members of a network are not next to each other, in their order."""
     networks = [getattr(model, "member_of", None) for model in models]
     for n, network in enumerate(networks):
         if network is None or network not in networks[:n]:

@@ -1,4 +1,4 @@
-"""The usual shape of each family that only decodes, and the published sizes."""
+"""The usual config of each decoder-only family, and the published sizes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Kernels as decoding multiplies them fastest: in int8, and on CPUs with each output's weights in a row."""
+"""Kernels in the form that decoding multiplies fastest: in int8, and on CPUs with the weights of each output
+next to each other."""
 
 import dataclasses
 from functools import partial
@@ -13,7 +14,7 @@ from speccascade_jax.core.protocols import AnyArray
 
 Array = jax.Array
 TRANSPOSED_FROM = 1024
-"""From so many inputs on, CPUs multiply [out, in] faster than [in, out]: 1.6 times in bfloat16."""
+"""With this many inputs or more, CPUs multiply [out, in] faster than [in, out]: 1.6 times in bfloat16."""
 SMALLEST = 1e-30  # what the largest of several zeros counts as
 
 
@@ -27,7 +28,7 @@ def wants_packing(dtype: Any) -> bool:
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["transposed"])
 @dataclasses.dataclass(frozen=True)
 class PackedKernel:
-    """A matrix [in, out] that is not trained any more."""
+    """A matrix [in, out] that is no longer trained."""
 
     values: Any  # [in, out], or [out, in] where `transposed`; bfloat16 or int8
     scale: Any  # float32 [out], what an int8 value counts; None for bfloat16
@@ -57,8 +58,8 @@ def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
     """x [..., in] @ kernel -> float32 [..., out].
 
     CPUs multiply int8: each row of x is rounded to 1/127 of its own largest value (dynamic quantization, as
-    in CTranslate2); its sums are exact integers. Accelerators only read it: x stays bfloat16, and XLA widens
-    the weights on their way into the product.
+    in CTranslate2); its sums are exact integers. Accelerators only store int8: x stays bfloat16, and XLA
+    widens the weights as they enter the product.
     """
     shape = *x.shape[:-1], -1
     x = x.reshape(-1, x.shape[-1])  # with more axes XLA copies a transposed kernel inside a loop
@@ -97,8 +98,8 @@ def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | Packed
 
 @jax.jit
 def taken(table: Array, index: AnyArray) -> Array:
-    """The rows `index` of [V, D]. Some CPUs take bfloat16's as float32: of a table that no loop changes XLA
-    would widen the whole, before the loop, for which the barrier makes it part of a step."""
+    """The rows `index` of [V, D]. Some CPUs read bfloat16 rows as float32. XLA would then widen a table that
+    no loop changes as a whole, before the loop; the barrier makes the widening part of a step."""
     table, index = lax.optimization_barrier((table, index))
     return jnp.take(table, index, axis=0)
 

@@ -21,7 +21,7 @@ TYPES = "default", "linear", "llama3", "yarn", "dynamic"
 
 
 class Turn(NamedTuple):
-    """How far each pair of a head's numbers turns at each position."""
+    """The rotation of each pair of a head's numbers at each position."""
 
     sin: Array  # [B, 1, T, K/2]
     cos: Array
@@ -34,8 +34,7 @@ def rotated(x: Array, turn: Turn) -> Array:
 
 
 def turns(config: Any, positions: Array) -> tuple[Turn, Turn]:
-    """Those of a DecoderConfig's layers that see everything, and of its local layers, at `positions` [B,
-    T]."""
+    """The rotations of a DecoderConfig's global and local layers at `positions` [B, T]."""
     half = config.d_kv // 2
     steps = positions[..., None].astype(jnp.float32)
     if config.rope_type == "dynamic":
@@ -87,7 +86,7 @@ def frequencies(config: Any) -> np.ndarray:
 
 
 def attention_scale(factor: float, mscale: float | None = None, all_dim: float | None = None) -> float:
-    """YaRN's scale of sines and cosines where a config.json leaves it open."""
+    """YaRN's scale of sines and cosines, for a config.json that does not give it."""
 
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

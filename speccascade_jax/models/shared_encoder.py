@@ -25,7 +25,7 @@ ROUND = 4  # tokens of a round where there is none: in training
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderConfig:
-    """A verifier, and a drafter without an encoder, whose fields are no flags of a run's command line."""
+    """A verifier and a drafter without an encoder. Its fields are not flags of a training run."""
 
     family: ClassVar[str] = "shared_encoder"
     full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
@@ -55,7 +55,7 @@ class SharedEncoderConfig:
 
 
 class SharedEncoderCache(NamedTuple):
-    """What the two decoders remember."""
+    """The caches of the two decoders."""
 
     drafter: T5Cache
     verifier: T5Cache
@@ -63,12 +63,13 @@ class SharedEncoderCache(NamedTuple):
 
     @property
     def length(self) -> Int[Array, " B"]:
-        """The longer one's."""
+        """The greater of the two lengths."""
         return jnp.maximum(self.drafter.length, self.verifier.length)
 
 
 class SharedEncoder(nnx.Module):
-    """The verifier's network, the drafter's, and what the drafter sees of the verifier's encoder."""
+    """The verifier's network, the drafter's, and the projection through which the drafter sees the verifier's
+    encoder."""
 
     def __init__(
         self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs
@@ -94,8 +95,8 @@ class SharedEncoder(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderModel(FlaxModel):
-    """A network of two members, "drafter" and "verifier". Used by itself it is the verifier, whose fresh
-    parameters are its own with the same seed."""
+    """A network of two members, "drafter" and "verifier". Used alone it is the verifier, with the fresh
+    parameters that the verifier has with the same seed."""
 
     config: SharedEncoderConfig
     names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
@@ -111,7 +112,8 @@ class SharedEncoderModel(FlaxModel):
 
     @property
     def by_prefix(self) -> bool:
-        """Whether the drafter's law depends on the text alone, not on where the verifier's rounds began."""
+        """Whether the drafter's distribution depends on the text alone, and not on where the verifier's
+        rounds began."""
         return not self.config.states
 
     def missing(self, name: str) -> str:
@@ -123,7 +125,7 @@ class SharedEncoderModel(FlaxModel):
         )
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
-        """Parameters with the verifier's `full`, the same arrays, and a fresh drafter."""
+        """Parameters that contain the verifier's `full` (the same arrays), and a fresh drafter."""
 
         def begun() -> nnx.State:
             network = self.network(nnx.Rngs(seed))
@@ -152,8 +154,8 @@ class SharedEncoderModel(FlaxModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on:
-        the verifier's distributions are what it learns from; states are those of last_read(). `after` stands
+        """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on: the
+        verifier's distributions are what it learns from; states are those of last_read(). `after` is called
         between the verifier's layers."""
         network, tokens = self.merged(params), self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])

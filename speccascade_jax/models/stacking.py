@@ -1,7 +1,8 @@
-"""Layers of one shape, one after the other or as one: their parameters stacked and read in a compiled loop.
+"""Layers of one shape, either separate or stacked, with their parameters in one array that a compiled loop
+reads.
 
 Accelerators compile one layer in a fraction of the time that all of them take. CPUs would copy each layer's
-weights out of the stack in every call, and so have their layers one by one.
+weights out of the stack in every call, so there layers are separate.
 
 A family takes part with a field `stacked` of its model, layers_of() where its network makes layers,
 each_layer() where it goes through them, and write_layer(), nth() and insert_layers() for what each remembers.
@@ -75,21 +76,21 @@ def repeated(array: Array, layers: Any) -> Any:
 
 
 def nth(values: Any, number: Any) -> Any:
-    """Of what each layer has the `number`-th layer's: values is a tuple, or arrays with an axis of layers."""
+    """The `number`-th layer's entry: values is a tuple, or arrays with an axis of layers."""
     if isinstance(values, tuple):
         return values[number]
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), values)
 
 
 def shared_or_nth(values: Sequence[Array], number: Any) -> Array:
-    """The one value that all layers share, or the `number`-th of one for each."""
+    """The value that all layers share, or the `number`-th of a value for each."""
     if len(values) == 1:
         return values[0]
     return values[number] if isinstance(number, int) else nth(jnp.stack(values), number)
 
 
 def wants_stacking() -> bool:
-    """Whether models that decode here have their layers stacked."""
+    """Whether layers are stacked to decode on this machine."""
     return jax.default_backend() != "cpu"
 
 
@@ -101,8 +102,8 @@ def stackable(model: Any) -> Any:
 def stacked(model: Any, params: nnx.State) -> tuple[Any, nnx.State]:
     """stackable(model), and its parameters.
 
-    The arrays of one kind are stacked at a time, and given up: no more than one kind is there twice, if the
-    caller keeps nothing of `params`.
+    The arrays of one kind are stacked at a time, and the originals are released, so at most one kind is in
+    memory twice if the caller keeps nothing of `params`.
     """
     if not hasattr(model, "stacked"):
         return model, params

@@ -47,7 +47,7 @@ MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """A T5's shape. The defaults of everything but sizes are T5 1.1's."""
+    """The config of a T5. All defaults but the sizes are those of T5 1.1."""
 
     family: ClassVar[str] = "t5"
     vocab_size: int = 32128
@@ -223,7 +223,7 @@ class T5(nnx.Module):
         return self.decoder_norm
 
     def head_kernel(self) -> Array:
-        """[D, V]: what a linear head is that gives the logits."""
+        """[D, V]: the kernel of a linear head that gives the logits."""
         if self.head is not None:
             return self.head.kernel[...]
         return self.embedding[...].T * self.config.d_model**-0.5
@@ -237,7 +237,7 @@ class T5(nnx.Module):
         )
 
     def _position_biases(self, table: nnx.Param, buckets: np.ndarray) -> list[Array]:
-        """The bias [*buckets.shape, H] that all layers share, or one such a layer."""
+        """The bias [*buckets.shape, H] that all layers share, or one for each layer."""
         return [t[buckets] for t in ([table[...]] if self.config.shared_position_bias else table[...])]
 
     def _embed(self, tokens: AnyArray) -> Array:
@@ -270,8 +270,8 @@ class T5(nnx.Module):
         head: Linear | None = None,
         table: Any = None,
     ) -> Array:
-        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may stand for the own ones, or a
-        kernel [D, I] for the embedding."""
+        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may replace the network's, or a
+        kernel [D, I] the embedding."""
         x = self.decoder_norm(x) if norm is None else norm(x)
         head = self.head if head is None else head
         if head is not None:
@@ -372,7 +372,7 @@ class T5(nnx.Module):
         more: Array | float = 0.0,
     ) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length, in a row or as branches; the layers above write nothing. `more` as in decode()."""
+        cache.length, in sequence or as branches. The layers above write nothing. `more` as in decode()."""
         back = steps_back(cache.length, tokens.shape[1], entries(cache.keys), branches)  # [B, T, L]
         biases = [
             jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
@@ -422,7 +422,7 @@ class T5Model(SingleModel):
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on.
-        `after` stands between the decoder's layers."""
+        `after` is called between the decoder's layers."""
         return self.merged(params)(source, source_length, self.decoder_input(target), key, after)
 
     def decoder_input(self, target: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
@@ -445,5 +445,5 @@ class T5Model(SingleModel):
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: T5Cache, table: Any = None
     ) -> tuple[Float[Array, "B T V"], T5Cache]:
-        """`table`, a kernel [D, V], stands for an embedding that makes the logits."""
+        """`table`, a kernel [D, V], replaces the embedding in the logits."""
         return self.merged(params).extend(tokens, cache, table)

@@ -27,7 +27,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class T5GemmaConfig:
-    """An encoder's and a decoder's shape. The defaults are those of 2b-2b."""
+    """The configs of an encoder and a decoder. The defaults are those of 2b-2b."""
 
     family: ClassVar[str] = "t5gemma"
     encoder: DecoderConfig = GEMMA2
@@ -159,7 +159,7 @@ class T5GemmaModel(SingleModel):
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. There is no dropout: `key`
-        is not read. `after` stands between the decoder's layers."""
+        is not read. `after` is called between the decoder's layers."""
         network = self.merged(params)
         cache = network.start(source, source_length, target.shape[1], self.cache_dtype)
         begin = jnp.full((target.shape[0],), self.config.start_id, target.dtype)
