@@ -1,6 +1,6 @@
 """The baselines that run differently: token, oracle and sequence cascades, and BiLD.
 
-They write texts and draft for nobody, for the verifier does not read the last tokens of a text.
+They write texts and cannot draft, because the verifier does not read the last tokens of a text.
 """
 
 import dataclasses

@@ -21,14 +21,14 @@ Array = jax.Array
 class Bild:
     """Big little decoder (Kim et al. 2023), greedy whatever the temperature.
 
-    The verifier writes the first token. Then the drafter writes until max q < `fallback` or `window`
-    tokens stand; the verifier scores them, and the first with -log p > alpha that is not its own choice
-    is replaced by that choice; where none is, the verifier adds a token. A text that the drafter ends is
+    The verifier writes the first token. Then the drafter writes until max q < `fallback` or `window` tokens
+    stand; the verifier scores them, and the first token with -log p > alpha that is not the verifier's choice
+    is replaced by that choice; if there is none, the verifier adds a token. A text that the drafter ends is
     checked too.
 
-    `compat` is the released code instead: it looks only at the first position with -log p > alpha,
-    never checks an end that the drafter writes, and after a replacement writes one more token of the
-    verifier's at once, so that a replacement that is the end is no end.
+    `compat` is the released code instead: it looks only at the first position with -log p > alpha, never
+    checks an end that the drafter writes, and after a replacement writes one more token of the verifier's at
+    once, so a replacement that is an end-of-sequence token does not end the text.
     """
 
     drafter: Autoregressive

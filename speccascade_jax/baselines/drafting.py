@@ -25,11 +25,11 @@ def draft_while_confident(
     cap: int,
     eos_id: int,
 ) -> tuple[Block, Cache, Int[Array, " B"]]:
-    """The drafter's next tokens, its cache, and how often it was asked.
+    """The drafter's next tokens, its cache, and the number of its calls.
 
-    A row stops before the first position where max q < threshold, after eos_id, and after `cap` or
-    rows.room tokens. It is asked once more where it stopped short of the text's end, so that its
-    cache covers its last token. The block has cap + 1 columns: room for the verifier's token.
+    A row stops before the first position where max q < threshold, after eos_id, and after `cap` or rows.room
+    tokens. It is called once more if it stopped before the end of the text, so that its cache covers its last
+    token. The block has cap + 1 columns: room for the verifier's token.
     """
 
     def ask(carry: tuple) -> tuple:
@@ -87,5 +87,5 @@ def at(x: Shaped[Array, "B N ..."], column: Int[Array, " B"]) -> Shaped[Array, "
 
 
 def last_token(block: Block, last: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The token each row ends with after `block`: its own last one, `last` for an empty block."""
+    """The last token of each row after `block`: the block's last token, or `last` for an empty block."""
     return after(block, last[:, None])[:, 0]

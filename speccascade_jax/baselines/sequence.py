@@ -1,6 +1,6 @@
 """The sequence cascade: the drafter writes a text, and where its confidence is low the verifier another.
 
-It is two decodings, and only the deferred rows reach the second: inference.text runs both.
+It consists of two decodings, and only deferred rows reach the second: inference.text runs both.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile
 
 
 class Trace(NamedTuple):
-    """What Scored counts; L is the length of the token buffer."""
+    """The counts of Scored; L is the length of the token buffer."""
 
     passes: Int[Array, " B"]
     log_q: Float[Array, "B L"]  # of the token drawn at each position, 0 where none was

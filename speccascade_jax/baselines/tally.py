@@ -1,4 +1,4 @@
-"""What baselines count: sums over a row's rounds. Rates are made of them in evaluation.rates."""
+"""What baselines count: sums over a row's rounds. evaluation.rates computes rates from them."""
 
 from typing import Any, NamedTuple
 

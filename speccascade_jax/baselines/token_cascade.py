@@ -20,10 +20,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class TokenCascade:
-    """Chow's rule in sequence: the drafter writes while max q >= 1 - alpha and at most `cap` tokens; the
+    """Chow's rule, token by token: the drafter writes while max q >= 1 - alpha and at most `cap` tokens; the
     verifier then reads them and writes one.
 
-    The law of a token is q~ or p~, decided by q and by how many tokens the drafter has just written.
+    A token follows q~ or p~, depending on q and on how many tokens the drafter has just written.
     """
 
     drafter: Autoregressive

@@ -1,4 +1,4 @@
-"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
+"""load(path) recognises a checkpoint's format by the files in its folder; save() writes three of the four."""
 
 import contextlib
 import fcntl
@@ -80,9 +80,9 @@ def at_hub(path: str | Path) -> str:
 
 
 def from_hub(name: str) -> str:
-    """The local copy of a Hugging Face model, fetched where it is not there yet.
+    """The local copy of a Hugging Face model, fetched if it is not there yet.
 
-    Raises ValueError where the optional huggingface_hub or the hub itself is out of reach.
+    Raises ValueError if the optional huggingface_hub is not installed or the hub cannot be reached.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -99,7 +99,7 @@ def from_hub(name: str) -> str:
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint that is here, or at the hub. Raises ValueError where there is none."""
+    """The folder of a checkpoint on this machine, or at the hub. Raises ValueError where there is none."""
     folder = checked_path(path)
     if str(path).startswith("hf://"):
         folder = Path(from_hub(str(path).removeprefix("hf://")))
@@ -138,12 +138,11 @@ def load(
     Gemma as DeepMind publishes it.
 
     FOLDER@4 is the exit after 4 layers of the network in FOLDER, FOLDER@drafter the drafter that reads its
-    verifier's encoder; the folder without a name is a network's full model.
-    hf://ORGANISATION/NAME is fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs).
-    Parameters come in `dtype`, each placed by `sharding(path, shape)` where given. With `config` (a
-    preset, say) the model must have that shape, dropout aside. `packed` makes them what decoding reads
-    fastest, fit for nothing else.
-    Raises ValueError saying what is missing, damaged or does not fit.
+    verifier's encoder; the folder without a name is a network's full model. hf://ORGANISATION/NAME is fetched
+    from the hub; gs:// is read in place (T5X, or Orbax with gcsfs). Parameters come in `dtype`, each placed
+    by `sharding(path, shape)` where given. With `config` (a preset, say) the model must have that shape,
+    dropout aside. `packed` gives them the form that decoding reads fastest, which is of no other use. Raises
+    ValueError saying what is missing, damaged or does not fit.
     """
     path, name = split_member(path)
     place = Placement(checked_dtype(dtype, LOADED), sharding, packed)
@@ -172,8 +171,8 @@ def load_all(
 ) -> list[Checkpoint]:
     """load() of each of `paths`; members of one folder share its parameters, which are read once.
 
-    sharding(folder): where the parameters of a folder go. decoding: they come as decoding is fastest here,
-    kernels packed or layers stacked, and are fit for nothing else.
+    sharding(folder): where the parameters of a folder go. decoding: parameters come in the form that decodes
+    fastest here, with kernels packed or layers stacked, and are of no other use.
     """
     read: dict[str, Checkpoint] = {}
     checkpoints = []
@@ -190,7 +189,7 @@ def load_all(
 
 
 def split_member(path: str | Path) -> tuple[str, str | None]:
-    """(folder, name) of FOLDER@NAME; no name where there is none, or where a folder is called so."""
+    """(folder, name) of FOLDER@NAME; no name if there is none, or if a folder has that whole name."""
     folder, _, name = str(path).rpartition("@")
     is_folder = not is_remote(path) and exists(checked_path(path))
     return (str(path), None) if is_folder or not (folder and name) or "/" in name else (folder, name)
@@ -252,7 +251,7 @@ def check_shape(path: str, config: Config, expected: Config) -> None:
 
 
 def check_absent(path: str | Path) -> None:
-    """Raises ValueError where save() would find its folder taken, or could not make it."""
+    """Raises ValueError if the folder of save() exists already, or cannot be made."""
     folder = checked_path(path).absolute()
     if os.path.lexists(folder):
         raise ValueError(f"{path} exists already: delete it or choose another folder.")
@@ -310,8 +309,8 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder that remove_unfinished() leaves alone meanwhile. The lock is the kernel's: it goes when
-    the process does. Where a file system has no locks, nothing is removed."""
+    """Makes a folder that remove_unfinished() leaves alone while it is open. The kernel holds the lock and
+    releases it when the process ends. If a file system has no locks, nothing is removed."""
     handle = -1
     while handle < 0:
         folder.mkdir()
@@ -329,7 +328,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Removes what killed processes have left of folders that they were writing in `parent`."""
+    """Removes unfinished folders that killed processes left in `parent`."""
     for folder in parent.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

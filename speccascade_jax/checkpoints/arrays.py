@@ -1,4 +1,5 @@
-"""What the formats share: zarr arrays, read one at a time; parameters from them; errors in a line."""
+"""What the formats share: reading zarr arrays one at a time, making parameters from them, and errors in one
+line."""
 
 import dataclasses
 import zlib
@@ -89,7 +90,7 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
 
 
 def checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes. Of the formats' own checks only gzip's shows a changed byte."""
+    """CRC-32 of an array's bytes. Of the formats' checks only gzip's detects a changed byte."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -105,7 +106,7 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How parameters come to the devices: in which dtype, where their parts go, and whether the kernels are
-    packed for decoding. int8 ones are, and what is no kernel is then bfloat16."""
+    packed for decoding. With int8 they are, and everything else is bfloat16."""
 
     dtype: Any = jnp.float32
     sharding: Sharding | None = None
@@ -146,14 +147,16 @@ class Placement:
 
 
 def head_of(path: ParameterPath) -> ParameterPath:
-    """Where the part of a network that an embedding belongs to has its head, unless the embedding is it."""
+    """The path of the head that belongs to an embedding's part of a network, unless the embedding is the
+    head."""
     return *path[:-1], "head", "kernel"
 
 
 def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
     """The array on the devices, each with its own part only.
 
-    It is there when this returns: JAX copies while the caller goes on, and so would hold several at once.
+    The copy is complete when this returns; otherwise JAX would copy in the background and hold several arrays
+    at once.
     """
     if where is None:
         return jax.block_until_ready(jnp.asarray(array))
@@ -165,8 +168,8 @@ def to_params(
 ) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
-    One host array is alive at a time, where `arrays` keeps none. Raises ValueError where one holds integers,
-    NaN or infinity: all that can be told of the values of a file without checksums.
+    One host array is alive at a time if `arrays` keeps none. Raises ValueError if one holds integers, NaN or
+    infinity, which is all that can be checked in a file without checksums.
     """
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))

@@ -1,4 +1,4 @@
-"""Families that only decode, in Hugging Face folders: what config.json says and how the arrays are called.
+"""Decoder-only families in Hugging Face folders: what config.json says and how the arrays are called.
 
 DECODER_SPELLINGS is their table. config.json is read as transformers 4 and 5 write it, and written so that
 both read it.
@@ -53,7 +53,7 @@ STRETCHED = {
         "rope_truncate": "truncate",
     },
 }
-"""What rope_parameters, once rope_scaling, holds of each type."""
+"""The fields of rope_parameters (formerly rope_scaling) for each type."""
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 FOUR_NORMS = {
     "attention_norm": "input_layernorm",
@@ -94,7 +94,8 @@ DECODER_SPELLINGS = {
 
 
 def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
-    """The DecoderConfig of a config.json's content. Raises ValueError for what its family is not."""
+    """The DecoderConfig of a config.json's content. Raises ValueError for what its family does not
+    support."""
     spelling = DECODER_SPELLINGS[content["model_type"]]
     usual, fields = spelling.usual, SHARED | spelling.fields
     for name, expected in (("use_bidirectional_attention", False), ("partial_rotary_factor", 1)):
@@ -130,8 +131,7 @@ def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
 
 
 def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens: of several that end a text the first is eos_id, and stands for what there is none
-    of."""
+    """The special tokens. If several end a text, the first is eos_id, which also replaces missing ones."""
     eos = values.get("eos_id")
     first, *more = eos if isinstance(eos, list) and eos else [eos]
     ends = {"eos_id": first, "more_eos": tuple(more)} if "eos_id" in values else {}
@@ -140,7 +140,7 @@ def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[str, Any]:
-    """The rotary positions' fields: rope_parameters (transformers 5), which may tell layers apart, or
+    """The rotary positions' fields: rope_parameters (transformers 5), which may differ between layers, or
     rope_theta, rope_scaling and rope_local_base_freq."""
     objects: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -195,7 +195,7 @@ def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[
 
 
 def windows_of(where: Path, content: dict[str, Any], spelling: Spelling, layers: int) -> dict[str, Any]:
-    """Which of so many layers see how far."""
+    """How far each of the layers sees."""
     usual = spelling.usual
     window, types = content.get("sliding_window", usual.window), content.get("layer_types")
     if not spelling.windows or (
@@ -230,7 +230,7 @@ def windows_of(where: Path, content: dict[str, Any], spelling: Spelling, layers:
 
 
 def repeated(local: list[int], usual: tuple[int, ...]) -> tuple[int, ...]:
-    """The shortest pattern that gives these layers, the usual one where that does."""
+    """The usual pattern if it gives these layers, else the shortest that does."""
     if not any(local):
         return ()
     for pattern in (usual, *(tuple(local[:size]) for size in range(1, len(local) + 1))):
@@ -312,8 +312,7 @@ def parameter_names(
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's content; of a Gemma 3 that also sees pictures, that of the part that reads and
-    writes."""
+    """A config.json's content; for a Gemma 3 that also sees pictures, the content for its text model."""
     text = content.get("text_config")
     if content.get("model_type") != "gemma3" or not isinstance(text, dict):
         return content
@@ -324,8 +323,8 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical(name: str) -> str | None:
-    """What parameter_names() calls an array of a folder; None for what is not read: the parts of Gemma 3 that
-    see pictures, and tables that old folders keep."""
+    """The name that parameter_names() gives an array of a folder; None for arrays that are not read: the
+    parts of Gemma 3 that see pictures, and tables that old folders keep."""
     if name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(
         ("vision_tower.", "multi_modal_projector.")
     ):

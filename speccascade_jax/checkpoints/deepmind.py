@@ -1,9 +1,8 @@
 """Gemma 2 and 3 as DeepMind publishes them (Flax, on Kaggle): an Orbax directory. Read only.
 
-Its names are flat (`transformer/layer_0/attn/q_einsum`, `w`) or nested (google-deepmind/gemma,
-gm/ckpts); heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked. What
-sees pictures is
-not read.
+Its names are flat (`transformer/layer_0/attn/q_einsum`, `w`) or nested (google-deepmind/gemma, gm/ckpts);
+heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked. Arrays for pictures
+are not read.
 """
 
 import dataclasses
@@ -57,8 +56,8 @@ def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int,
 
 
 def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
-    """The DecoderConfig that arrays of these shapes belong to; what no shape tells is the preset's of these
-    sizes, else Gemma 2 2b's or Gemma 3 4b's with the head's width as query_scalar."""
+    """The DecoderConfig that arrays of these shapes belong to; what cannot be inferred from shapes is that of
+    the preset with these sizes, else Gemma 2 2b's or Gemma 3 4b's with the head's width as query_scalar."""
     vocab_size, d_model = shape_of(folder, entries, "embedder/input_embedding", 2)
     shared = "layer_0/attn/qkv_einsum" in entries
     query = shape_of(

@@ -1,7 +1,7 @@
-"""One row a model family: what the formats and training must know of it.
+"""A row for each model family: what the formats and training must know about it.
 
-A family that only decodes has its row in checkpoints.decoder.DECODER_SPELLINGS; another one has its two
-classes in models/__init__.py and a row in MODEL_FAMILIES. Nothing else asks which family a model is of.
+A decoder-only family has its row in checkpoints.decoder.DECODER_SPELLINGS; another one has its two classes in
+models/__init__.py and a row in MODEL_FAMILIES. Nothing else depends on a model's family.
 """
 
 import difflib
@@ -29,25 +29,25 @@ class Family(NamedTuple):
     check: Callable[[Any, Any], None]
     """check(where, config) raises ValueError naming the field of a config that no model can have."""
     formats: tuple[str, ...]
-    """What save() can write it in."""
+    """The formats in which save() can write it."""
     published_file: str | None
-    """The file by which the format of its authors is known; None: there is none."""
+    """The file that identifies the format of its authors; None if there is none."""
     load_published: Callable[[Any, Placement], tuple[Any, nnx.State]]
     read_published_config: Callable[[Any], Config]
     # In Hugging Face folders:
     read_config: Callable[[Path, dict[str, Any]], Config]
-    """(config.json, its content) -> the config. Raises ValueError for what the family is not."""
+    """(config.json, its content) -> the config. Raises ValueError for what the family does not support."""
     describe: Callable[[Any], dict[str, Any]]
     """The content of config.json. Raises ValueError for a model that the format cannot hold."""
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]
     """(path in our parameters, name of theirs, whether theirs is transposed) of every array."""
     unused: Set[str] = frozenset()
-    """Arrays that may lie there and are not read."""
+    """Arrays that may be there and are not read."""
     canonical: Callable[[str], str | None] = str
     """The name of an array as parameter_names() has it, of that in a folder; None for one that is not
     read."""
     stand_ins: Mapping[str, str] = {}
-    """Array -> the one that is read where it is missing."""
+    """Array -> the array that is read if it is missing."""
     parts: tuple[str, ...] = ()
     """The fields of a network's config that are configs themselves."""
 
@@ -62,7 +62,7 @@ def network(
     check: Callable[[Any, Any], None],
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]],
 ) -> Family:
-    """The row of a network, which is a model of one of the other rows with more around it."""
+    """The row of a network: a model of another row, with more around it."""
     return Family(
         usual,
         {},

@@ -1,4 +1,4 @@
-"""Whether the fields of a model's config can be a model's: files and flags hold anything."""
+"""Checks of a model config's fields, because files and flags may hold anything."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def check_fields(
     usual: Config | None = None,
 ) -> None:
     """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
-    value; what `values` leaves out has its default, or is as in `usual`. A `part` of a network may lack an
-    encoder."""
+    value; fields that `values` lacks have their default, or are as in `usual`. A `part` of a network may lack
+    an encoder."""
     hints = get_type_hints(kind)
     usual = usual or kind()
     values = {
@@ -38,7 +38,7 @@ def check_fields(
 
 
 def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
-    """What the field `name` of type `kind` must be; None where `value` is that."""
+    """What the field `name` of type `kind` must be; None if `value` is valid."""
     parts: tuple[Any, ...] = tuple(
         option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)
     )

@@ -1,7 +1,7 @@
 """Reading files that others wrote: regular files of a plausible size only, their errors in one sentence.
 
-Opening a named pipe waits for ever, reading a device never ends, and a sparse file of a terabyte takes no
-disk: what a path is gets looked at before it is opened.
+Opening a named pipe blocks, reading a device never ends, and a sparse file of a terabyte takes no disk space,
+so a path is examined before it is opened.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 MEGABYTE = 2**20
 JSON_BYTES = 64 * MEGABYTE  # the index of a model of 400 billion parameters takes one
 HEADERS = ".z", "_", "manifest"
-"""How the names of zarr's, Orbax's and TensorStore's files that hold no arrays begin."""
+"""How the names of those files of zarr, Orbax and TensorStore begin that hold no arrays."""
 
 
 def shown(value: Any) -> str:
@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path. Raises ValueError where no file system or no library could take it."""
+    """The path. Raises ValueError if it is not a possible path."""
     text = str(path)
     try:
         longest = max(len(part.encode()) for part in text.split("/"))
@@ -35,8 +35,8 @@ def checked_path(path: str | Path) -> Path:
 
 
 def exists(path: Any) -> bool:
-    """Whether anything lies at `path` (local or remote), a file or not. Raises ValueError where one may not
-    look."""
+    """Whether anything lies at `path` (local or remote), a file or not. Raises ValueError if that may not be
+    read."""
     try:
         return path.exists()
     except OSError as error:
@@ -44,7 +44,7 @@ def exists(path: Any) -> bool:
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
-    """Raises ValueError where `path` is missing, not readable or no regular file, or has more than `limit`
+    """Raises ValueError if `path` is missing, unreadable or not a regular file, or has more than `limit`
     bytes."""
     try:
         status = os.stat(path)
@@ -89,8 +89,8 @@ def read_json(path: Any) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError where anything but folders and regular files lies below `folder`, or a header is
-    large: the libraries that read a folder's arrays open whatever they find, and read headers whole."""
+    """Raises ValueError if `folder` holds anything but folders and regular files, or a large header: the
+    libraries that read a folder's arrays open whatever they find, and read headers whole."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}.") from None

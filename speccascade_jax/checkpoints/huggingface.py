@@ -24,7 +24,7 @@ from speccascade_jax.models import Config, Model, model_of
 
 SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
 Headers = dict[str, tuple[str, tuple[int, ...], str]]
-"""Name of an array, as its family's others are called -> (file, shape, name there)."""
+"""Name of an array in its family's spelling -> (file, shape, name there)."""
 
 
 def read_config(folder: Path) -> Config:
@@ -74,7 +74,7 @@ def weight_files(folder: Path) -> list[str]:
 def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Headers:
     """Every array of the folder that is a model's own; only the headers are read.
 
-    Raises ValueError for a file that is missing, truncated or no safetensors.
+    Raises ValueError for a file that is missing, truncated or not in safetensors format.
     """
     headers: Headers = {}
     for file in weight_files(folder):
@@ -95,8 +95,8 @@ def place_arrays(
 ) -> list[tuple[ParameterPath, str, str, bool]]:
     """(path in our parameters, name, name of the array that is read for it, whether that is transposed).
 
-    Raises ValueError where the files' arrays are not those of `config`. The names come one by one, so that a
-    config of more layers than the files have costs nothing.
+    Raises ValueError where the files' arrays are not those of `config`. The names are generated one at a
+    time, so a config with more layers than the files have costs nothing.
     """
     family, places = MODEL_FAMILIES[config.family], []
     for path, name, transposed in family.parameter_names(config):
@@ -138,7 +138,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
             with safe_open(folder / file, framework="numpy") as opened:
                 try:
                     array = opened.get_tensor(stored)
-                except Exception as error:  # a dtype that numpy has not
+                except Exception as error:  # a dtype that numpy lacks
                     raise ValueError(
                         f"{folder / file}: {name} cannot be read ({error}); only floating-point weights are."
                     ) from None

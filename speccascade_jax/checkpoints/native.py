@@ -5,10 +5,11 @@
     <run>/latest/<step>/  params, optimizer    (Orbax; what a killed run resumes from)
     <run>/best/<step>/    params               (lowest validation loss)
 
-A network exported next to its full model's folder has only what that lacks; `full_at` in its model.json is
-that folder's name.
+A network exported next to its full model's folder holds only what that folder lacks; `full_at` in its
+model.json is the folder's name.
 
-Orbax writes a step next to its place and renames it, so that a kill leaves the previous one whole.
+Orbax writes a step next to its final place and then renames it, so a killed run leaves the previous step
+intact.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ def read_config(run: Path) -> Config:
 
 def full_at(run: Path) -> str | None:
     """The name of the folder next to `run` that holds a network's full model; None where that is in `run`.
-    Raises ValueError for what is no such name."""
+    Raises ValueError for anything else."""
     where = run / "model.json"
     name = read_json(where).get(FULL_AT)
     if name is None:
@@ -141,7 +142,7 @@ def dotted(path: ParameterPath) -> str:
 
 
 def checksums(params: Any) -> dict[str, int]:
-    """Name -> checksum of each parameter, those aside whose parts lie with several processes."""
+    """Name -> checksum of each parameter, except those whose parts are spread over several processes."""
     return {
         dotted(path): checksum(np.asarray(x))
         for path, x in traverse_util.flatten_dict(params).items()
@@ -152,9 +153,9 @@ def checksums(params: Any) -> dict[str, int]:
 def save(
     steps: "ocp.CheckpointManager", step: int, items: dict[str, Any], metrics: dict[str, float] | None = None
 ) -> None:
-    """Saves the pytrees `items`, `params` among them, as `step`, unless a killed run has saved it before.
+    """Saves the pytrees `items`, `params` among them, as `step`, unless a killed run saved that step already.
 
-    Raises ValueError where it cannot be written; older steps stay whole.
+    Raises ValueError if it cannot be written; older steps stay intact.
     """
     import orbax.checkpoint as ocp
 
@@ -191,8 +192,8 @@ def checksums_of(step: Path) -> dict[str, Any]:
 
 
 def read_params(step: Path, model: Model, place: Placement, full: nnx.State | None = None) -> nnx.State:
-    """The parameters of the folder of one step, one array at a time: Orbax would hold all twice. Those of a
-    network's full model are `full`, where it is given, the same arrays.
+    """The parameters of the folder of one step, one array at a time, whereas Orbax would hold all of them
+    twice. If `full` is given, those arrays are the parameters of the network's full model.
 
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
@@ -240,8 +241,8 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
 
 
 def latest_step(directory: Path) -> int | None:
-    """The newest finished step under `directory`. Opens no manager: that would wait for the other processes
-    of a cluster, and one process alone exports. Raises ValueError."""
+    """The newest finished step under `directory`. It opens no manager, because a manager would wait for the
+    other processes of a cluster, and only one process exports. Raises ValueError."""
     import orbax.checkpoint as ocp
 
     try:
@@ -268,8 +269,8 @@ def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Mo
 def export(
     run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32, full_at: str | None = None
 ) -> None:
-    """Writes a run directory with the parameters in `dtype` as its latest step, 0: of a network, with
-    `full_at`, those that its full model in the folder of that name, next to it, has not."""
+    """Writes a run directory with the parameters in `dtype` as its latest step, 0: of a network with
+    `full_at`, only those that its full model, in the folder of that name next to it, lacks."""
     describe(run, model.config, None, full_at)
     if full_at is not None and isinstance(model.config, NetworkConfig):
         params = nnx.from_flat_state(

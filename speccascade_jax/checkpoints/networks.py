@@ -1,4 +1,4 @@
-"""Networks of several members, which only our own format holds: their shapes and parameters."""
+"""The configs and parameters of networks with several members, which only our own format holds."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ Names = Iterator[tuple[ParameterPath, str, bool]]
 
 
 def of(config: T5Config | DecoderConfig) -> Any:
-    """What knows the shapes and parameters of such a model."""
+    """The functions for the config and the parameters of such a model."""
     return t5 if isinstance(config, T5Config) else decoder
 
 

@@ -36,7 +36,7 @@ STAND_INS = {"lm_head.weight": "shared.weight"}  # an unscaled head that was tie
 
 
 def read_config(where: Path, content: dict[str, Any]) -> T5Config:
-    """The T5Config of a config.json's content. Raises ValueError for what is no T5 1.0 or 1.1."""
+    """The T5Config of a config.json's content. Raises ValueError for anything but T5 1.0 and 1.1."""
     activation = content.get("feed_forward_proj", "relu")
     if activation not in ("relu", "gated-gelu"):
         raise ValueError(

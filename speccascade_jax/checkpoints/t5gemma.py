@@ -22,7 +22,7 @@ CROSS_NORMS = {"cross_norm": "pre_cross_attn_layernorm", "cross_post_norm": "pos
 
 
 def read_config(where: Path, content: dict[str, Any]) -> T5GemmaConfig:
-    """The T5GemmaConfig of a config.json's content. Raises ValueError for what is no T5Gemma."""
+    """The T5GemmaConfig of a config.json's content. Raises ValueError for anything but T5Gemma."""
     parts = {}
     for name in PARTS:
         part = content.get(name)

@@ -1,9 +1,9 @@
 """T5X checkpoints, local or at gs://: a msgpack file `checkpoint` that names zarr arrays next to it.
 
-Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table
-a stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Weights
-only: optimizer state is neither read nor written. What no array tells of a T5 (T5X keeps it in gin files) is
-written next to `checkpoint` into a file of our own; a folder without it is T5 1.1's.
+Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table a
+stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Only weights are
+read and written, no optimizer state. What cannot be inferred from the arrays (T5X keeps it in gin files) is
+written to a file of our own next to `checkpoint`; a folder without it is read as T5 1.1.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from speccascade_jax.models.t5 import T5Config, T5Model
 
 Shape = tuple[int, ...]
 UNTOLD = "relative_max_distance", "layer_norm_epsilon", "dropout_rate", "pad_id", "eos_id"
-"""The fields of a T5Config that no array's shape tells."""
+"""The fields of a T5Config that cannot be inferred from the arrays' shapes."""
 UNTOLD_FILE = "t5_config.json"
 LARGEST_FILE = 512 * MEGABYTE  # of `checkpoint`: it names arrays, and old versions keep small ones in it
 
@@ -92,7 +92,7 @@ def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
 
 
 def read_entry(path: str, directory: Any, name: str) -> bytes | None:
-    """A file of an open directory, None where there is none. Raises ValueError where it is out of reach."""
+    """A file of an open directory, None if there is none. Raises ValueError if it cannot be reached."""
     if not path.startswith("gs://") and exists(Path(path, name)):
         check_regular(Path(path, name), LARGEST_FILE)
     try:
@@ -103,7 +103,7 @@ def read_entry(path: str, directory: Any, name: str) -> bytes | None:
 
 
 def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
-    """open_directory(path) and its file `checkpoint`, if any. Raises ValueError where it is out of reach."""
+    """open_directory(path) and its file `checkpoint`, if any. Raises ValueError if it cannot be reached."""
     try:
         directory = open_directory(path)
     except ValueError as error:
@@ -112,7 +112,7 @@ def read_checkpoint_file(path: str) -> tuple[Any, bytes | None]:
 
 
 def read_file(path: str) -> bytes:
-    """A file at gs://. Raises ValueError where it is missing or out of reach."""
+    """A file at gs://. Raises ValueError if it is missing or cannot be reached."""
     folder, _, name = path.rpartition("/")
     try:
         entry = open_directory(folder).read(name).result()
@@ -173,7 +173,8 @@ def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
-    """The T5Config that arrays of these shapes belong to; what no shape tells is T5 1.1's.
+    """The T5Config that arrays of these shapes belong to; what cannot be inferred from shapes is as in T5
+    1.1.
 
     Raises ValueError naming an array that is missing.
     """
@@ -212,7 +213,8 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
 
 
 def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
-    """The config with what our own exports keep next to the arrays. Raises ValueError where it is damaged."""
+    """The config, completed by what our exports store next to the arrays. Raises ValueError where it is
+    damaged."""
     content, where = read_entry(path, directory, UNTOLD_FILE), f"{path}/{UNTOLD_FILE}"
     if content is not None:
         fields = parse_json(where, content)

@@ -13,12 +13,12 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What tells the special tokens' roles and how a chat is written."""
+"""The files that give the special tokens' roles and the form of a chat."""
 
 
 def find(folder: Path) -> Path | None:
-    """The folder's tokenizer file. Where both kinds lie there it is SentencePiece's for T5 and Gemma, and for
-    others tokenizer.json, as only that knows all of their special tokens."""
+    """The folder's tokenizer file. If there are both kinds, it is SentencePiece's for T5 and Gemma, and
+    tokenizer.json for other families, because only that file has all of their special tokens."""
     names = [name for name in NAMES if exists(folder / name)]
     if names[-1:] == [NAMES[-1]] and len(names) > 1 and exists(folder / COMPANIONS[0]):
         told = parse_json(folder / COMPANIONS[0], read(folder / COMPANIONS[0], LARGEST_COMPANION))
@@ -34,7 +34,8 @@ def name_for(tokenizer: str) -> str:
 
 
 def copy(tokenizer: Path, folder: Path) -> None:
-    """Puts the file into `folder` under the name by which find() knows its kind, and what lies next to it."""
+    """Copies the file into `folder`, under the name by which find() knows its kind, with the files next to
+    it."""
     place = folder / name_for(tokenizer.name)
     if tokenizer.resolve() == place.resolve():
         return

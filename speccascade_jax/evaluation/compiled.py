@@ -1,5 +1,5 @@
-"""What a program compiled for an accelerator does, read from its text: its loops, what they read from memory,
-what they copy, and whether they wait for the host.
+"""An analysis of a program compiled for an accelerator, from its text: its loops, what they read from memory
+and copy, and whether they wait for the host.
 
 Sizes are those in memory: the tiles that an array is laid out in fill up its last axes.
 """
@@ -342,10 +342,10 @@ class Program:
         return first is not last and first.operation == "parameter" and first.index == place
 
     def faults(self, name: str, kept: Set[tuple[str, int]]) -> dict[str, list[str]]:
-        """What a loop's body does that it should not: kind of fault -> a line each.
+        """What a loop's body should not do: kind of fault -> a line for each instance.
 
         kept: (dtype, number of entries) of the weights and caches, those of a single layer included. Copies
-        that run while something else is computed are none.
+        that run while something else is computed do not count.
         """
         problems: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
         for instruction, where, times in self.within(name):

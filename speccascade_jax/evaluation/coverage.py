@@ -1,4 +1,4 @@
-"""How much of the verifier's vocabulary a drafter of another one shares."""
+"""How much of the verifier's vocabulary a drafter with another vocabulary shares."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> di
 
 
 def shown(cascade: Cascade, outputs: Sequence[Output]) -> dict[str, str]:
-    """coverage() in words, for summaries; nothing where there is one vocabulary."""
+    """coverage() in words, for summaries; nothing if there is one vocabulary."""
     name = cascade.strategy.name
     return {
         f"vocabulary of model {model}": f"{name}; shared: {tokens:.1%} of the tokens, {mass:.1%} of the "

@@ -1,4 +1,4 @@
-"""Tasks that a model without fine-tuning does by example: prompts, stop sequences, answers, scores.
+"""Tasks that a model without fine-tuning does from examples: prompts, stop sequences, answers, scores.
 
 TASKS declares each task once: those of the paper's Gemma 2 runs. The flags of scripts/fewshot.py, their help
 and their checks read its entry: a new task is one more entry.
@@ -37,7 +37,7 @@ TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotTask:
-    """How an example is put and answered in a prompt, and how a model's answer is read and scored."""
+    """How an example and its answer are written in a prompt, and how a model's answer is read and scored."""
 
     name: str
     summary: str  # one sentence for people

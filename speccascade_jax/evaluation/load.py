@@ -1,4 +1,4 @@
-"""Load on a server of OpenAI's wire format: closed and open loops, and what its clients see."""
+"""Load for a server in OpenAI's wire format: closed and open loops, and what its clients see."""
 
 import asyncio
 import dataclasses
@@ -63,12 +63,12 @@ class Load:
 
 
 def merged(loads: Sequence[Load]) -> Load:
-    """Several, one after the other, as one."""
+    """Several loops, one after the other, as one."""
     return Load([reply for load in loads for reply in load.replies], sum(load.seconds for load in loads))
 
 
 async def ask(url: str, body: Body, key: str = "") -> Reply:
-    """One streamed request over a connection of its own."""
+    """A streamed request over a separate connection."""
     place, began = urlsplit(url), time.perf_counter()
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = (

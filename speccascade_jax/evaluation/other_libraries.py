@@ -1,4 +1,4 @@
-"""Other libraries decoding the same models, for scripts/benchmark.py: what users would pick instead.
+"""Other libraries decoding the same models, for scripts/benchmark.py: what users would choose instead.
 
 Both are optional: transformers with torch, and ctranslate2.
 """

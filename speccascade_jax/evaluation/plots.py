@@ -54,7 +54,7 @@ def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]
 def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     """The matplotlib Figure of one of AXES; None where nothing was measured for it.
 
-    All names stand in a legend beyond the panels, where no line of a panel reaches them.
+    All names are in a legend outside the panels, where no line reaches them.
     """
     from matplotlib.figure import Figure  # here, for it takes a second to import
     from matplotlib.lines import Line2D
@@ -122,7 +122,7 @@ def _alone(model: str) -> dict[str, Any]:
 
 
 def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn: COMPARED alike in every picture, the others as colours are free."""
+    """How each method is drawn: COMPARED always alike, the others in colours that are free."""
     every = list(dict.fromkeys(r.name for r in results if r.name not in SINGLE_MODEL))
     names = [name for name in every if ", " not in name]
     places = {name: n for n, name in enumerate(COMPARED) if name in names}

@@ -92,8 +92,8 @@ def scoring(block_size: int) -> str:
 
 
 def bytes_read(model: LanguageModel, params: Any) -> int:
-    """Bytes of the parameters that a device reads in a decoding step: not an encoder's, nor a table it only
-    indexes."""
+    """Bytes of the parameters that a device reads in a decoding step, without an encoder's and without tables
+    that are only indexed."""
     inputs, lengths = jnp.ones((1, 2), jnp.int32), jnp.ones((1,), jnp.int32)
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
     jaxpr = jax.make_jaxpr(lambda p, c: model.extend(p, inputs[:, :1], c)[0])(params, cache).jaxpr
@@ -110,7 +110,7 @@ def bytes_read(model: LanguageModel, params: Any) -> int:
 
 
 def local_bytes(x: Any) -> int:
-    """Of an array, or of its shape, one device's part."""
+    """The bytes of an array, or of its shape, on one device."""
     shape = x.shape if getattr(x, "sharding", None) is None else x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
@@ -174,7 +174,7 @@ Contestant = Callable[[int, str], tuple[float, Any]]
 def in_turn(
     contestants: Mapping[str, Contestant], texts: Iterable[str]
 ) -> dict[str, list[tuple[float, Any]]]:
-    """What every contestant gives for every text; another one begins each time."""
+    """The result of every contestant for every text. Contestants take turns to begin."""
     names = list(contestants)
     runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
     for index, text in enumerate(texts):
@@ -184,7 +184,7 @@ def in_turn(
 
 
 def slope(counts: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds a step, by least squares over inputs: what is left after the prefill is taken off, which takes
-    longer the wider the padded input."""
+    """Seconds a step, by least squares over inputs: the prefill, which takes longer for a wider padded input,
+    is subtracted."""
     design = np.stack([counts, widths, np.ones(len(counts))], axis=1)
     return float(np.linalg.lstsq(design, np.array(seconds), rcond=None)[0][0])

@@ -1,4 +1,4 @@
-"""Quality of decoded texts, and how sure it is.
+"""The quality of decoded texts, and its uncertainty.
 
 METRICS declares each metric once. Configs name one, and checks, sweeps, tables and pictures read its entry:
 a new metric is one more entry.
@@ -21,10 +21,10 @@ Texts = Sequence[str]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number for a set of texts, computed from sums over the texts: so that it can be bootstrapped, and
-    told what one other text would change.
+    """A number for a set of texts, computed from sums over the texts, so that it can be bootstrapped, and the
+    effect of replacing one text can be computed.
 
-    Of a text with several references the best one counts. Calling a metric gives its value.
+    If a text has several references, the best one counts. Calling a metric gives its value.
     """
 
     name: str  # what a config's task.metric says
@@ -208,7 +208,7 @@ def _equals(text: str, references: Sequence[str]) -> float:
 
 
 def _sentences(text: str) -> list[str]:
-    """Its sentences: what ends with a full stop and a space, or with the text."""
+    """The sentences of a text, which end with a full stop and a space, or with the text."""
     return [sentence.strip(" .") for sentence in text.strip().split(". ")]
 
 
@@ -251,7 +251,7 @@ METRICS = {
 """By name."""
 
 
-# How sure it is
+# Uncertainty
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Rates made of counts, and the identities that counts obey."""
+"""Rates computed from counts, and the identities that counts obey."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_tally(tally: Tally) -> None:
 def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
     """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
     another number of tokens than was counted; with stop sequences (`stopped`) it may have fewer. Rows of
-    empty inputs have no counts; of what a sampler counts besides, no identity is known."""
+    empty inputs have no counts. Other counts of a sampler have no known identities."""
     for row, size in zip(rows, lengths, strict=True):
         said = row.get("emitted", row.get("model_passes"))
         if said is not None:

@@ -1,5 +1,5 @@
-"""What is made of a sweep's measurements: quality and latency relative to the verifier alone, with intervals,
-and what a person picks from them."""
+"""Figures computed from a sweep's measurements: quality and latency relative to the verifier alone, with
+intervals, and points picked from them."""
 
 import dataclasses
 import math
@@ -43,8 +43,8 @@ class Comparison:
 
     @property
     def expected(self) -> float:
-        """The quality to count on. Lossless outputs have the verifier's distribution, so what was measured of
-        it is theirs: between two samples of one law there is only noise."""
+        """The quality to count on. Lossless outputs have the verifier's distribution, so they have its
+        measured quality: two samples of one distribution differ by noise only."""
         return self.quality if self.verifier_quality is None else self.verifier_quality
 
     @property

@@ -1,7 +1,7 @@
-"""What a sweep measures: the quality and the latency of every way in which a pair may decode.
+"""A sweep: the quality and the latency of every setting with which a pair may decode.
 
-A sweep's folder holds quality.jsonl, a line for each point, and latency.jsonl, a line for each timed
-example; both go on where a killed run left them. A point is a Settings.
+A sweep's folder holds quality.jsonl, a line for each point, and latency.jsonl, a line for each timed example;
+both are resumed after a killed run. A point is a Settings.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
 def block_size_of(point: Settings) -> Any:
-    """The block size of a point, which may be "adaptive"; 0 where its method has none."""
+    """The block size of a point, which may be "adaptive"; 0 if its method has none."""
     return point.block_size if all(name in METHODS for name in point.name.split("+")) else 0
 
 
@@ -65,8 +65,8 @@ class Contest(NamedTuple):
 
 
 def contests(point: Settings, points: Any) -> Iterator[Contest]:
-    """Where a point of `points` stands: among what is truncated as it is, and where the truncation is its
-    lenience, against the verifier without one."""
+    """The place of a point of `points`: among points with the same truncation; if the truncation is its
+    lenience, it is compared with the verifier without truncation."""
     verifier = alone(point, "verifier")
     if alone(point, "drafter") in points:
         yield Contest(point.name, point.alpha, verifier)
@@ -88,8 +88,8 @@ def grid(
     truncations: Sequence[str] = (),
     known: Mapping[str, Method | Scheme] = NAMED,
 ) -> list[Settings]:
-    """Every point once, the two models alone first at each temperature and top-p; the other fields are
-    those of `base`. Where nothing is truncated, the verifier and the LOSSLESS methods at all values of the
+    """Every point once, the two models alone first at each temperature and top-p; the other fields are those
+    of `base`. Without truncation, also the verifier and the LOSSLESS methods at all values of the
     `truncations`.
 
     alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
@@ -194,10 +194,10 @@ def measure_quality(
     batch_size: int,
     track: Track,
 ) -> dict[Settings, Quality]:
-    """Every point's quality over `sources`, from `path` where it stands there already.
+    """The quality of every point over `sources`, read from `path` if it is there already.
 
-    settings: what besides the point decides the results; kept next to `path`.
-    Raises ValueError where `path` holds results of other settings or a damaged line.
+    settings: what determines the results besides the point; it is stored next to `path`. Raises ValueError
+    where `path` holds results of other settings or a damaged line.
     """
     known: dict[Settings, Quality] = {}
 
@@ -273,9 +273,8 @@ def measure_latency(
 ) -> dict[Settings, Latency]:
     """The time that every point takes for each example by itself (batch 1), `trials` times.
 
-    The points follow each other on every example, in a random order, so that a machine that slows down slows
-    all of them. Compilation and first runs come before and are not counted. Methods whose time means nothing
-    are left out.
+    All points decode an example in turn, in a random order, so that a machine that slows down affects all of
+    them. Compilation and first runs are not counted. Methods whose time means nothing are left out.
 
     Raises ValueError where `path` holds results of other settings or a damaged line.
     """

@@ -1,8 +1,8 @@
-"""What a pair of models does on TPUs, by TPU's own compiler: without a TPU, without weights, nothing is run.
-What is told of time is a floor.
+"""What a pair of models needs on TPUs, according to TPU's compiler. No TPU and no weights are needed, and
+nothing is run. Times are lower bounds.
 
-The programs are those that decode: begin (both prefills) and run (rounds until texts are finished), and by
-themselves one step of each model and the call that scores a draft.
+The programs are those that decode: begin (both prefills) and run (rounds until texts are finished), and,
+separately, one step of each model and the call that scores a draft.
 """
 
 import contextlib
@@ -91,8 +91,9 @@ def checked(name: str) -> Chip:
 
 
 def devices_of(name: str) -> list[Any]:
-    """The described devices of a topology. Raises ValueError where the compiler knows none of that name."""
-    # Nobody is asked which TPU this machine has, and several processes may compile.
+    """The described devices of a topology. Raises ValueError if the compiler knows no topology of that
+    name."""
+    # Without a look at which TPU this machine has; several processes may compile.
     os.environ.update(
         {
             "TPU_SKIP_MDS_QUERY": "1",
@@ -131,7 +132,7 @@ def check_pair(shapes: Shapes, devices: list[Any]) -> None:
 
 
 class Described(Programs):
-    """The programs of devices that are only described: what is free there, nobody can say."""
+    """Programs for devices that are only described, so their free memory is not known."""
 
     def _check_memory(self, rows: int, state: Any) -> None:
         return
@@ -183,9 +184,9 @@ class Pair:
         return self.programs._state(self.shapes.rows, self.shapes.source_length)
 
     def compiled(self) -> Iterator[tuple[str, float, Any]]:
-        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; what the
-        compiler says stands for a program that does not fit. Seconds of all threads: what else the machine
-        does hardly counts."""
+        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; for a
+        program that does not fit, the compiler's message takes its place. Seconds are CPU seconds of all
+        threads, so other work on the machine hardly counts."""
         a, count = self.shapes, scoring(self.shapes.block_size)
 
         def step(number: int, tokens: int) -> Any:
@@ -251,7 +252,7 @@ class Pair:
 
 def shapes_of(run: DecodeConfig) -> list[Config]:
     """The shapes of a config's models, from their folders or, where these are missing, from the training
-    configs that make them. Raises ValueError where nothing tells them."""
+    configs that make them. Raises ValueError if neither is there."""
     trained: dict[str, Config] = {}
     for name in available():
         with contextlib.suppress(ConfigError):
@@ -275,12 +276,13 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
 
 
 def buffers_of(tree: Any) -> list[Any]:
-    """What is large: of caches the keys and values, of stacked parameters the matrices."""
+    """The large arrays: keys and values of caches, matrices of stacked parameters."""
     return [x for x in jax.tree.leaves(tree) if x.ndim > 2 and x.dtype.name in KINDS]
 
 
 def flops(jaxpr: Any) -> float:
-    """Of the matrix products of a jaxpr; a loop of unknown length counts once, of branches the dearest."""
+    """Of the matrix products of a jaxpr; a loop of unknown length counts once, and so does the most expensive
+    branch."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

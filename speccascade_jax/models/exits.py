@@ -31,9 +31,8 @@ HEADS = "shared", "norm", "adapter", "own"
 class ExitsConfig:
     """A model and its exits.
 
-    head: what of its own each exit has besides the full model's norm and head: nothing ("shared", as in
-    LayerSkip), a norm ("norm"), a norm and a low-rank residual layer of `rank` ("adapter"), or a norm and a
-    head ("own").
+    head: what each exit adds to the full model's norm and head: nothing ("shared", as in LayerSkip), a norm
+    ("norm"), a norm and a low-rank residual layer of `rank` ("adapter"), or a norm and a head ("own").
     """
 
     family: ClassVar[str] = "exits"

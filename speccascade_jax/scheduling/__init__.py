@@ -1,1 +1,1 @@
-"""Requests into rows: what runs on the devices, and who has a turn."""
+"""From requests to rows: what runs on the devices, and in which order."""

@@ -1,8 +1,8 @@
-"""Prompts read a chunk at a time, so that rows that run do not wait until the whole of a long one is read.
+"""Prompts read a chunk at a time, so that running rows do not wait until a long prompt is read as a whole.
 
 A decoder-only model reads its prompt as it reads what follows: extend() by one chunk after the other. Others
 read theirs as a whole in prefill(): an encoder sees all of its source at once, and a drafter of another
-vocabulary its own tokens of it.
+vocabulary reads the prompt in its own tokens.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from speccascade_jax.vocabularies.translated import Translated
 
 
 def continues(model: Any, params: Params) -> bool:
-    """Whether a model goes on with the tokens of its prompt, and may read them chunk by chunk."""
+    """Whether a model continues the tokens of its prompt, and may read them chunk by chunk."""
     if isinstance(model, Translated):
         return False
     two = jax.ShapeDtypeStruct((1, 2), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -35,7 +35,7 @@ def any_continues(sampler: Sampler, params: Params) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Blank:
-    """A model of which only the cache is wanted, with nothing read."""
+    """A model of which only an empty cache is needed."""
 
     model: Any
 

@@ -1,4 +1,4 @@
-"""A server's scheduler: requests take rows one by one, whatever the others do."""
+"""A server's scheduler: each request takes a row as soon as there is one, whatever the others do."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,12 +14,11 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer
 class Continuous(Scheduler):
     """A Scheduler whose requests take rows as they become free, in the order they came.
 
-    The batch has one of two widths: that of the longest request, `width`, or, as long as all that run are
-    shorter and none truncates, a third of it, since attention over padding is a tenth of a round. Where many
-    wait, the prompts of a few of like lengths are read at once, ahead of rows for all of them, and a share of
-    the rows is given away at once.
-    With a plan's `chunk` there is one width: prompts are read so many tokens at a time, and rows that run do
-    a round in between.
+    The batch has one of two widths: that of the longest request, `width`, or a third of it while all running
+    requests are shorter and none truncates, since attention over padding is a tenth of a round. If many
+    requests wait, the prompts of a few with similar lengths are read at once, before there are rows for all
+    of them, and several rows are given away at once. With a plan's `chunk` there is one width: prompts are
+    read that many tokens at a time, and running rows do a round in between.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Continuous(Scheduler):
         return self._place_by_chunks() if self.programs.plan.chunk else self._place_one_by_one()
 
     def _place_one_by_one(self) -> bool:
-        """Whoever comes takes an idle row, those first whose prompts have been read."""
+        """Waiting requests take idle rows, those whose prompts have been read first."""
         while True:
             self.reading = [
                 left for reading in self.reading for left in reading.without(self._refill(reading))
@@ -79,7 +78,7 @@ class Continuous(Scheduler):
             self.reading.append(self._read(count, devices))
 
     def _call_up(self, count: int) -> None:
-        """Has those take the next turns, after whose turn it is, that are as long: prompts that are read
+        """Moves requests of the same length behind the first in the queue, because prompts that are read
         together are padded to the longest."""
         width = self._width_of([self.waiting[-1][1]])
         alike = [number for number, request in self.waiting if self._width_of([request]) == width]
@@ -87,7 +86,7 @@ class Continuous(Scheduler):
         self.waiting.sort(key=lambda entry: (entry[0] in chosen, -entry[0]))
 
     def _place_by_chunks(self) -> bool:
-        """Rows that run do a round between two chunks of a prompt."""
+        """Running rows do a round between two chunks of a prompt."""
         while self.waiting or self.reading:
             devices = [device for device, rows in enumerate(self._idle()) if rows]
             if not self.reading and not devices:
@@ -110,7 +109,7 @@ class Continuous(Scheduler):
         return super()._refill(read)
 
     def _fit(self, reading: Sequence[Reading]) -> None:
-        """Makes the batch as wide as its rows and those to come need."""
+        """Makes the batch as wide as its rows and the next ones need."""
         programs, rows = self.programs, self.batch_size
         placed = [self.running, *(read.placed for read in reading)]
         here = [request for places in placed for _, request in places.values()]
@@ -126,7 +125,8 @@ class Continuous(Scheduler):
         self.width = width
 
     def _read_chunk(self, reading: Reading) -> list[Reading]:
-        """Reads the prompts on; those that are read to their ends take their rows. Returns what is left."""
+        """Reads the next chunk of the prompts. Requests whose prompts are complete take their rows. Returns
+        the rest."""
         programs, size = self.programs, self.programs.plan.chunk
         longest = max(len(request.tokens) for _, request in reading.placed.values())
         # The last chunk that fits: it may read some tokens again.
@@ -164,7 +164,7 @@ class Continuous(Scheduler):
 
 
 def all_plain(requests: Iterable[Request]) -> bool:
-    """Whether none of them leaves out any of the likely tokens."""
+    """Whether none of them truncates."""
     every = [request.settings for request in requests]
     return all(
         getattr(settings, name) in (None, truncation.off)

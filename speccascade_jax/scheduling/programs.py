@@ -44,7 +44,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when a program is compiled; all else is a row's own."""
+    """What is fixed when a program is compiled. Everything else may differ between rows."""
 
     sampler: Sampler
     max_new_tokens: int
@@ -61,7 +61,7 @@ class Plan:
         return SamplingOptions(temperature, **values, **{f"max_{name}": bound for name, bound in self.bounds})
 
     def requests(self, rows: int, width: int) -> loop.Requests:
-        """The shapes of what is asked of `rows` rows whose inputs are padded to `width`."""
+        """The shapes of `rows` requests whose inputs are padded to `width`."""
 
         def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *shape), dtype)
@@ -77,9 +77,9 @@ class Plan:
 
 
 class Programs:
-    """The compiled pieces of one Plan. With several devices each has its own rows and its own loop.
+    """The compiled pieces of one Plan. With several devices, each has its own rows and its own loop.
 
-    Rows are counted a device. A piece is compiled from shapes, when it is first asked for.
+    Numbers of rows are per device. A piece is compiled from shapes, when it is first asked for.
     """
 
     def __init__(self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock):
@@ -91,7 +91,7 @@ class Programs:
     def begin(self, rows: int, width: int) -> Any:
         """(params, Requests, one more than each row's block size or None) -> State.
 
-        Raises ValueError where the devices' memory cannot hold it.
+        Raises ValueError if it does not fit into the devices' memory.
         """
 
         def compiled() -> Any:
@@ -116,7 +116,7 @@ class Programs:
 
     def run(self, rows: int, width: int, plain: bool = False) -> Any:
         """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
-        of which no unfinished row truncates: it leaves the sorts out."""
+        in which no unfinished row truncates: it leaves out the sorts."""
 
         def compiled() -> Any:
             state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
@@ -199,7 +199,7 @@ class Programs:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
     def _state(self, rows: int, width: int) -> Any:
-        """The shapes of a State, and where begin() has put its parts: there they stay."""
+        """The shapes of a State, and where begin() has put its parts. They stay there."""
         if (rows, width) not in self.states:
             where = self.begin(rows, width).output_shardings
             shapes = jax.eval_shape(self._begin, self.params, *self._arguments(rows, width))
@@ -231,7 +231,7 @@ class Programs:
 
 
 def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
-    """loop.run() without truncations, which stay in the state for other rows."""
+    """loop.run() without truncations. Their values stay in the state, for other rows."""
     options = state.rows.options
     plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
     done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
@@ -265,7 +265,7 @@ def shardings(shapes: Any) -> Any:
 
 
 def free_memory() -> int | None:
-    """Bytes that are free on the first device, or on the host of CPU devices; None where nobody says."""
+    """Free bytes on the first device, or on the host for CPU devices; None if that is not known."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "bytes_limit" in statistics:
         return statistics["bytes_limit"] - statistics["bytes_in_use"]
@@ -278,7 +278,7 @@ def free_memory() -> int | None:
 
 def crowded() -> bool:
     """Whether half of the memory maps that this process may have are in use. A program for CPUs takes
-    hundreds, and XLA ends the process when it gets no more."""
+    hundreds of them, and XLA aborts the process when there are no more."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:

@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How wide the inputs are that hold it."""
+        """The width of inputs that hold it."""
         return max([len(self.tokens), *(model.needs(len(ids)) for model, ids in self.foreign.items())])
 
 
@@ -58,13 +58,13 @@ class Reading(NamedTuple):
     start: int = 0  # of the next chunk, where prompts are read so
 
     def without(self, gone: Iterable[int]) -> list["Reading"]:
-        """What is left without these requests: nothing, or one."""
+        """What remains without these requests, as a list: nothing, or one."""
         placed = {place: entry for place, entry in self.placed.items() if entry[0] not in gone}
         return [self._replace(placed=placed)] if placed else []
 
 
 class Result(NamedTuple):
-    """What became of a request: tokens up to its end or stop sequence, who wrote each, what it counted."""
+    """The result of a request: tokens up to its end or stop sequence, who wrote each, and the counts."""
 
     tokens: list[int]
     origin: list[str]
@@ -73,7 +73,7 @@ class Result(NamedTuple):
 
 
 class LogitsError(ValueError):
-    """What becomes of a request in place of a Result where a model's logits are not numbers."""
+    """What a request ends with, in place of a Result, if a model's logits are not numbers."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -90,7 +90,7 @@ class Lane(NamedTuple):
     methods: tuple[tuple[Method, ...], ...]
 
     def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """Which of its methods these settings name at each level."""
+        """The index of the method that these settings name at each level."""
         rules = settings.rules(len(self.methods)) if self.methods else ()
         return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
@@ -102,16 +102,16 @@ class Proposer(Protocol):
     def __call__(
         self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
     ) -> Proposals:
-        """The next drafts of the rows that run; written_by(row): the tokens that a row has written."""
+        """The next drafts of the running rows. written_by(row) gives the tokens that a row has written."""
         ...
 
 
 class Scheduler:
-    """Rows of a batch, `batch_size` on each device, and the requests that wait for one.
+    """The rows of a batch, `batch_size` on each device, and the requests that wait for a row.
 
     Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
-    become narrower. A result depends on its request only, never on what else is decoded (in float32: other
-    dtypes round a product of another shape in another way).
+    become narrower. A result depends on its request only, never on what else is decoded. (This holds in
+    float32; other dtypes round products of different shapes differently.)
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether run() has something to do."""
+        """Whether run() has anything to do."""
         return bool(self.waiting or self.running)
 
     def admit(self, requests: Iterable[Request]) -> list[int]:
@@ -146,28 +146,28 @@ class Scheduler:
         return [number for number, _ in new]
 
     def _turn(self, entry: tuple[int, Request]) -> Any:
-        """Where it stands among those that wait."""
+        """Its place among the waiting requests."""
         return entry[1].size, entry[0]
 
     def cancel(self, number: int) -> None:
-        """Forgets a request; its row is free at once. One that is finished or unknown is left alone."""
+        """Forgets a request; its row is free at once. A finished or unknown request is ignored."""
         self.waiting = [entry for entry in self.waiting if entry[0] != number]
         self._stop([row for row, (other, _) in self.running.items() if other == number])
 
     def finished(self) -> list[tuple[int, Result | LogitsError]]:
-        """The requests that have finished since the last call, by id; one whose logits are not numbers ends
-        with an error of its own, and its neighbours go on."""
+        """The requests that have finished since the last call, by id; a request whose logits are not numbers
+        ends with an error, and its neighbours continue."""
         done, self.done = self.done, []
         return done
 
     def partial(self, number: int) -> Result | None:
-        """What a running request has written by the end of the last run(); None where it runs no more."""
+        """What a running request had written at the end of the last run(); None if it no longer runs."""
         row = next((row for row, (other, _) in self.running.items() if other == number), None)
         return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
 
     def run(self, rounds: int | None = None) -> None:
-        """Places waiting requests, then runs until rows are free for others, or everything is done, or
-        `rounds` rounds are; stop sequences are looked for every few rounds.
+        """Gives rows to waiting requests, then runs until rows are free for others, everything is done, or
+        `rounds` rounds have run. Stop sequences are looked for every few rounds.
         """
         held = self._place()
         if not self.running:
@@ -184,7 +184,8 @@ class Scheduler:
         self._take_finished()
 
     def _rounds(self, enough: np.int32, limit: np.int32) -> None:
-        """Up to `limit` rounds, until `enough` rows are finished; a single one where drafts are proposed."""
+        """Runs up to `limit` rounds, until `enough` rows are finished; a single round if drafts are
+        proposed."""
         if self.proposer is not None:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
@@ -193,11 +194,11 @@ class Scheduler:
         self.state = self.programs.call(program, self.programs.params, self.state, enough, limit)
 
     def _written(self, row: int) -> list[int]:
-        """The tokens that a row had written when it was last looked at."""
+        """The tokens that a row had written when its state was last fetched."""
         return self.seen[0][row, : int(self.seen[2][row])].tolist()
 
     def _plain(self) -> bool:
-        """Whether a program without truncations will do."""
+        """Whether a program without truncations is enough."""
         return False
 
     def _take_finished(self) -> None:
@@ -217,7 +218,7 @@ class Scheduler:
         self._stop(stopped)
 
     def _broken(self, row: int) -> bool:
-        """Whether a row's logits were not numbers: what is drawn then is no token."""
+        """Whether a row's logits were not numbers: what is drawn then is not a token."""
         tokens, _, emitted, *_ = self.seen
         return bool((tokens[row, : int(emitted[row])] >= self.programs.plan.vocab_size).any())
 
@@ -248,8 +249,8 @@ class Scheduler:
             del self.running[row]
 
     def _place(self) -> bool:
-        """Gives waiting requests the idle rows, where a share of every device's rows is idle. Returns whether
-        some are left without one until rows that run have done a round."""
+        """Gives the idle rows to waiting requests, once enough rows of every device are idle. Returns whether
+        some requests remain without a row until running rows have done a round."""
         while self.waiting:
             anew = not self.running
             count = self.batch_size if anew else self.share
@@ -263,7 +264,7 @@ class Scheduler:
         return False
 
     def _read(self, count: int, devices: Sequence[int]) -> Reading:
-        """Reads the prompts of those whose turn it is, up to `count` on each of these devices."""
+        """Reads the prompts of the next requests, up to `count` on each of these devices."""
         chosen = {
             device * count + k: self.waiting.pop() for k in range(count) for device in devices if self.waiting
         }
@@ -283,7 +284,7 @@ class Scheduler:
         ]
 
     def _refill(self, read: Reading) -> set[int]:
-        """Puts what has been read into idle rows, as far as there are. Returns the ids of these requests."""
+        """Puts what has been read into idle rows, as many as there are. Returns the ids of these requests."""
         programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
         slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
         for device, local in enumerate(self._idle()):
@@ -304,7 +305,7 @@ class Scheduler:
         return {number for number, _ in taken.values()}
 
     def _becomes(self, width: int) -> bool:
-        """Whether the batch becomes as wide as what is put into it."""
+        """Whether the batch takes the width of what is put into it."""
         needed = self._width_of(request for _, request in self.running.values())
         return width > self.width or (width < self.width and needed <= width)
 
@@ -322,7 +323,7 @@ class Scheduler:
                     programs.refill(rows, width, self.share, other, True)
 
     def _begun(self, placed: dict[int, Request], count: int, width: int) -> Any:
-        """`count` rows a device of which these are asked for."""
+        """`count` rows for each device, for these requests."""
         programs = self.programs
         plan, empty = programs.plan, Request((), Settings())
         rows = [placed.get(row, empty) for row in range(count * programs.devices)]

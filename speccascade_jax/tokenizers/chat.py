@@ -26,8 +26,8 @@ SLOW = f"it takes more than {chat_worker.SECONDS} s"
 class ChatTemplate:
     """A Jinja template in Hugging Face's form, and the special tokens that it may name.
 
-    It is compiled and rendered in a process of its own, within bounds on time, memory and length: see
-    chat_worker. Threads may share it; they take turns. Raises ValueError for a template that is damaged.
+    It is compiled and rendered in a separate process, within bounds on time, memory and length: see
+    chat_worker. Threads may share it and take turns. Raises ValueError for a template that is damaged.
     """
 
     def __init__(self, source: str, specials: Mapping[str, str]):
@@ -65,7 +65,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation, and the beginning of the answer.
 
-        Raises ValueError where the template does not take such a conversation.
+        Raises ValueError if the template refuses the conversation.
         """
         values = {
             "messages": [dict(message) for message in messages],
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Whether the worker is free for this thread, within the time that a conversation may take."""
+        """Whether the worker becomes free for this thread within the time that a conversation may take."""
         in_time = self.turn.acquire(timeout=chat_worker.SECONDS)
         try:
             yield in_time
@@ -94,7 +94,8 @@ class ChatTemplate:
                 self.turn.release()
 
     def _answer(self, values: dict[str, Any]) -> dict[str, str]:
-        """The worker's answer; one that gives none in time is ended, and the next call starts another."""
+        """The worker's answer. A worker that gives none in time is ended, and the next call starts
+        another."""
         worker = self.worker = self.worker or self._started()
         try:
             return worker.ask(values, chat_worker.SECONDS)

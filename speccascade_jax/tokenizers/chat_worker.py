@@ -1,5 +1,5 @@
-"""Renders one chat template in a process of its own, which may be killed: a template is a program that came
-with a checkpoint, and may loop or take all memory.
+"""Renders a chat template in a separate process, which may be killed: a template is a program that came with
+a checkpoint, and may loop or take all memory.
 
 Run as a script with a socket as standard input. Lines of JSON pass over it: the template and its special
 tokens first, then conversations; each line is answered by one. Nothing of the package is imported here: it
@@ -22,7 +22,7 @@ LONGEST = 2**24  # characters of a conversation
 
 
 class Refusal(Exception):
-    """What a template itself objects to."""
+    """A conversation that the template refuses."""
 
 
 def compiled(source: str) -> Any:
@@ -51,7 +51,7 @@ def compiled(source: str) -> Any:
 
 
 def rendered(template: Any, values: dict[str, Any]) -> str:
-    """The template's text. Raises ValueError where it is too long, or holds what UTF-8 has no place for."""
+    """The template's text. Raises ValueError if it is too long, or cannot be written in UTF-8."""
     pieces, size = [], 0
     for piece in template.generate(**values):
         pieces.append(piece)
@@ -79,7 +79,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML does not like."""
+    """Jinja's own filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,7 +1,8 @@
-"""A tokenizer.json before the tokenizers library reads it.
+"""Checks of a tokenizer.json before the tokenizers library reads it.
 
 The library trusts the file: a padding of 10**18 tokens, a template without the text or a damaged table of
-characters ends the process, or raises what is no Exception. So the file is looked at in Python first.
+characters aborts the process, or raises something that is not an Exception. So the file is examined in Python
+first.
 """
 
 import base64
@@ -23,8 +24,8 @@ LONGEST_ERROR = 300
 
 
 def checked_content(described: Mapping[str, Any]) -> str:
-    """The file for the library to read: without truncation and padding, which are the caller's business, and
-    without BPE's dropout, by which a text would have other tokens each time.
+    """The file for the library to read: without truncation and padding, which the caller does, and without
+    BPE's dropout, which would give a text different tokens each time.
 
     Raises RuntimeError where reading it would end the process.
     """
@@ -43,8 +44,8 @@ def checked_content(described: Mapping[str, Any]) -> str:
 
 
 def guarded(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """work(...) of the library. Raises RuntimeError for whatever it raises: a panic is no Exception, and an
-    error may cite the whole file."""
+    """Calls work(...) of the library. Raises RuntimeError for whatever it raises: a panic is not an
+    Exception, and an error may quote the whole file."""
     try:
         return work(*arguments, **options)
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -55,7 +56,7 @@ def guarded(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object of a JSON value but vocabularies, whose keys are tokens."""
+    """Every object in a JSON value except vocabularies, whose keys are tokens."""
     stack = [value]
     while stack:
         value = stack.pop()

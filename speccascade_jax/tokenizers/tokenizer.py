@@ -1,4 +1,4 @@
-"""Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and training one."""
+"""Vocabularies: SentencePiece files, Hugging Face's tokenizer.json, and how to train one."""
 
 import io
 import re
@@ -30,14 +30,15 @@ class Surface(NamedTuple):
 
 
 def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
-    """The token of each text; of several a piece before a byte, and then the lowest."""
+    """The token of each text. If there are several, a piece precedes a byte, and the lowest id comes
+    first."""
     order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
     return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
 
 
 class TokenizerJson:
     """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
-    tokens by role, as far as they are told."""
+    tokens by role, as far as they are known."""
 
     def __init__(self, described: Mapping[str, Any], roles: Mapping[str, str]):
         try:
@@ -71,7 +72,7 @@ class TokenizerJson:
         guarded(self.tokenizer.decode, list(range(min(len(self.pieces), TRIED))))
 
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """What the file itself puts before and after a text; None where it puts nothing."""
+        """What the file itself puts before and after a text; None if nothing."""
         inner, whole = (
             guarded(self.tokenizer.encode, "a", add_special_tokens=added).ids for added in (False, True)
         )
@@ -212,7 +213,7 @@ class Tokenizer:
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as text, and the beginning of the answer; without what framed() puts before it.
-        Raises ValueError where there is no template, or it does not take such a conversation."""
+        Raises ValueError if there is no template, or it refuses the conversation."""
         text = self.template().render(messages)
         return text.removeprefix(self.specials.get("bos_token", "<bos>")) if self.begin else text
 
@@ -225,8 +226,8 @@ class Tokenizer:
     def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
         """What a model reads for a source of `tokens`, cut to `limit` ids.
 
-        An encoder's source ends with the end-of-sequence token and loses its end first. A decoder-only
-        model's prompt may begin with <bos>, and loses its beginning first.
+        An encoder's source ends with the end-of-sequence token, and is cut at its end. A decoder-only model's
+        prompt may begin with <bos>, and is cut at its beginning.
         """
         tokens = list(tokens)
         excess = 0 if limit is None else max(len(tokens) + len(self.begin) + len(self.end) - limit, 0)
@@ -268,7 +269,7 @@ class Tokenizer:
 
 
 def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
-    """Each text as what a user says, in the first chat template that the tokenizers have."""
+    """Each text as a user's message, in the first chat template among the tokenizers."""
     tokenizer = next((candidate for candidate in tokenizers if candidate.chat is not None), tokenizers[-1])
     return [tokenizer.conversation([{"role": "user", "content": text}]) for text in texts]
 
@@ -333,10 +334,10 @@ def up_to_stop(
     tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
 ) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
-    sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text.
+    sequence; None if there is none. A sequence may be a piece (<end_of_turn>) or any text.
 
-    It does not depend on how many tokens are known: where more may come, as they do where a text `goes_on`,
-    what stands at its end for an unfinished character is no text yet.
+    The result does not depend on how many tokens are known: if more may follow (`goes_on`), an unfinished
+    character at the end does not count as text yet.
     """
     if not stop:
         return None

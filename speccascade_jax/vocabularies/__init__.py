@@ -9,5 +9,5 @@ from speccascade_jax.vocabularies.tli import TLI
 from speccascade_jax.vocabularies.union import UNION
 
 VOCABULARIES: dict[str, Strategy] = {"auto": TLI, "tli": TLI, "union": UNION, "slem": SLEM, "slrs": SLRS}
-"""By what --vocabulary calls them."""
+"""By the names that --vocabulary takes."""
 Vocabulary = Literal[tuple(VOCABULARIES)]

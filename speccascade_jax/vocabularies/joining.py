@@ -72,15 +72,15 @@ class Joined:
 
     models: list[Any]
     params: list[Any]
-    foreign: dict[Translated, Tokenizer]  # those of another one, and what reads a text for them
+    foreign: dict[Translated, Tokenizer]  # models with another vocabulary, and their tokenizers
 
 
 def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> Joined:
     """Each (model, parameters, tokenizer), the largest last, over the largest one's vocabulary.
 
-    Models of its tokenizer stay as they are; where their logits are padded to another number of rows, what is
-    past the tokenizer gets no mass; of decoder-only models never. Raises ValueError for vocabularies that
-    `strategy` cannot join.
+    Models with its tokenizer stay as they are. If their logits are padded to another number of rows, rows
+    past the tokenizer get no mass; in decoder-only models they never do. Raises ValueError for vocabularies
+    that `strategy` cannot join.
     """
     *smaller, (verifier, largest, target) = loaded
     pieces = target.pieces()
@@ -100,7 +100,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
             f"{strategy.name} is made of {strategy.max_models} models, not of {len(loaded)}",
         )
     full, result = full_of(verifier.config), Joined([], [], {})
-    # A decoder-only model goes on with its prompt.
+    # A decoder-only model continues its prompt.
     start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
     for n, (model, params, tokenizer) in enumerate(smaller):
         if n in foreign:
@@ -124,9 +124,8 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
 def resized(model: Any, size: int, known: int) -> Any:
     """The model over `size` tokens, of which it writes the first `known` only.
 
-    Of a model that has so many rows itself,
-    those past its tokenizer are padding where it only decodes (T5 has
-    sentinels there); members of a network are left as they are.
+    If a model has that many rows already, those past its tokenizer are padding if it is decoder-only (T5 has
+    sentinels there). Members of a network are left as they are.
     """
     pads = isinstance(full_of(model.config), DecoderConfig) and not hasattr(model, "member_of")
     known = min(known, model.vocab_size)
@@ -153,7 +152,7 @@ def readings(
 
 def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated, list[int]]]) -> Any:
     """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `foreign_tokens`
-    of each row; one array for all where they read the same."""
+    of each row; one array for all if they read the same."""
 
     def input_of(model: Any) -> Any:
         if not isinstance(model, Translated):

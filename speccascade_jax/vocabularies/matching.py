@@ -1,7 +1,7 @@
 """What two vocabularies share, and how the tokens of each are spelled in the other.
 
 Tokens are matched by the text they stand for (" station", the byte 0xC3), the special ones by their role.
-What is committed in target tokens is never tokenised anew, and the target's law is never cut.
+Committed target tokens are never tokenised again, and the target's distribution is never cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ def matched(target: Sequence[Surface], drafter: Sequence[Surface]) -> Int[np.nda
     """The tokens that both vocabularies have: (drafter's id, target id), ascending in the drafter's ids,
     each id once.
 
-    Tokens match where they stand for the same text, those of one kind first, those that are no text by their
-    role. Of several that stand for the same text the lowest ids match.
+    Tokens match if they stand for the same text, those of the same kind first; tokens that are not text match
+    by their role. If several stand for the same text, those with the lowest ids match.
     """
     pairs: dict[int, int] = {}
     taken: set[int] = set()
@@ -53,8 +53,8 @@ def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
 def spellings(
     target: Sequence[Surface], drafter: Sequence[Surface], tokenizer: Tokenizer, pairs: Int[np.ndarray, "I 2"]
 ) -> list[list[int]]:
-    """Each target token in drafter tokens: the same one where there is one, what the tokenizer makes of its
-    text where that is this text, else the fewest that spell it; padding where nothing does."""
+    """Each target token in drafter tokens: the same token if there is one; else what the tokenizer makes of
+    its text, if that decodes to the text; else the fewest tokens that spell it; padding if none do."""
     same = {int(there): [int(here)] for here, there in pairs}
     ids = by_text(drafter)
     words = [n for n, surface in enumerate(target) if n not in same and surface.text[:1] == b" "]

@@ -14,7 +14,8 @@ from speccascade_jax.tokenizers.tokenizer import Surface, by_text
 from speccascade_jax.vocabularies.translated import Strings
 
 MOST_TEXTS, MOST_ENTRIES = 8192, 2**22
-"""How many own texts, and how many of these with a next token, are tried."""
+"""The most texts of the drafter's tokens that are tried, and the most pairs of such a text and a next
+token."""
 TOGETHER = 256  # texts that the drafter reads at once
 
 

@@ -1,8 +1,8 @@
 """String-level exact match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2): a drafter writes in its own
-tokens, its text is read in the verifier's, and these are verified.
+tokens, its text is read in the verifier's tokens, and these are verified.
 
-What is committed stays as it is. However badly a draft's text fits, only acceptance is lost: the verifier's
-tokens follow its law whatever is proposed.
+Committed tokens never change. If a draft's text fits badly, only acceptance is lost: the verifier's tokens
+follow its distribution whatever is proposed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ LOOK_BACK = 8  # committed tokens that are read again with a draft, to find wher
 
 def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
     """What follows, in `new`, the longest run of tokens with which `old` ends; of several such runs the last.
-    None where there is none."""
+    None if there is none."""
     best, end = 0, None
     for column in range(1, len(new) + 1):
         run = 0
@@ -59,7 +59,7 @@ def longest_matches(text: bytes, ids: dict[bytes, int], longest: int) -> list[in
 
 
 def whole_characters(text: bytes) -> tuple[str, bytes]:
-    """The text up to a character that has begun and not ended, and what there is of that one."""
+    """The text up to an incomplete character at its end, and the bytes of that character."""
     for held in range(min(3, len(text)), 0, -1):
         tail = text[-held:]
         if 0xC0 <= tail[0] < 0xF8 and held < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
@@ -68,7 +68,7 @@ def whole_characters(text: bytes) -> tuple[str, bytes]:
 
 
 class Side:
-    """A tokenizer as text and tokens are turned into each other here."""
+    """How a tokenizer converts between text and tokens here."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.surfaces = tokenizer, tokenizer.surfaces()
@@ -109,7 +109,7 @@ def draft(
     draft's last.
 
     A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
-    chance that all of it stands falls below LEAST_CHANCE: the product of what the drafter's law gives them.
+    product of the drafter's probabilities falls below LEAST_CHANCE.
     """
 
     def written(logits: Array, at: Any, tokens: Array, length: Array, chance: Array) -> Any:
@@ -182,7 +182,7 @@ class TextDrafter:
         return TextProposer(self, programs, batch_size)
 
     def passes(self, count: int) -> int:
-        """How many drafter tokens usually are `count` target tokens. The commonest pieces have the lowest
+        """The usual number of drafter tokens for `count` target tokens. The commonest pieces have the lowest
         numbers, and the n-th is taken to come 1 / n times as often as the first (Zipf), which fits both kinds
         of text and of vocabulary that were tried within a tenth."""
         pieces = [n for n, surface in enumerate(self.target.surfaces) if surface.kind == "piece"]
@@ -192,7 +192,7 @@ class TextDrafter:
         return math.ceil(count * float(np.average(np.asarray(self.tables.sizes)[pieces], weights=often)))
 
     def precompile(self, cache: Cache, rows: int, count: int) -> None:
-        """Makes the programs that draft, for caches like this one."""
+        """Compiles the programs that draft, for caches of this shape."""
         if (rows, count) in self.compiled:
             return
         for width in WIDTHS:
@@ -329,7 +329,7 @@ class TextProposer:
 
 
 def refusal(name: str, method: Method) -> tuple[str, str] | None:
-    """Drafts that come as text have no law: a method must do with p and the drafted token."""
+    """Drafts that come as text have no distribution: a method must need only p and the drafted token."""
     return (
         (
             f"{name} needs the drafter's distribution, which slem has not",

@@ -13,7 +13,7 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 
 def tree(model: Any, target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Any:
-    """The drafter's texts by which the next target token is told.
+    """The drafter's texts that determine the next target token.
 
     Raises FieldError for a network's member.
     """

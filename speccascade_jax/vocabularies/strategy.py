@@ -1,4 +1,4 @@
-"""What a way to join two vocabularies declares."""
+"""The declaration of a way to join two vocabularies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def whole(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Para
 
 
 def no_others(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]:
-    """None of the drafter's tokens besides those that both have."""
+    """No tokens of the drafter besides the common ones."""
     return np.zeros(0, np.int64)
 
 
@@ -66,4 +66,4 @@ class Strategy:
 
 
 UNSTATED = Method(lambda scores, alpha: (scores.p, None), 0, 0, "a law that nobody has stated")
-"""Stands for a scheme of both models."""
+"""Represents a scheme of both models."""

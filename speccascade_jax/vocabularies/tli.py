@@ -15,7 +15,7 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
     """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams'
-    `drafter` and `head`; False where the model's head cannot be cut, and gives all columns."""
+    `drafter` and `head`; False if the model's head cannot be cut, and gives all columns."""
     if isinstance(model, T5Model | DecoderModel) and not model.config.tied_embeddings:
         flat = dict(nnx.to_flat_state(params))
         kernel = flat["head", "kernel"]

@@ -1,8 +1,9 @@
 """A drafter of another vocabulary as a LanguageModel over the verifier's (Timor et al., ICML 2025,
 arXiv 2502.05202).
 
-Ids are translated going in, laws come out over the target vocabulary, and so every sampler and every rule
-works unchanged. Which laws depends on the tables (vocabularies.joining makes them of two tokenizers):
+Ids are translated on the way in, and distributions come out over the target vocabulary, so every sampler and
+every rule works unchanged. Which distributions depends on the tables, which vocabularies.joining makes from
+two tokenizers:
 
     TLI (Algorithm 4)    q(t) of the tokens that both have, renormalised; the head has no other columns
     SLRS (Algorithm 3)   psi(t), how probable it is that what the drafter writes begins with t
@@ -26,7 +27,7 @@ from speccascade_jax.models.cache import write
 from speccascade_jax.models.layers import Branches
 
 Array = jax.Array
-NONE = np.iinfo(np.int32).max  # the place of a token that the drafter has not
+NONE = np.iinfo(np.int32).max  # the place of a token that the drafter lacks
 CHUNK = 16  # tokens that a drafter reads at once, at most
 
 
@@ -47,8 +48,9 @@ class Tables(NamedTuple):
 
 
 class Strings(NamedTuple):
-    """The own texts after which a drafter is asked for the law psi of the first target token of what it
-    writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
+    """The texts after which a drafter is run to obtain psi, the distribution of the first target token of
+    what it writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M
+    nodes."""
 
     tokens: Int[AnyArray, "C M"]  # a part's drafter tokens, ancestors with each node
     depth: Int[AnyArray, "C M"]  # as Branches'
@@ -81,9 +83,9 @@ class TranslatedCache(NamedTuple):
 class Translated:
     """`model`, with tokens in and logits out over the target vocabulary.
 
-    A target token that the model has not is read as its own tokens of that text. `positions` says where each
-    target token ends among them, so that rolling back is still a length. A text that needs far more drafter
-    tokens than usual is not read to its end: from there on all tokens of the laws are equally likely.
+    A target token that the model lacks is read as the model's tokens for that text. `positions` says where
+    each target token ends among them, so that rolling back is still a length. A text that needs far more
+    drafter tokens than usual is not read to its end: from there on all tokens are equally likely.
     """
 
     model: Any  # a LanguageModel, or a member of a network
@@ -98,7 +100,7 @@ class Translated:
         return self.model.config
 
     def reads(self, width: int) -> int:
-        """How many drafter tokens stand for a source of `width` target tokens."""
+        """The number of drafter tokens for a source of `width` target tokens."""
         return -(-math.ceil(width * self.stretch) // 16) * 16
 
     def needs(self, count: int) -> int:
@@ -108,7 +110,7 @@ class Translated:
     def prefill(
         self, params: TranslatedParams, inputs: Source, input_length: Int[AnyArray, " B"], max_length: int
     ) -> tuple[Prefix, TranslatedCache]:
-        """The target's prefix, and a cache that covers it but for its last token, in drafter tokens."""
+        """The target's prefix, and a cache, in drafter tokens, that covers all of it but its last token."""
         rows = inputs.drafter_tokens.shape[0]
         prefix = Prefix(jnp.asarray(inputs.tokens), jnp.asarray(input_length))
         if self.start_id is not None:
@@ -163,8 +165,8 @@ class Translated:
     def _translated(
         self, tables: Tables, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
     ) -> tuple[Int[Array, "B T W"], Int[Array, "B T"], TranslatedCache]:
-        """Drafter tokens of each of `tokens`, how many of them stand when each is read, and the cache with
-        that."""
+        """The drafter tokens of `tokens`, how many there are after each of them, and the cache with these
+        counts."""
         ids, count = tables.spelled[tokens], tables.sizes[tokens]
         begins = cache.length[:, None] + jnp.arange(tokens.shape[1]) == cache.begin[:, None]
         ids = jnp.where(begins[..., None], cache.first[:, None, None], ids)
@@ -189,8 +191,8 @@ class Translated:
         ends: Int[Array, "B T"],
         drafter_cache: Cache,
     ) -> tuple[Float[Array, "B T I"], Cache]:
-        """The drafter's logits after the last drafter token of each target token, which has as many of `ids`
-        as `ends` says; a few at a time, until every row has read its own."""
+        """The drafter's logits after the last drafter token of each target token; `ends` says how many of
+        `ids` each has. They are read a few at a time, until every row has read all of its tokens."""
         rows, count, width = ids.shape
         start, chunk = covered(self.model, drafter_cache), min(count, CHUNK)
         ends = ends - start[:, None]
@@ -229,7 +231,8 @@ class Translated:
     def _psi(
         self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], drafter_cache: Cache
     ) -> Float[Array, "B V"]:
-        """log psi: each own text that goes on, times its next token, summed by where that leads."""
+        """log psi: the probability of each text that continues, times that of its next token, summed by the
+        target token that these lead to."""
 
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
@@ -285,7 +288,7 @@ class Resized:
     def extend(
         self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """What follows a token that the model has not, which verification has rejected, is never used."""
+        """What follows a token that the model lacks is never used: verification has rejected that token."""
         logits, cache = self.model.extend(params, jnp.where(tokens < self.known, tokens, 0), cache)
         more = ((0, 0), (0, 0), (0, self.vocab_size - self.known))
         return jnp.pad(logits[..., : self.known], more, constant_values=-jnp.inf), cache

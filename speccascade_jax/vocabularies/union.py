@@ -8,12 +8,12 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 
 def drafter_only(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]:
-    """The drafter's tokens that the verifier has not."""
+    """The drafter's tokens that the verifier lacks."""
     return np.setdiff1d(np.arange(size), pairs[:, 0])
 
 
 def refusal(name: str, method: Method) -> tuple[str, str] | None:
-    """A law that is not the verifier's may give mass to tokens that only the drafter has."""
+    """A distribution other than the verifier's may give mass to tokens that only the drafter has."""
     return (
         None
         if method.lossless
