@@ -122,7 +122,7 @@ def readers_of(folder: Path) -> tuple[Any, Any]:
             "(peft's merge_and_unload), and save that."
         )
     raise ValueError(
-        f"{folder} is no checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
+        f"{folder} is not a checkpoint: neither a model.json (ours), a config.json (Hugging Face), "
         "a file `checkpoint` (T5X) nor _METADATA (DeepMind's Gemma) is in it."
     )
 
@@ -247,7 +247,9 @@ def check_shape(path: str, config: Config, expected: Config) -> None:
         if a[name] != b.get(name) and not name.endswith("dropout_rate")
     ]
     if different:
-        raise ValueError(f"{path} holds a model of another shape than asked for: {'; '.join(different)}.")
+        raise ValueError(
+            f"{path} holds a model of a different shape from the requested one: {'; '.join(different)}."
+        )
 
 
 def check_absent(path: str | Path) -> None:

@@ -98,7 +98,7 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
     """Raises ValueError where an array is not the one whose checksum was written, if any was."""
     if expected is not None and checksum(array) != expected:
         raise ValueError(
-            f"{name} holds other values than were written (its checksum differs): the file is "
+            f"{name} holds values other than those written (its checksum differs): the file is "
             "damaged, fetch it again."
         )
 

@@ -103,7 +103,9 @@ def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
             raise ValueError(f"{where}: {name} is {shown(content[name])}; only {expected} is supported.")
     for theirs in SIZES.values():
         if theirs not in content:
-            raise ValueError(f"{where}: {theirs} is missing: it is no model's config.json, or is damaged.")
+            raise ValueError(
+                f"{where}: {theirs} is missing: this is not a model's config.json, or it is damaged."
+            )
     values: dict[str, Any] = {ours: content[theirs] for ours, theirs in fields.items() if theirs in content}
     values["family"] = usual.family
     values |= ends_of(values)
@@ -175,7 +177,7 @@ def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[
         )
         local = {**local, "rope_theta": None}
     elif local and local != full:
-        raise ValueError(f"{where}: rope_parameters tells layers apart, which {usual.family} cannot.")
+        raise ValueError(f"{where}: rope_parameters differs between layers, which {usual.family} cannot.")
     if local.get("rope_type", "default") != "default" and usual.local_rope_theta is not None:
         raise ValueError(
             f"{where}: rope_type of {LOCAL} is {shown(local['rope_type'])}; only default is supported."

@@ -28,9 +28,9 @@ def checked_path(path: str | Path) -> Path:
     try:
         longest = max(len(part.encode()) for part in text.split("/"))
     except UnicodeEncodeError:
-        raise ValueError(f"the path {shown(text)} is no valid UTF-8: rename it.") from None
+        raise ValueError(f"the path {shown(text)} is not valid UTF-8: rename it.") from None
     if "\0" in text or longest > 255 or len(text) > 4000:
-        raise ValueError(f"{shown(text)} can be no path: it is too long, or has a null character in it.")
+        raise ValueError(f"{shown(text)} cannot be a path: it is too long, or has a null character in it.")
     return Path(path)
 
 
@@ -40,7 +40,7 @@ def exists(path: Any) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise ValueError(f"cannot look at {path}: {error.strerror}.") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
@@ -51,7 +51,7 @@ def check_regular(path: Path, limit: int | None = None) -> None:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}.") from None
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no regular file: put the checkpoint's own file in its place.")
+        raise ValueError(f"{path} is not a regular file: put the checkpoint's own file in its place.")
     if not os.access(path, os.R_OK):  # safetensors would say that it is missing
         raise ValueError(f"cannot read {path}: Permission denied.")
     if limit is not None and status.st_size > limit:

@@ -53,7 +53,7 @@ def weight_files(folder: Path) -> list[str]:
         for file in weight_map.values():
             if not isinstance(file, str) or checked_path(file).name != file:
                 raise ValueError(
-                    f"{index} names {shown(file)}, which is no file of this folder: fetch it again."
+                    f"{index} names {shown(file)}, which is not a file of this folder: fetch it again."
                 )
         files = set(weight_map.values())
     for file in sorted(files):
@@ -85,7 +85,7 @@ def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Header
                         headers[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"{folder / file} is truncated or no safetensors file ({error}): fetch it again."
+                f"{folder / file} is truncated or not a safetensors file ({error}): fetch it again."
             ) from None
     return headers
 

@@ -289,10 +289,10 @@ def remote(path: str) -> Any:
         is_run = (run / "model.json").is_file()
     except ImportError:
         raise ValueError(
-            f"{path} is no T5X checkpoint; to read a run of ours at gs://: pip install gcsfs."
+            f"{path} is not a T5X checkpoint; to read a run of ours at gs://: pip install gcsfs."
         ) from None
     if not is_run:
         raise ValueError(
-            f"{path} is no checkpoint: neither a file `checkpoint` (T5X) nor a model.json (ours) is in it."
+            f"{path} is not a checkpoint: neither a file `checkpoint` (T5X) nor a model.json (ours) is in it."
         )
     return run

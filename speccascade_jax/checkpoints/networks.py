@@ -23,7 +23,9 @@ def of(config: T5Config | DecoderConfig) -> Any:
 
 def refuse(where: Any, *_: Any) -> NoReturn:
     """What other formats do with a network."""
-    raise ValueError(f"{where}: a network of several models has no other format than our own (model.json).")
+    raise ValueError(
+        f"{where}: a network of several models can only be saved in our own format (model.json)."
+    )
 
 
 def check_exits(where: Any, config: ExitsConfig) -> None:

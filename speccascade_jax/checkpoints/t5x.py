@@ -157,7 +157,7 @@ def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
     """
     directory, content = read_checkpoint_file(path)
     if content is None:
-        raise ValueError(f"{path} is no T5X checkpoint: there is no file `checkpoint` in it.")
+        raise ValueError(f"{path} is not a T5X checkpoint: there is no file `checkpoint` in it.")
     leaves = parse(path, content)
     stored = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, np.ndarray)}
     if not path.startswith("gs://"):
@@ -250,7 +250,7 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
     names = dict(array_names(config))
     for name in arrays.keys() - names.keys():
         raise ValueError(
-            f"{path}: the array {name} is no part of a T5, or the arrays it belongs to are missing."
+            f"{path}: the array {name} is not part of a T5, or the arrays it belongs to are missing."
         )
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
     for name, paths in names.items():

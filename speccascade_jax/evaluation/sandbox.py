@@ -289,7 +289,7 @@ def packed(value: Any) -> Any:
         if isinstance(value, kind):
             parts = value.items() if isinstance(value, dict) else value
             return {kind.__name__: [packed(part) for part in parts]}
-    raise TypeError(f"returns a {type(value).__name__}, which is no plain data")
+    raise TypeError(f"returns a {type(value).__name__}, which is not plain data")
 
 
 def unpacked(value: Any) -> Any:

@@ -130,7 +130,9 @@ def load(path: str | Path) -> Method:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         fits = False
     if not fits:
-        raise FieldError("router", str(path), REMEDY, f"router is {str(path)!r}, which is no router's file")
+        raise FieldError(
+            "router", str(path), REMEDY, f"router is {str(path)!r}, which is not a router's file"
+        )
     return method_of(Weights(*(array.astype(np.float32) for array in weights)), name)
 
 

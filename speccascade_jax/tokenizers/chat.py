@@ -54,9 +54,11 @@ class ChatTemplate:
         if isinstance(source, list):
             source = default_of(source, folder)
         if not isinstance(source, str):
-            raise ValueError(f"the chat template in {folder} is no text: fetch it again, or remove it.")
+            raise ValueError(f"the chat template in {folder} is not text: fetch it again, or remove it.")
         if len(source) > LARGEST:
-            raise ValueError(f"the chat template in {folder} has {len(source):,} characters: it is none.")
+            raise ValueError(
+                f"the chat template in {folder} has {len(source):,} characters: that is not a template."
+            )
         try:
             return cls(source, specials)
         except ValueError as error:
@@ -79,7 +81,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template says: {answer['refusal']}")
         if "fault" in answer:
             raise ValueError(
-                f"the chat template does not take these messages: {answer['fault'].rstrip('.')}."
+                f"the chat template cannot render these messages: {answer['fault'].rstrip('.')}."
             )
         return answer["text"]
 

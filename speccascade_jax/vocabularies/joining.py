@@ -97,7 +97,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
             "vocabulary",
             strategy.name,
             "take tli.",
-            f"{strategy.name} is made of {strategy.max_models} models, not of {len(loaded)}",
+            f"{strategy.name} joins {strategy.max_models} models, not {len(loaded)}",
         )
     full, result = full_of(verifier.config), Joined([], [], {})
     # A decoder-only model continues its prompt.

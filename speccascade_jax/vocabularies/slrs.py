@@ -22,7 +22,7 @@ def tree(model: Any, target: Sequence[Surface], drafter: Sequence[Surface], rows
             "vocabulary",
             "slrs",
             "take vocabulary tli.",
-            "slrs is for drafters by themselves, not for members of a network",
+            "slrs is for separate drafters, not for members of a network",
         )
     return jax.tree.map(jnp.asarray, strings(target, drafter, rows, size))
 
