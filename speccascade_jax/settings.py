@@ -25,7 +25,7 @@ MOST_TOKENS = 2**17  # a text's
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
 """What each name of --method stands for. A config's `samplers` are further names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
-"""What some methods read besides alpha."""
+"""Numbers that some methods read in addition to alpha."""
 Choice = str | Method | Scheme | Sampler
 """What decodes: a name, or an object that stands where a name does. A function is called with the models, the
 smallest first, and returns a sampler."""
@@ -75,7 +75,7 @@ class Settings(Declared):
 
     method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
-    # gamma, the tokens drafted per verifier call; adaptive: up to max_block_size
+    # the tokens drafted per verifier call; adaptive: up to max_block_size
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5
     max_block_size: int = option(12, 1)  # of adaptive blocks
     # adaptive drafting stops where the chance that all of the draft stands is estimated to fall below this;
@@ -233,7 +233,7 @@ class Settings(Declared):
 
 
 def entry_of(method: Any) -> Method | Scheme | None:
-    """What a name, or an object that stands where a name does, decodes as; None for anything else."""
+    """What a name, or an object in place of a name, decodes as; None for anything else."""
     if isinstance(method, str):
         return NAMED.get(method)
     if isinstance(method, Method | Scheme):

@@ -1,4 +1,4 @@
-"""load(path) recognises a checkpoint's format by what lies in its folder; save() writes three of the four."""
+"""load(path) recognises a checkpoint's format by the files in its folder; save() writes three of the four."""
 
 import contextlib
 import fcntl
@@ -99,7 +99,7 @@ def from_hub(name: str) -> str:
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint that is here, or at the hub. Raises ValueError where there is none."""
+    """The folder of a local checkpoint or of one on the hub. Raises ValueError if neither exists."""
     folder = checked_path(path)
     if str(path).startswith("hf://"):
         folder = Path(from_hub(str(path).removeprefix("hf://")))
@@ -190,14 +190,14 @@ def load_all(
 
 
 def split_member(path: str | Path) -> tuple[str, str | None]:
-    """(folder, name) of FOLDER@NAME; no name where there is none, or where a folder is called so."""
+    """(folder, name) of FOLDER@NAME; without a name if there is none, or if a folder has the whole name."""
     folder, _, name = str(path).rpartition("@")
     is_folder = not is_remote(path) and exists(checked_path(path))
     return (str(path), None) if is_folder or not (folder and name) or "/" in name else (folder, name)
 
 
 def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
-    """The dtype. Raises ValueError where it is none of `known`."""
+    """The dtype. Raises ValueError if it is not in `known`."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -224,7 +224,7 @@ def config_of(path: str) -> Config:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
+    """The tokenizer in a checkpoint's folder. Raises ValueError if it has none."""
     path, _ = split_member(path)
     tokenizer = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
     if tokenizer is None:

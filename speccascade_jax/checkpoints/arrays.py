@@ -49,7 +49,7 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
     """
     import tensorstore
 
-    # Each thread that reads or decompresses keeps memory of its own.
+    # Each thread that reads or decompresses keeps its own memory.
     context = tensorstore.Context(
         {"file_io_concurrency": {"limit": 1}, "data_copy_concurrency": {"limit": 1}}
     )
@@ -105,7 +105,7 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How parameters come to the devices: in which dtype, where their parts go, and whether the kernels are
-    packed for decoding. int8 ones are, and what is no kernel is then bfloat16."""
+    packed for decoding. int8 kernels are packed, and all other parameters are then bfloat16."""
 
     dtype: Any = jnp.float32
     sharding: Sharding | None = None
@@ -153,7 +153,7 @@ def head_of(path: ParameterPath) -> ParameterPath:
 def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
     """The array on the devices, each with its own part only.
 
-    It is there when this returns: JAX copies while the caller goes on, and so would hold several at once.
+    The copy is complete on return: JAX copies asynchronously, and would otherwise hold several at once.
     """
     if where is None:
         return jax.block_until_ready(jnp.asarray(array))

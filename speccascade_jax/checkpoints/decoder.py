@@ -130,8 +130,8 @@ def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
 
 
 def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens: of several that end a text the first is eos_id, and stands for what there is none
-    of."""
+    """The special tokens. If several tokens end a text, the first is eos_id; it also replaces special tokens
+    that the folder does not define."""
     eos = values.get("eos_id")
     first, *more = eos if isinstance(eos, list) and eos else [eos]
     ends = {"eos_id": first, "more_eos": tuple(more)} if "eos_id" in values else {}
@@ -324,8 +324,8 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical(name: str) -> str | None:
-    """What parameter_names() calls an array of a folder; None for what is not read: the parts of Gemma 3 that
-    see pictures, and tables that old folders keep."""
+    """The name that parameter_names() gives an array of a folder; None for an array that is not read: Gemma
+    3's vision parts, and tables that old folders keep."""
     if name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(
         ("vision_tower.", "multi_modal_projector.")
     ):

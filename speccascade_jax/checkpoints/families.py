@@ -31,7 +31,7 @@ class Family(NamedTuple):
     formats: tuple[str, ...]
     """What save() can write it in."""
     published_file: str | None
-    """The file by which the format of its authors is known; None: there is none."""
+    """The file that identifies its authors' format; None if they have no format of their own."""
     load_published: Callable[[Any, Placement], tuple[Any, nnx.State]]
     read_published_config: Callable[[Any], Config]
     # In Hugging Face folders:
@@ -42,9 +42,9 @@ class Family(NamedTuple):
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]
     """(path in our parameters, name of theirs, whether theirs is transposed) of every array."""
     unused: Set[str] = frozenset()
-    """Arrays that may lie there and are not read."""
+    """Arrays that a folder may hold and that are not read."""
     canonical: Callable[[str], str | None] = str
-    """The name of an array as parameter_names() has it, of that in a folder; None for one that is not
+    """Maps an array's name in a folder to its name in parameter_names(); None for an array that is not
     read."""
     stand_ins: Mapping[str, str] = {}
     """Array -> the one that is read where it is missing."""

@@ -71,7 +71,7 @@ def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the array holds a stack's layers on axis 1, which are arrays of their own here."""
+    """Whether the array holds a stack's layers on axis 1, which are separate arrays here."""
     stack, inside = name.split("/")[:2]
     return stack == inside and "relpos_bias" not in name
 
@@ -92,7 +92,7 @@ def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
 
 
 def read_entry(path: str, directory: Any, name: str) -> bytes | None:
-    """A file of an open directory, None where there is none. Raises ValueError where it is out of reach."""
+    """A file of an open directory, None if it is missing. Raises ValueError if it cannot be read."""
     if not path.startswith("gs://") and exists(Path(path, name)):
         check_regular(Path(path, name), LARGEST_FILE)
     try:
@@ -283,7 +283,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
 
     T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
     utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
-    What T5X keeps in gin files goes into a file of our own, which load() reads.
+    What T5X keeps in gin files is written to a file of this package, which load() reads.
     """
     import tensorstore
 

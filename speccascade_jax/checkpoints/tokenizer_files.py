@@ -34,7 +34,7 @@ def name_for(tokenizer: str) -> str:
 
 
 def copy(tokenizer: Path, folder: Path) -> None:
-    """Puts the file into `folder` under the name by which find() knows its kind, and what lies next to it."""
+    """Copies the file, and those that belong to it, into `folder` under the name that find() looks for."""
     place = folder / name_for(tokenizer.name)
     if tokenizer.resolve() == place.resolve():
         return

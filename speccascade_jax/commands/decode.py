@@ -73,7 +73,7 @@ class Arguments:
     input: str | None = None
     """Decode this file: .txt (a line each), .jsonl (field `source`), either gzipped; - for stdin."""
     output: str | None = None
-    """Write JSON lines here; where the file exists, go on where it ends."""
+    """Write JSON lines here. An existing file is resumed."""
     summary: str | None = None
     """Write the figures of the run to this JSON file."""
     limit: int | None = None
@@ -111,7 +111,7 @@ def read_inputs(arguments: Arguments) -> Sequence[str]:
         return read_texts(arguments.input, arguments.limit)
     if not arguments.run.examples:
         raise FieldError(
-            "input", None, "give --text or --input.", f"config {arguments.config} has no examples of its own"
+            "input", None, "give --text or --input.", f"config {arguments.config} has no examples"
         )
     return arguments.run.examples
 
@@ -262,7 +262,7 @@ def decode(arguments: Arguments) -> None:
                 )
             )
         summary = summary_of(run, outputs, resumed, cascade) | shown(cascade, outputs)
-        title = f"{run.name}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
+        title = f"{run.name}, alpha {run.alpha}, block size {run.block_size}, temperature {run.temperature}"
         screen.print(table_of(summary, title))
         if arguments.summary is not None:
             write_whole(arguments.summary, json.dumps(summary, indent=1) + "\n")

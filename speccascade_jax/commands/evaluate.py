@@ -3,7 +3,7 @@
     python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
     python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
 
-Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
+Quality comes with its 95% bootstrap interval. With --output the same command resumes a run that was killed.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Arguments:
     limit: int | None = None
     """Decode only the first so many examples."""
     output: str | None = None
-    """A folder for the decoded texts, METHOD.jsonl; where a file exists, go on where it ends."""
+    """A folder for the decoded texts, METHOD.jsonl. An existing file is resumed."""
     summary: str | None = None
     """Add one JSON line with the figures of each method to this file."""
     cluster: str | None = None

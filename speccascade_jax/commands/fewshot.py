@@ -52,7 +52,7 @@ class Arguments:
         tyro.conf.arg(help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}."),
     ] = False
     output: str | None = None
-    """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
+    """Write JSON lines here: each method's answers, then its figures. An existing file is resumed."""
 
 
 ROW = {"method", "index", "output", "answer", "result", "counts"}

@@ -68,7 +68,7 @@ class Arguments:
 
 
 class Server:
-    """scripts/serve.py in a process of its own."""
+    """scripts/serve.py in a separate process."""
 
     def __init__(self, config: str, rows: int, queue: int):
         self.process = subprocess.Popen(

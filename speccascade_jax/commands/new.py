@@ -1,4 +1,4 @@
-"""Sets up a task of your own: from a file of pairs to the three configs that train and decode a pair.
+"""Sets up your own task: from a file of pairs to the three configs that train and decode a pair.
 
     speccascade new dates --data dates.jsonl
     speccascade finetune --config=dates_verifier

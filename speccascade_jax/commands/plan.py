@@ -127,7 +127,7 @@ def measured(
     arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
 ) -> tuple[Candidates, Contestant]:
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
-    pace later: how long a call of the target takes that reads one token."""
+    pace later: how long the target takes for a call of one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(

@@ -51,11 +51,11 @@ class Arguments:
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags, and of
     what requests leave out."""
     also: tuple[str, ...] = ()
-    """Configs served next to it, as models of their own, with the defaults of their files."""
+    """Further configs to serve as separate models, with the defaults of their files."""
     host: str = "127.0.0.1"
     """The address to listen at; 0.0.0.0 for all."""
     port: int = 8000
-    """0 picks a free one. The URL is printed on a line of its own."""
+    """0 picks a free one. The URL is printed on a separate line."""
     rows: int = 8
     """Requests of one kind decoded at once, on each device."""
     max_queue: int = 64
@@ -79,7 +79,7 @@ class Arguments:
     log_texts: bool = False
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
-    """How long requests may go on after SIGTERM."""
+    """How long requests may keep running after SIGTERM."""
     profile: str | None = None
     """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
@@ -121,7 +121,7 @@ def keys_in(path: str) -> list[str]:
             "save the file as UTF-8, and write keys of other characters."
         )
     if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one on a line of its own.")
+        raise ValueError(f"--api-key-file {path} holds no key: write one key per line.")
     return keys
 
 

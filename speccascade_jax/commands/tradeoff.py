@@ -4,7 +4,7 @@
     python scripts/tradeoff.py --config=demo --output sweep --at-quality=verifier --pick picked.py
     python scripts/decode.py --config=picked.py
 
-A killed sweep goes on with the same command.
+The same command resumes a sweep that was killed.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Arguments:
     task: str | None = None
     """A training config, whose task this is (the one that the config names)."""
     output: str = "tradeoff"
-    """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
+    """The folder for the results, the table and the pictures. A sweep in an existing folder is resumed."""
     split: str = "validation"
     """train, validation or test."""
     methods: tuple[str, ...] = COMPARED
@@ -353,7 +353,7 @@ def pick(
 
 
 def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
-    """The simplest rival of what was picked: no verifier."""
+    """The simplest rival of the chosen setting: no verifier."""
     drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
     screen.print(
         f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "

@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
-    """function(model, its part of each tree) for every model of a nest; what is no nest is every model's."""
+    """function(model, its part of each tree) for every model of a nest; the models share any other tree."""
     if type(models) is tuple:  # a model may be a named one
         nests = (tree if type(tree) is tuple else (tree,) * len(models) for tree in trees)
         return tuple(each(function, *parts) for parts in zip(models, *nests, strict=True))

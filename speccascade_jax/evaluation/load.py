@@ -68,7 +68,7 @@ def merged(loads: Sequence[Load]) -> Load:
 
 
 async def ask(url: str, body: Body, key: str = "") -> Reply:
-    """One streamed request over a connection of its own."""
+    """One streamed request over its own connection."""
     place, began = urlsplit(url), time.perf_counter()
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = (

@@ -34,7 +34,7 @@ COLOURS = (
     "#2F4B7C",
     "#C2185B",
     "#6B8E23",
-)  # apart for most kinds of colour blindness; markers
+)  # distinct for most kinds of colour blindness; markers
 MARKERS = "osD^vXPphd<>"  # tell the rest
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
@@ -54,7 +54,7 @@ def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]
 def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     """The matplotlib Figure of one of AXES; None where nothing was measured for it.
 
-    All names stand in a legend beyond the panels, where no line of a panel reaches them.
+    One legend outside the panels holds all names, where it covers no curve.
     """
     from matplotlib.figure import Figure  # here, for it takes a second to import
     from matplotlib.lines import Line2D

@@ -33,7 +33,7 @@ def check_tally(tally: Tally) -> None:
 def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
     """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
     another number of tokens than was counted; with stop sequences (`stopped`) it may have fewer. Rows of
-    empty inputs have no counts; of what a sampler counts besides, no identity is known."""
+    empty inputs have no counts; no identity is known for a sampler's other counts."""
     for row, size in zip(rows, lengths, strict=True):
         said = row.get("emitted", row.get("model_passes"))
         if said is not None:

@@ -1,7 +1,7 @@
 """What a sweep measures: the quality and the latency of every way in which a pair may decode.
 
 A sweep's folder holds quality.jsonl, a line for each point, and latency.jsonl, a line for each timed
-example; both go on where a killed run left them. A point is a Settings.
+example; a run that was killed resumes from both. A point is a Settings.
 """
 
 import dataclasses

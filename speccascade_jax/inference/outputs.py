@@ -34,7 +34,7 @@ class OutputFile:
     """A file of JSON lines, open for more of them, that no other process writes meanwhile.
 
     Raises ValueError where another one does (unless told to `wait`), OSError where it cannot be opened. The
-    lock is the kernel's: it goes when the process does. Where a file system has no locks, there is none.
+    lock is the kernel's: it is released when the process ends. File systems without locks have no protection.
     """
 
     def __init__(self, path: Path, wait: bool = False):
@@ -189,7 +189,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
 
 
 def _settings_in(kept: Path) -> dict[str, Any] | None:
-    """What a settings file holds; None where it is none of ours."""
+    """What a settings file holds; None if it is not one of ours."""
     if kept.stat().st_size > LARGEST_SETTINGS:
         return None
     try:
@@ -200,8 +200,8 @@ def _settings_in(kept: Path) -> dict[str, Any] | None:
 
 
 def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None:
-    """Raises FieldError where a file that is none of our settings stands in their place: one of ours has most
-    of their names, in whatever version."""
+    """Raises FieldError if the file in the settings' place is not a settings file: any version has most of
+    these names."""
     if kept.exists():
         names = (_settings_in(kept) or {}).keys()
         if 2 * len(names & settings.keys()) < max(len(settings), 1):
@@ -246,7 +246,7 @@ def open_output(
 
 
 def output_of(line: Any) -> Output:
-    """The Output that a line of JSON stands for. Raises ValueError where it is none."""
+    """The Output in a line of JSON. Raises ValueError if it is not one."""
     names = [field.name for field in dataclasses.fields(Output)]
     if not isinstance(line, dict) or line.keys() != set(names):
         raise ValueError(f"no output, which has the fields {', '.join(names)}")

@@ -3,7 +3,7 @@
     router             delta = advantage > alpha,    advantage = (max p - max q) / TV(p~, q~) + network
     learned_mixture    pi = w q~ + (1 - w) p~,       w = alpha e^network / (alpha e^network + 1 - alpha)
 
-The advantage is how much better a text becomes if, where q~ and p~ disagree, it goes on with the verifier's
+The advantage is how much better a text becomes if, where q~ and p~ disagree, it continues with the verifier's
 token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
 rejection with the chance that they disagree, TV(p~, q~), and gains TV times the advantage. So the best rule
 at a price alpha of a rejection asks for an advantage above alpha. `opt` estimates it by (max p - max q) / TV.
@@ -44,7 +44,7 @@ FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {nam
 MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-3  # keeps logarithms and quotients finite
 LARGEST_FILE = 2**20  # bytes: of 16 units a network's file has 6,000
-LARGEST_WEIGHT = 1e6  # a network of larger ones is none that training makes, and sums of them may overflow
+LARGEST_WEIGHT = 1e6  # training makes no larger ones, and sums of them could overflow
 
 
 class Weights(NamedTuple):

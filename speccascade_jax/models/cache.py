@@ -20,7 +20,7 @@ TILE = 16  # entries of bfloat16 that TPUs store side by side
 IN_TURN = 2
 """So many tokens of one call reach stacked layers' caches one after the other. XLA for TPUs has one layout
 for caches that single tokens are written to and read from, another for several. A drafter that catches up
-reads two and then one at a time, and its caches were laid out anew, there and back, in every round."""
+reads two and then one at a time, and its caches changed their layout, there and back, in every round."""
 
 
 Buffers = tuple[Array, ...] | Array
@@ -34,7 +34,7 @@ class T5Cache(NamedTuple):
     values: Buffers  # a layer: [B, H, L, K]
     cross_keys: Buffers  # a layer: [B, H, S, K], written once by prefill
     cross_values: Buffers  # a layer: [B, H, S, K]
-    source_length: Array  # [B]: what lies past it in the cross-attention's buffers is masked
+    source_length: Array  # [B]: positions past it in the cross-attention's buffers are masked
     position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
     length: Array  # [B]
 

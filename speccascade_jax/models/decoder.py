@@ -110,8 +110,8 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 
 def even(count: int, limit: int) -> int:
-    """How large parts of `count` things are, at most `limit`: all the same, as a remainder would be compiled
-    anew, unless that takes twice as many parts."""
+    """The size of the parts, at most `limit`, into which `count` items are split. The parts are equal,
+    because a remainder would need another program, unless that takes twice as many parts."""
     if count <= limit:
         return limit
     return next((size for size in range(limit, limit // 2, -1) if count % size == 0), limit)

@@ -31,7 +31,7 @@ HEADS = "shared", "norm", "adapter", "own"
 class ExitsConfig:
     """A model and its exits.
 
-    head: what of its own each exit has besides the full model's norm and head: nothing ("shared", as in
+    head: what each exit has in addition to the full model's norm and head: nothing ("shared", as in
     LayerSkip), a norm ("norm"), a norm and a low-rank residual layer of `rank` ("adapter"), or a norm and a
     head ("own").
     """
@@ -74,7 +74,7 @@ class ExitsCache(NamedTuple):
 
 
 class ExitHead(nnx.Module):
-    """What an exit has of its own. An untrained adapter changes nothing."""
+    """The parameters that belong to one exit. An untrained adapter changes nothing."""
 
     def __init__(self, full: T5 | Decoder, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, std: float) -> Linear:

@@ -204,7 +204,7 @@ def relative_buckets(
 
 
 class Branches(NamedTuple):
-    """Texts that all go on from what a cache covers, a tree: node n is the n-th token that is read."""
+    """A tree of continuations of what a cache covers: node n is the n-th token that is read."""
 
     depth: Int[AnyArray, " M"]  # 1 for the first token after what is covered
     within: Int[AnyArray, "M M"]  # how many steps back the second node is, an ancestor or itself; else -1

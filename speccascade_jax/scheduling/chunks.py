@@ -20,7 +20,7 @@ from speccascade_jax.vocabularies.translated import Translated
 
 
 def continues(model: Any, params: Params) -> bool:
-    """Whether a model goes on with the tokens of its prompt, and may read them chunk by chunk."""
+    """Whether a model continues the tokens of its prompt, so that it can read them in chunks."""
     if isinstance(model, Translated):
         return False
     two = jax.ShapeDtypeStruct((1, 2), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -80,8 +80,8 @@ class Unread:
 def read_chunk(
     sampler: Sampler, params: Params, state: State, tokens: Int[AnyArray, "B C"], start: Int[AnyArray, ""]
 ) -> State:
-    """`state`, begun with Unread, once `tokens` have been read, which stand at `start` of every prompt: up to
-    there a row has read its own, which may end before."""
+    """The state, which began with Unread, after reading `tokens`, the columns of all prompts from `start` on.
+    Each row has already read its prompt up to there, or to the prompt's end if that comes first."""
 
     def advanced(model: Any, weights: Params, cache: Cache) -> Cache:
         if not continues(model, weights):

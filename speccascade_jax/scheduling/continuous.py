@@ -126,7 +126,7 @@ class Continuous(Scheduler):
         self.width = width
 
     def _read_chunk(self, reading: Reading) -> list[Reading]:
-        """Reads the prompts on; those that are read to their ends take their rows. Returns what is left."""
+        """Reads the next chunk of the prompts. Fully read prompts take their rows; returns the others."""
         programs, size = self.programs, self.programs.plan.chunk
         longest = max(len(request.tokens) for _, request in reading.placed.values())
         # The last chunk that fits: it may read some tokens again.

@@ -155,8 +155,8 @@ class Scheduler:
         self._stop([row for row, (other, _) in self.running.items() if other == number])
 
     def finished(self) -> list[tuple[int, Result | LogitsError]]:
-        """The requests that have finished since the last call, by id; one whose logits are not numbers ends
-        with an error of its own, and its neighbours go on."""
+        """The requests that have finished since the last call, by id. A request whose logits are not numbers
+        ends with an error; the other rows of its batch continue."""
         done, self.done = self.done, []
         return done
 

@@ -26,7 +26,7 @@ SLOW = f"it takes more than {chat_worker.SECONDS} s"
 class ChatTemplate:
     """A Jinja template in Hugging Face's form, and the special tokens that it may name.
 
-    It is compiled and rendered in a process of its own, within bounds on time, memory and length: see
+    It is compiled and rendered in a separate process, within bounds on time, memory and length: see
     chat_worker. Threads may share it; they take turns. Raises ValueError for a template that is damaged.
     """
 
@@ -56,7 +56,9 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise ValueError(f"the chat template in {folder} is no text: fetch it again, or remove it.")
         if len(source) > LARGEST:
-            raise ValueError(f"the chat template in {folder} has {len(source):,} characters: it is none.")
+            raise ValueError(
+                f"the chat template in {folder} has {len(source):,} characters: that is too long."
+            )
         try:
             return cls(source, specials)
         except ValueError as error:
@@ -135,7 +137,7 @@ class Worker:
         self.end = weakref.finalize(self, _end, self.connection, process)
 
     def ask(self, message: Any, seconds: float) -> dict[str, str]:
-        """The answer to a message. Raises OSError where there is none, TimeoutError after so many seconds."""
+        """The answer to a message. Raises OSError if none comes, TimeoutError after this many seconds."""
         deadline, answer = monotonic() + seconds, bytearray()
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -155,7 +157,7 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def default_of(templates: Sequence[Any], folder: Any) -> str:
-    """The template named `default` of several. Raises ValueError where there is none."""
+    """The template named `default` of several. Raises ValueError if there is none."""
     named = [template for template in templates if isinstance(template, dict)]
     for template in named:
         if template.get("name") == "default" and isinstance(template.get("template"), str):
@@ -178,6 +180,6 @@ def specials_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_companion(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file next to a tokenizer; {} where there is none. Raises ValueError."""
+    """A JSON file next to a tokenizer; {} if there is none. Raises ValueError."""
     where = folder / name
     return parse_json(where, read(where, LARGEST_COMPANION)) if exists(where) else {}

@@ -1,4 +1,4 @@
-"""Renders one chat template in a process of its own, which may be killed: a template is a program that came
+"""Renders one chat template in a separate process, which may be killed: a template is a program that came
 with a checkpoint, and may loop or take all memory.
 
 Run as a script with a socket as standard input. Lines of JSON pass over it: the template and its special

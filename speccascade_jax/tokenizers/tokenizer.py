@@ -171,7 +171,7 @@ class Tokenizer:
                 f"the tokenizer {path} has no piece for the end of a sequence: take the model's own."
             )
         pad = self.processor.pad_id()
-        self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
+        self.pad_id: int = self.eos_id if pad < 0 else pad  # without one, any token serves as padding
         begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
         frame = getattr(self.processor, "frame", None)
         encodes = not isinstance(self.processor, TokenizerJson) or not told
@@ -202,7 +202,7 @@ class Tokenizer:
         return ChatTemplate.find(self.path.parent, self.specials) if self.path else None
 
     def template(self) -> ChatTemplate:
-        """The chat template. Raises ValueError where there is none."""
+        """The chat template. Raises ValueError if there is none."""
         if self.chat is None:
             raise ValueError(
                 f"there is no chat template next to {self.path}: put the model's "
@@ -333,7 +333,7 @@ def up_to_stop(
     tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
 ) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
-    sequence; None where there is none. A sequence may be a piece (<end_of_turn>) or any text.
+    sequence; None if there is none. A sequence may be a piece (<end_of_turn>) or any text.
 
     It does not depend on how many tokens are known: where more may come, as they do where a text `goes_on`,
     what stands at its end for an unfinished character is no text yet.

@@ -1,4 +1,4 @@
-"""Model cards: what lies next to exported weights for people, and for the Hugging Face hub."""
+"""Model cards: a README next to exported weights, for people and for the Hugging Face hub."""
 
 import json
 from pathlib import Path

@@ -156,8 +156,8 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
-    """How much the metric of the texts gains per text and tried place where those of the largest estimates,
-    this share of all, go on with the verifier's token and the others with the drafter's."""
+    """How much the metric gains per text and tried place if the `share` of places with the largest estimates
+    continues with the verifier's token and the others with the drafter's."""
     chosen = np.asarray(estimate) >= np.quantile(estimate, 1 - share)
     return float(np.mean(seen.advantages * chosen))
 
@@ -193,7 +193,7 @@ def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
 def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
     gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
-    run begins anew.
+    run starts over.
 
     Raises FieldError where the config, its pair or its texts are unusable.
     """

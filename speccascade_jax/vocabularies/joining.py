@@ -100,7 +100,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
             f"{strategy.name} is made of {strategy.max_models} models, not of {len(loaded)}",
         )
     full, result = full_of(verifier.config), Joined([], [], {})
-    # A decoder-only model goes on with its prompt.
+    # A decoder-only model continues its prompt.
     start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
     for n, (model, params, tokenizer) in enumerate(smaller):
         if n in foreign:

@@ -1,7 +1,7 @@
 """What two vocabularies share, and how the tokens of each are spelled in the other.
 
 Tokens are matched by the text they stand for (" station", the byte 0xC3), the special ones by their role.
-What is committed in target tokens is never tokenised anew, and the target's law is never cut.
+Committed target tokens are never tokenised again, and the target's law is never cut.
 """
 
 from collections.abc import Callable, Sequence

@@ -47,8 +47,8 @@ class Tables(NamedTuple):
 
 
 class Strings(NamedTuple):
-    """The own texts after which a drafter is asked for the law psi of the first target token of what it
-    writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
+    """The drafter's texts that determine the law psi of the first target token of what it writes: a tree of
+    N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M nodes."""
 
     tokens: Int[AnyArray, "C M"]  # a part's drafter tokens, ancestors with each node
     depth: Int[AnyArray, "C M"]  # as Branches'
@@ -61,7 +61,7 @@ class Strings(NamedTuple):
 
 class TranslatedParams(NamedTuple):
     drafter: Params  # the model's; an untied head has the columns that are wanted
-    head: Any  # these columns [D, I] of a head that is the embedding; None for other models
+    head: Any  # these columns [D, I] of a head tied to the embedding; None for an untied head
     tables: Tables
     strings: Strings | None = None  # for psi
 
@@ -229,7 +229,7 @@ class Translated:
     def _psi(
         self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], drafter_cache: Cache
     ) -> Float[Array, "B V"]:
-        """log psi: each own text that goes on, times its next token, summed by where that leads."""
+        """log psi: each text of the drafter times its next token, summed by the target token it gives."""
 
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
