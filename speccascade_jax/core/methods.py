@@ -22,7 +22,7 @@ Target = Callable[..., tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A number that a method reads in addition to alpha: a field of Settings and a flag. It is static: each value
+    """A number that a method reads beyond alpha: a field of Settings and a flag. It is static: each value
     compiles a program."""
 
     default: float
