@@ -53,27 +53,27 @@ class Arguments:
     also: tuple[str, ...] = ()
     """Further configs to serve as separate models, with the defaults of their files."""
     host: str = "127.0.0.1"
-    """The address to listen at; 0.0.0.0 for all."""
+    """The address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """0 picks a free one. The URL is printed on a separate line."""
     rows: int = 8
-    """Requests of one kind decoded at once, on each device."""
+    """Requests decoded side by side in a batch, on each device."""
     max_queue: int = 64
-    """Requests that may wait for a row; more are answered with 429."""
+    """The most requests that wait for a row; further ones are answered with 429."""
     methods: tuple[str, ...] = METHODS
-    """What requests may choose from; each is compiled, and costs a little in every round."""
+    """The methods that requests may choose; each is compiled, and costs a little in every round."""
     rounds: int = 2
-    """Tokens go out every so many rounds, every twice as many while requests wait."""
+    """Rounds between two deliveries of tokens; twice as many while requests wait."""
     chunk: int = 128
     """Tokens of a prompt read between two rounds, by decoder-only models."""
     timeout: float = 120.0
-    """Seconds that a request may take."""
+    """The most seconds that a request may take."""
     max_body: int = 2**20
-    """Bytes of a request's body."""
+    """The most bytes of a request's body."""
     api_key_file: str | None = None
     """A file with a key on each line; requests must give one of them, or $SPECCASCADE_API_KEY."""
     cors: tuple[str, ...] = ()
-    """Origins whose pages may ask, such as https://example.org."""
+    """Origins whose pages may send requests, such as https://example.org."""
     page: Literal["on", "off"] = "on"
     """Whether there is a page at /."""
     log_texts: bool = False
@@ -104,7 +104,7 @@ def keys(arguments: Arguments) -> tuple[str, ...]:
 def keys_in(path: str) -> list[str]:
     """The keys in a file, one a line. Raises ValueError."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"--api-key-file is {path}, which is no regular file: name one.")
+        raise ValueError(f"--api-key-file is {path}, which is not a regular file: name one.")
     try:
         text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -126,9 +126,9 @@ def keys_in(path: str) -> list[str]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ValueError where the address cannot be had."""
+    """A listening socket. Raises ValueError if the address is not available."""
     if not 0 <= port < 2**16:
-        raise FieldError("port", port, "it lies in [0, 65535].", f"--port is {shown(port)}")
+        raise FieldError("port", port, "it must be in [0, 65535].", f"--port is {shown(port)}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -92,7 +92,7 @@ class Candidates:
             raise FieldError(
                 "acceptance",
                 acceptance[j, i],
-                "it lies in [0, 1].",
+                "it must be in [0, 1].",
                 f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}",
             )
         if once.shape != (count,) or not (np.isfinite(once) & (once >= 0)).all():

@@ -194,7 +194,7 @@ class ServedModel:
                 raise FieldError(
                     request.names.get(setting, setting), value, f"this server's is {default}: leave it out."
                 )
-        raise Refused("this server has compiled nothing that decodes such a request.")
+        raise Refused("this server has no compiled program for such a request.")
 
     def place(self, settings: Settings) -> tuple[ServedLane, tuple[int, ...]] | None:
         """The lane that decodes such settings, and its numbers of their methods; None if no lane does."""
