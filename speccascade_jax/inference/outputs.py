@@ -116,7 +116,7 @@ def _lock(handle: int, path: Path, wait: bool) -> None:
 
 
 def _check_regular(path: Path, field: str = "output") -> None:
-    """Raises FieldError where `path` is something else than a file; /dev/full, say, reads without end."""
+    """Raises FieldError if `path` is not a regular file; /dev/full, for example, reads without end."""
     mode = path.stat().st_mode if path.exists() else stat.S_IFREG
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
@@ -256,7 +256,7 @@ def output_of(line: Any) -> Output:
     if not _is_count(line["index"]):
         raise ValueError(f"index is {reprlib.repr(line['index'])}")
     if not isinstance(tokens, list) or not all(map(_is_count, tokens)):
-        raise ValueError("tokens are no list of whole numbers")
+        raise ValueError("tokens are not a list of whole numbers")
     if not isinstance(origin, list) or len(origin) != len(tokens) or any(o not in ORIGINS for o in origin):
         raise ValueError(f"origin does not name who wrote each token ({', '.join(ORIGINS)})")
     level = line["level"]
@@ -265,7 +265,7 @@ def output_of(line: Any) -> Output:
     if not isinstance(line["truncated"], bool):
         raise ValueError(f"truncated is {reprlib.repr(line['truncated'])}")
     if not _are_counts(counts):
-        raise ValueError("counts are no whole numbers")
+        raise ValueError("counts are not whole numbers")
     if bool(tokens) != bool(counts):
         raise ValueError(f"{len(tokens)} tokens, but {len(counts)} counts")
     return Output(**line)

@@ -71,7 +71,7 @@ def _sentences(config: dict[str, Any], kind: str, start: dict[str, Any]) -> list
             f"It was trained {origin} for {config['steps']:,} steps by the config `{config['name']}`."
         )
     if config.get("teacher"):
-        said.append(f"It also learnt from `{config['teacher']}`.")
+        said.append(f"It also learned from `{config['teacher']}`.")
     return said
 
 

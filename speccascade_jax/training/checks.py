@@ -1,4 +1,4 @@
-"""What is wrong with a run, found before it begins: values, files, folders, hosts, memory."""
+"""Finds what is wrong with a run before it begins: values, files, folders, hosts, memory."""
 
 import dataclasses
 import importlib.util

@@ -68,7 +68,7 @@ class Quantity(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is made. Difficulty is the number of operations that the answer needs."""
+    """The generated problems. Difficulty is the number of operations that the answer needs."""
 
     split: str = "train"
     operations: str = "2-6"
