@@ -1,6 +1,6 @@
-"""A drafter of another vocabulary for the shipped verifier: 1024 pieces of its own, trained on what the
-verifier writes for all training sentences, joined afresh every epoch and cut as the verifier cuts it (the
-distributions of another vocabulary cannot be learnt)."""
+"""A drafter of another vocabulary for the shipped verifier: its own 1024 pieces. It learns from the
+verifier's texts for all training sentences, joined again in every epoch and cut as the verifier cuts them.
+(It cannot learn the verifier's distributions, which are over another vocabulary.)"""
 
 import dataclasses
 

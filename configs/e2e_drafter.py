@@ -1,5 +1,5 @@
-"""The data-to-text drafter: one narrow decoder layer, towards the verifier's distributions, on the data
-and on texts of its own."""
+"""The data-to-text drafter: one narrow decoder layer. It learns the verifier's distributions, on the
+data and on its own texts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The shipped decoder-only pair, restaurant facts to a sentence; gamma 1 as in the paper's Gemma runs."""
+"""The shipped decoder-only pair, restaurant facts to a sentence; block size 1 as in the paper for Gemma."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

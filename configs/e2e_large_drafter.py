@@ -1,4 +1,4 @@
-"""The shipped data-to-text drafter, trained on towards e2e_large_verifier, with texts of its own."""
+"""The shipped data-to-text drafter, trained further to match e2e_large_verifier, with its own texts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Gemma 2 2B drafts for 9B, from the Hugging Face hub; gamma 1 as in the paper."""
+"""Gemma 2 2B drafts for 9B, from the Hugging Face hub; block size 1 as in the paper."""
 
 from speccascade_jax.config import DecodeConfig
 

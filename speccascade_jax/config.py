@@ -75,7 +75,7 @@ class ExitTraining:
 
     frozen: bool = True  # the full model stays as it is; False: all train together (LayerSkip)
     layer_dropout: float = 0.0  # how often the last decoder layer is left out, the ones below less often
-    exit_weight: float = 0.2  # of the exits' losses next to the full model's, where that trains, too
+    exit_weight: float = 0.2  # weight of the exits' losses if the full model is trained, too
     # the exits that train at a step: all, one in turn (rotational), the deepest first and more with time
     # (gradual)
     curriculum: str = "all"
@@ -102,12 +102,12 @@ class TrainConfig:
     # distributions alone
     on_policy: float = 0.0
     # .jsonl to train on instead of the targets: the teacher's own outputs, decoded once where the file is
-    # missing; those of the validation split, which the loss is of, lie next to it
+    # missing; those of the validation split, on which the loss is computed, are next to it
     teacher_outputs: str | None = None
-    teacher_examples: int | None = None  # at most so many of them
-    teacher_singles: bool = False  # each of them of one example: they are joined afresh every epoch
-    # targets are cut as the teacher cuts them, and each of its tokens is spelled in own ones, as tli has a
-    # drafter read what is committed
+    teacher_examples: int | None = None  # the most of them that are used
+    teacher_singles: bool = False  # each is of one example; they are joined again in every epoch
+    # split targets into the teacher's tokens, each spelled in the drafter's tokens: with tli, a drafter reads
+    # committed tokens in this form
     teacher_tokens: bool = False
     # the best parameters go here as a Hugging Face folder, bfloat16; None: to `export` in output_dir, where
     # that format holds such a model
@@ -136,9 +136,9 @@ class TrainConfig:
     # trained
     lora_rank: int = 0
     lora_alpha: float = 16.0  # what an adapter adds is multiplied by lora_alpha / lora_rank
-    # which matrices have one, as models/ calls them (query, up, ...); none named: all of the layers'
+    # which matrices have an adapter, by their names in models/ (query, up, ...); empty: all of the layers'
     lora_kernels: tuple[str, ...] = ()
-    lora_base: str = "float32"  # what `init`'s parameters are held in meanwhile; or bfloat16
+    lora_base: str = "float32"  # the dtype of `init`'s parameters in training; or bfloat16
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
     @property
@@ -150,20 +150,20 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How a method of a pair that learns is trained: `router` or `learned_mixture`."""
+    """How a learned method of a pair, `router` or `learned_mixture`, is trained."""
 
     name: str
     output: str  # the .json file it is written to, which --router reads
     pair: str  # the config of the two models
     method: Literal[TRAINED] = TRAINED[0]
     task: str | None = None  # the training config whose texts it learns from; None: the pair's
-    # train, validation or test; of texts that the models have learnt by heart their errors cannot be learnt
+    # train, validation or test. Texts that the models were trained on show too few of their errors
     split: str = "validation"
     temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
     top_ps: tuple[float, ...] = (1.0, 0.3)  # with each of these truncations; a mixture at 1 and 1
     places: int = 2  # of each text, where both models' tokens are tried (a router)
-    examples: int = 1000  # at most so many texts, every fifth of which is held out
-    dtype: str = "auto"  # of both models meanwhile: float32, bfloat16, int8, or auto
+    examples: int = 1000  # the most texts; every fifth of them is held out
+    dtype: str = "auto"  # of both models in training: float32, bfloat16, int8, or auto
     width: int = 16  # hidden units
     steps: int = 300
     learning_rate: float = 0.01
@@ -181,11 +181,11 @@ class RouterConfig:
                     )
         for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
-                raise FieldError(field, getattr(self, field), "it lies in [1, 1000000].")
+                raise FieldError(field, getattr(self, field), "it must be in [1, 1000000].")
         if not 0 < self.learning_rate < math.inf:
             raise FieldError("learning_rate", self.learning_rate, "it must be above 0.")
         if not 0 <= self.seed < 2**63:
-            raise FieldError("seed", self.seed, "it lies in [0, 2**63).")
+            raise FieldError("seed", self.seed, "it must be in [0, 2**63).")
         for field, low, high in (("temperatures", 0.0, math.inf), ("top_ps", sys.float_info.min, 1.0)):
             values = getattr(self, field)
             if not values or not all(low <= value <= high and value < math.inf for value in values):

@@ -181,7 +181,7 @@ def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
         return Mesh(np.array(among[:devices]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
     if not 1 <= devices <= jax.device_count():
         raise ValueError(
-            f"tensor_parallel is {devices}; it lies in [1, {jax.device_count()}], the number of devices here."
+            f"tensor_parallel is {devices}; it must be in [1, {jax.device_count()}], the number of devices."
         )
     return jax.make_mesh(
         (devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]

@@ -25,7 +25,7 @@ MOST_TOKENS = 2**17  # a text's
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
 """What each name of --method stands for. A config's `samplers` are further names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
-"""What some methods read besides alpha."""
+"""Numbers that some methods read in addition to alpha."""
 Choice = str | Method | Scheme | Sampler
 """What decodes: a name, or an object that stands where a name does. A function is called with the models, the
 smallest first, and returns a sampler."""
@@ -75,15 +75,15 @@ class Settings(Declared):
 
     method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
-    # gamma, the tokens drafted per verifier call; adaptive: up to max_block_size
+    # the tokens drafted per verifier call; adaptive: up to max_block_size
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5
     max_block_size: int = option(12, 1)  # of adaptive blocks
-    # adaptive drafting stops where the chance that all of the draft stands is estimated to fall below this;
-    # 0: never, as if blocks were fixed
+    # adaptive drafting stops when the estimated chance that the whole draft is accepted falls below this;
+    # 0: never, as with fixed blocks
     stop_below: float = option(STOP_BELOW, 0, 1)
     hand_over: HandOver = "need"  # need, truncate, keep: see core.samplers.Speculative; for three models on
     temperature: float = option(0.0, 0)  # 0 is greedy
-    # with an input's number it fixes the output, whatever the batch
+    # together with the number of an input it determines the output, in any batch
     seed: int = option(0, -(2**63), 2**63 - 1)
     # the end-of-sequence token included; None: the cascade's limit
     max_new_tokens: int | None = option(None, 1, MOST_TOKENS)
@@ -157,7 +157,7 @@ class Settings(Declared):
 
     def _tuned(self, entry: Method | Scheme | None) -> Method:
         if not isinstance(entry, Method):
-            raise TypeError(f"{self.name} is no target distribution.")
+            raise TypeError(f"{self.name} is not a target distribution.")
         return entry.tuned(**{name: getattr(self, name) for name in entry.knobs if hasattr(self, name)})
 
     def check(
@@ -207,7 +207,7 @@ class Settings(Declared):
             )
         if not entry.low <= alpha <= entry.high:
             raise FieldError(
-                "alpha", alpha, f"for {_name(method)} it lies in [{entry.low:g}, {entry.high:g}]."
+                "alpha", alpha, f"for {_name(method)} it must be in [{entry.low:g}, {entry.high:g}]."
             )
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
             raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")
@@ -233,7 +233,7 @@ class Settings(Declared):
 
 
 def entry_of(method: Any) -> Method | Scheme | None:
-    """What a name, or an object that stands where a name does, decodes as; None for anything else."""
+    """What a name, or an object in place of a name, decodes as; None for anything else."""
     if isinstance(method, str):
         return NAMED.get(method)
     if isinstance(method, Method | Scheme):

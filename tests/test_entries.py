@@ -32,7 +32,7 @@ ALLOWED = {  # what only looks like a comparison with an entry's name
     # Values of these fields, not a choice by their names.
     "evaluation/sweep.py": ["{'temperature': temperature, 'top_p': top_p}"],
     # `speculative` is a field of a request.
-    "serving/protocol.py": ["{'model': Field('A name of /v1/models; may be left out where there is "],
+    "serving/protocol.py": ["{'model': Field('A name from /v1/models; optional if there is only one"],
 }
 
 Constants = dict[str, set[str]]

@@ -196,7 +196,7 @@ def split_member(path: str | Path) -> tuple[str, str | None]:
 
 
 def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
-    """The dtype. Raises ValueError where it is none of `known`."""
+    """The dtype. Raises ValueError if it is not in `known`."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -223,7 +223,7 @@ def config_of(path: str) -> Config:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer that lies in a checkpoint's folder. Raises ValueError where there is none."""
+    """The tokenizer in a checkpoint's folder. Raises ValueError if it has none."""
     path, _ = split_member(path)
     tokenizer = None if path.startswith("gs://") else tokenizer_files.find(local_folder(path))
     if tokenizer is None:

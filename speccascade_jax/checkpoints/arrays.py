@@ -50,7 +50,7 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
     """
     import tensorstore
 
-    # Each thread that reads or decompresses keeps memory of its own.
+    # Each thread that reads or decompresses keeps its own memory.
     context = tensorstore.Context(
         {"file_io_concurrency": {"limit": 1}, "data_copy_concurrency": {"limit": 1}}
     )

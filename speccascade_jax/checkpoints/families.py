@@ -44,7 +44,7 @@ class Family(NamedTuple):
     unused: Set[str] = frozenset()
     """Arrays that may be there and are not read."""
     canonical: Callable[[str], str | None] = str
-    """The name of an array as parameter_names() has it, of that in a folder; None for one that is not
+    """Maps an array's name in a folder to its name in parameter_names(); None for an array that is not
     read."""
     stand_ins: Mapping[str, str] = {}
     """Array -> the array that is read if it is missing."""

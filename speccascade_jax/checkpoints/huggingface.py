@@ -134,7 +134,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
         for path, name, stored, transposed in places:
             file, _, stored = headers[stored]
-            # Opened anew for each array: what was read of a mapped file stays in memory until it is closed.
+            # Reopened for each array: what was read of a mapped file stays in memory until it is closed.
             with safe_open(folder / file, framework="numpy") as opened:
                 try:
                     array = opened.get_tensor(stored)

@@ -63,7 +63,7 @@ def manager(directory: Path, *, best: str | None = None) -> "ocp.CheckpointManag
 
 
 def describe(run: Path, config: Config, tokenizer: Path | None, full_at: str | None = None) -> None:
-    """Writes what load() needs besides the parameters."""
+    """Writes what load() needs in addition to the parameters."""
     run.mkdir(parents=True, exist_ok=True)
     shape = shape_of(config) | ({} if full_at is None else {FULL_AT: full_at})
     (run / "model.json").write_text(json.dumps(shape, indent=1) + "\n")

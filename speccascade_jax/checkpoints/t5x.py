@@ -71,7 +71,7 @@ def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the array holds a stack's layers on axis 1, which are arrays of their own here."""
+    """Whether the array holds a stack's layers on axis 1, which are separate arrays here."""
     stack, inside = name.split("/")[:2]
     return stack == inside and "relpos_bias" not in name
 
@@ -285,7 +285,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
 
     T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
     utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
-    What T5X keeps in gin files goes into a file of our own, which load() reads.
+    What T5X keeps in gin files is written to a file of this package, which load() reads.
     """
     import tensorstore
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 COMMANDS = {
-    "new": "set up a task of your own: from a file of pairs to the configs of its two models",
+    "new": "set up your own task: from a file of pairs to the configs of its two models",
     "finetune": "train the model of a config, or the learned rule of a pair",
     "decode": "decode texts with a pair, coloured by which model wrote them",
     "evaluate": "score methods on a task's test split",
@@ -117,7 +117,7 @@ def interrupted_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[
 
 def end(*_: Any) -> None:
     """Ends the process at once, with one word. As an exception, libraries that are just being loaded would
-    turn an interrupt into an ImportError of their own."""
+    turn an interrupt into an ImportError."""
     os.write(2, b"interrupted.\n")
     os._exit(130)
 

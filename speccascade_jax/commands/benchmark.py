@@ -59,11 +59,11 @@ class Arguments:
     """Compile for these chips, v5e:2x2 say, with TPU's own compiler, and tell what each program needs, reads
     and does wrong. No TPU is needed, nothing is run and no weights are read."""
     tensor_parallel: tuple[int, ...] = ()
-    """How many of these chips share each model's parameters (the config's own)."""
+    """How many of these chips share each model's parameters (default: the config's)."""
     source_length: tuple[int, ...] = ()
-    """Tokens of a source for --tpu, several to compile for each (the config's own)."""
+    """Tokens of a source for --tpu, several to compile for each (default: the config's)."""
     new_tokens: int | None = None
-    """Tokens of an output for --tpu (the config's own)."""
+    """Tokens of an output for --tpu (default: the config's)."""
     acceptance: float = 0.8
     """For --tpu: the chance that a drafted token is accepted, for the time that a token takes."""
     input: str | None = None
@@ -74,25 +74,25 @@ class Arguments:
     tokens: int = 80
     """Tokens that each contestant writes for --preset with --vs."""
     repetitions: int = 5
-    """Times each of them does."""
+    """How often each contestant decodes."""
     join: int = 1
-    """One to this many inputs are joined into one, at random, as the demo pair was trained."""
+    """Join between one and this many random inputs into one, as in the training of the demo pair."""
     limit: int = 300
-    """Inputs to read."""
+    """How many inputs to read."""
     min_tokens: int = 20
-    """Shortest verifier output that counts."""
+    """The fewest tokens of a verifier output that counts."""
     method: str = "speculative"
-    """The method that is timed."""
+    """The method to time."""
     alpha: float = 0.0
-    """Its lenience."""
+    """The lenience of the timed method."""
     block_sizes: tuple[int, ...] = (5,)
     """The block sizes to time."""
     batch_sizes: tuple[int, ...] = (1,)
-    """Rows side by side, for the parts."""
+    """Batch sizes for the timing of the parts."""
     temperature: float = 0.0
     """0 is greedy."""
     vocabulary: Vocabulary | None = None
-    """How a drafter of another vocabulary drafts (the config's own)."""
+    """How a drafter of another vocabulary drafts (default: the config's)."""
     dtype: str | None = None
     """Of weights and products: float32, bfloat16 or int8 (the config's own; with --preset float32)."""
     output: str | None = None

@@ -114,7 +114,7 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
 
 
 def sentence(error: Exception) -> str | None:
-    """What the command line says of an error; None for what is a fault of the program."""
+    """The message that the command line prints for an error; None if the error is a bug of the program."""
     if isinstance(error, FieldError) and error.field in FLAGS:
         return error.sentence(flag_of(error.field))
     if isinstance(error, ValueError):

@@ -19,7 +19,7 @@ def check(arguments: Any) -> None:
     if a.input is not None or a.vs:
         raise FieldError("tpu", a.tpu, "leave --input and --vs out.", "--tpu compiles and runs nothing")
     if not 0 <= a.acceptance <= 1:
-        raise FieldError("acceptance", a.acceptance, "it lies in [0, 1].")
+        raise FieldError("acceptance", a.acceptance, "it must be in [0, 1].")
     at_least(
         1,
         source_length=min(a.source_length, default=1),

@@ -73,16 +73,16 @@ class Arguments:
     input: str | None = None
     """Decode this file: .txt (a line each), .jsonl (field `source`), either gzipped; - for stdin."""
     output: str | None = None
-    """Write JSON lines here; where the file exists, go on where it ends."""
+    """Write JSON lines here. An existing file is resumed."""
     summary: str | None = None
     """Write the figures of the run to this JSON file."""
     limit: int | None = None
-    """Decode only the first so many inputs."""
+    """Decode only this many inputs, the first ones."""
     ray: str | None = None
     """Decode on the Ray cluster at this address, or `local`; --input may be a pattern such as 'news-*.txt',
     and --output is a folder."""
     ray_workers: int | None = None
-    """Processes that decode; one on each machine unless given."""
+    """With --ray: the number of decoding processes; by default one on each machine."""
     shard_size: int = 256
     """With --ray: inputs in each file of --output."""
     precompile: bool = False
@@ -111,7 +111,7 @@ def read_inputs(arguments: Arguments) -> Sequence[str]:
         return read_texts(arguments.input, arguments.limit)
     if not arguments.run.examples:
         raise FieldError(
-            "input", None, "give --text or --input.", f"config {arguments.config} has no examples of its own"
+            "input", None, "give --text or --input.", f"config {arguments.config} has no examples"
         )
     return arguments.run.examples
 
@@ -136,7 +136,7 @@ def check_paths(arguments: Arguments) -> None:
 
 
 def coloured(output: Output, tokenizer: Tokenizer) -> Text:
-    """The text, each token in the colour of who wrote it."""
+    """The text, each token in the colour of the model that wrote it."""
     line, shown = Text(), ""
     for n, origin in enumerate(output.origin, 1):
         text = tokenizer.decode(output.tokens[:n])
@@ -179,7 +179,7 @@ def show(output: Output, tokenizer: Tokenizer, screen: Console) -> None:
 def summary_of(
     run: DecodeConfig, outputs: Sequence[Output], resumed: int, cascade: Cascade
 ) -> dict[str, Any]:
-    """The figures of a run, whose first `resumed` outputs an earlier one has decoded."""
+    """The figures of a run whose first `resumed` outputs an earlier run decoded."""
     summary: dict[str, Any] = summarize([output.counts for output in outputs])
     if not run.defers:
         summary["deferral_rate"] = None
@@ -262,7 +262,7 @@ def decode(arguments: Arguments) -> None:
                 )
             )
         summary = summary_of(run, outputs, resumed, cascade) | shown(cascade, outputs)
-        title = f"{run.name}, alpha {run.alpha}, gamma {run.block_size}, temperature {run.temperature}"
+        title = f"{run.name}, alpha {run.alpha}, block size {run.block_size}, temperature {run.temperature}"
         screen.print(table_of(summary, title))
         if arguments.summary is not None:
             write_whole(arguments.summary, json.dumps(summary, indent=1) + "\n")
@@ -292,7 +292,7 @@ def decode_on_ray(arguments: Arguments, address: str) -> None:
 
 
 def settings_of(run: DecodeConfig) -> dict[str, Any]:
-    """What the lines of an output are made of."""
+    """The settings and inputs that determine the lines of an output."""
     return run.record("missing", "examples")
 
 

@@ -3,7 +3,7 @@
     python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
     python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
 
-Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
+Quality comes with its 95% bootstrap interval. With --output the same command resumes a run that was killed.
 """
 
 import contextlib
@@ -56,17 +56,17 @@ class Arguments:
     config: str = "demo"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     task: str | None = None
-    """A training config, whose task this is (the one that the config names)."""
+    """The training config that defines the task (default: the one that the config names)."""
     split: str = "test"
     """train, validation or test."""
     methods: tuple[str, ...] = ("verifier", "drafter")
-    """Decoded one after the other, all at the same alpha, temperature and so on."""
+    """Methods to decode with, one after the other, all with the same alpha, temperature and so on."""
     join: int | None = None
-    """One to this many examples are joined into one (the task's own number)."""
+    """Join between one and this many examples into one (default: the task's number)."""
     limit: int | None = None
-    """Decode only the first so many examples."""
+    """Decode only this many examples, the first ones."""
     output: str | None = None
-    """A folder for the decoded texts, METHOD.jsonl; where a file exists, go on where it ends."""
+    """A folder for the decoded texts, METHOD.jsonl. An existing file is resumed."""
     summary: str | None = None
     """Add one JSON line with the figures of each method to this file."""
     cluster: str | None = None
@@ -75,7 +75,7 @@ class Arguments:
     ray: str | None = None
     """Decode on the Ray cluster at this address, or `local`, in shards that --output keeps."""
     ray_workers: int | None = None
-    """Processes that decode; one on each machine unless given."""
+    """With --ray: the number of decoding processes; by default one on each machine."""
     shard_size: int = 256
     """With --ray: examples in each shard."""
     profile: str | None = None
@@ -83,7 +83,7 @@ class Arguments:
 
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
-    """What the lines of a method's outputs are made of."""
+    """The settings and examples that determine the lines of a method's outputs."""
     settings = arguments.run.record("task", "missing", "examples", "method", "batch_size")
     return settings | {"method": method, "split": arguments.split, "first": first}
 
@@ -97,7 +97,7 @@ def output_file(
 
 
 def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]) -> str:
-    """The JSON lines of this process's share of `sources`, decoded, and kept in --output on the way."""
+    """Decodes this process's share of `sources` to JSON lines, which --output keeps as they come."""
     run, (begin, end) = arguments.run, own_share(len(sources))
     texts, done = list(sources[begin:end]), list[Output]()
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequ
 def figures_of(
     metric: str, outputs: list[Output], references: Sequence[Sequence[str]], baseline: np.ndarray | None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """What is shown of one method, and its statistics; `baseline`: those of the first method."""
+    """The figures shown for one method, and its statistics; `baseline`: those of the first method."""
     check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
     texts, entry = [o.text for o in outputs], METRICS[metric]
     sums = statistics(metric, texts, references)
@@ -152,7 +152,7 @@ def figures_of(
 
 
 def check(arguments: Arguments, task: Task) -> None:
-    """Raises ValueError where something is wrong that hours of decoding would only find later."""
+    """Raises ValueError for mistakes that would otherwise show only after hours of decoding."""
     if not arguments.methods:
         raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:

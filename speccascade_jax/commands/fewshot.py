@@ -36,23 +36,23 @@ class Arguments:
     config: str = "gemma2_2b_9b"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     methods: tuple[str, ...] = ("verifier", "drafter")
-    """Decoded one after the other, all at the same alpha, temperature and so on."""
+    """Methods to decode with, one after the other, all with the same alpha, temperature and so on."""
     inputs: str | None = None
     """The examples with the questions, in place of the task's file."""
     shot_pool: str | None = None
     """The examples that are shown, in place of the task's file."""
     shots: int | None = None
-    """How many are shown, in place of the task's number."""
+    """How many examples are shown, in place of the task's number."""
     shot_seed: int = 0
-    """Which of the pool are shown."""
+    """Which examples of the pool are shown."""
     limit: int | None = None
-    """Ask only the first so many examples."""
+    """Ask only this many examples, the first ones."""
     execute_code: Annotated[
         bool,
         tyro.conf.arg(help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}."),
     ] = False
     output: str | None = None
-    """Write JSON lines here: each method's answers, then its figures; where the file exists, go on."""
+    """Write JSON lines here: each method's answers, then its figures. An existing file is resumed."""
 
 
 ROW = {"method", "index", "output", "answer", "result", "counts"}
@@ -88,7 +88,7 @@ def part_of(output: str, method: str) -> Path:
 
 
 def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
-    """Raises ValueError where something is wrong that hours of decoding would only find later."""
+    """Raises ValueError for mistakes that would otherwise show only after hours of decoding."""
     if not arguments.methods:
         raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:

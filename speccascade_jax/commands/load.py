@@ -52,15 +52,15 @@ class Arguments:
     config: str = "demo"
     """A name in configs/, or the path of such a file."""
     input: str | None = None
-    """Texts, .txt or .jsonl; the config's examples where it is left out."""
+    """Texts, .txt or .jsonl (default: the config's examples)."""
     requests: int = 400
-    """Sent to measure the throughput of each server."""
+    """How many requests measure the throughput of each server."""
     rows: int = 8
-    """The server's, and decode.py's batch."""
+    """The batch size of the server and of decode.py."""
     clients: int = 32
-    """That send at the same time when the server is saturated."""
+    """How many clients send at the same time to saturate the server."""
     minutes: float = 1.0
-    """At 120% load; at 50%, for times to the first token, one minute at most."""
+    """How many minutes to run at 120% load. At 50%, for times to the first token, at most one."""
     vs_transformers: bool = False
     """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
     output: str | None = None
@@ -68,7 +68,7 @@ class Arguments:
 
 
 class Server:
-    """scripts/serve.py in a process of its own."""
+    """scripts/serve.py in a separate process."""
 
     def __init__(self, config: str, rows: int, queue: int):
         self.process = subprocess.Popen(

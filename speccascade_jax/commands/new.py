@@ -1,4 +1,4 @@
-"""Sets up a task of your own: from a file of pairs to the three configs that train and decode a pair.
+"""Sets up your own task: from a file of pairs to the three configs that train and decode a pair.
 
     speccascade new dates --data dates.jsonl
     speccascade finetune --config=dates_verifier
@@ -37,7 +37,7 @@ CONFIGS = Path("configs")  # where --config=NAME looks for a file, next to the p
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """What the task is called: lower-case letters, digits and underscores."""
+    """The name of the task: lower-case letters, digits and underscores."""
     data: str
     """The pairs: a .jsonl file (a line is an object, or a list of two texts) or a .tsv file of two columns,
     gzipped or not."""
@@ -46,7 +46,7 @@ class Arguments:
     target_field: str | None = None
     """The field of a line's target; guessed from the first line unless given."""
     metric: str | None = None
-    """What decoded texts are scored by. The default is exact_match where most targets have three words or
+    """The metric of decoded texts. The default is exact_match where most targets have three words or
     fewer, else bleu."""
 
 

@@ -62,18 +62,18 @@ class Arguments:
     input: str | None = None
     """Texts to plan for (see decode.py); else the validation split of the config's task, or its examples."""
     limit: int = 64
-    """So many of them."""
+    """How many of these texts to use."""
     max_block: int = 15
     """The most tokens that a model drafts."""
     most_models: int | None = None
     """The most models of a hierarchy."""
     repetitions: int = 9
-    """Times each call is timed."""
+    """How often each call is timed."""
     check: bool = False
     """Decode with the best hierarchy, the best pair, also in adaptive blocks, and the target alone, and print
     their times."""
     output: str | None = None
-    """The config file to write for the hierarchy; for adaptive blocks if --check finds them surely faster."""
+    """The config file to write for the plan; with adaptive blocks if --check finds them surely faster."""
 
 
 def read_inputs(arguments: Arguments) -> list[str]:
@@ -107,7 +107,7 @@ def check(arguments: Arguments) -> None:
             "vocabulary",
             run.vocabulary,
             "give --vocabulary tli.",
-            f"a plan needs every drafter's distribution, which {run.vocabulary} has not",
+            f"a plan needs every drafter's distribution, which {run.vocabulary} does not provide",
         )
     if a.output is not None:
         path = Path(a.output)
@@ -127,7 +127,7 @@ def measured(
     arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
 ) -> tuple[Candidates, Contestant]:
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
-    pace later: how long a call of the target takes that reads one token."""
+    pace later: how long the target takes for a call of one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
@@ -247,7 +247,7 @@ def show_pairs(
 
 
 def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
-    """How a cascade with these block sizes decodes; without any, the target does alone."""
+    """The settings of a cascade with these block sizes; without any, of the target alone."""
     if not block_sizes:
         return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=block_sizes)
@@ -385,7 +385,7 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
 
 
 def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
-    """What the method lookahead reads of a pair: its acceptance, and a round's time in verifier steps."""
+    """The knobs of the method lookahead for a pair: its acceptance, and a round's time in verifier steps."""
     if len(plan.models) != 2:
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)

@@ -26,8 +26,8 @@ def check_profile(folder: str | None) -> None:
 
 @contextlib.contextmanager
 def profiled(folder: str | Path | None) -> Iterator[None]:
-    """Within, what runs is traced into `folder`; nothing is where there is none. In the trace, operations
-    bear the names of rounds, levels and models, except those of programs that were compiled for the cache
+    """Traces what runs within it into `folder`; traces nothing if `folder` is None. In the trace, operations
+    carry the names of rounds, levels and models, except those of programs that were compiled for the cache
     without them."""
     if folder is None:
         yield

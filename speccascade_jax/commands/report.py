@@ -1,4 +1,4 @@
-"""What is measured, for people and as JSON lines."""
+"""Measurements, as tables for people and as JSON lines."""
 
 import datetime
 import os

@@ -51,35 +51,35 @@ class Arguments:
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags, and of
     what requests leave out."""
     also: tuple[str, ...] = ()
-    """Configs served next to it, as models of their own, with the defaults of their files."""
+    """Further configs to serve as separate models, with the defaults of their files."""
     host: str = "127.0.0.1"
-    """The address to listen at; 0.0.0.0 for all."""
+    """The address to listen on; 0.0.0.0 for all."""
     port: int = 8000
-    """0 picks a free one. The URL is printed on a line of its own."""
+    """0 picks a free one. The URL is printed on a separate line."""
     rows: int = 8
-    """Requests of one kind decoded at once, on each device."""
+    """Requests decoded side by side in a batch, on each device."""
     max_queue: int = 64
-    """Requests that may wait for a row; more are answered with 429."""
+    """The most requests that wait for a row; further ones are answered with 429."""
     methods: tuple[str, ...] = METHODS
-    """What requests may choose from; each is compiled, and costs a little in every round."""
+    """The methods that requests may choose; each is compiled, and costs a little in every round."""
     rounds: int = 2
-    """Tokens go out every so many rounds, every twice as many while requests wait."""
+    """Rounds between two deliveries of tokens; twice as many while requests wait."""
     chunk: int = 128
     """Tokens of a prompt read between two rounds, by decoder-only models."""
     timeout: float = 120.0
-    """Seconds that a request may take."""
+    """The most seconds that a request may take."""
     max_body: int = 2**20
-    """Bytes of a request's body."""
+    """The most bytes of a request's body."""
     api_key_file: str | None = None
     """A file with a key on each line; requests must give one of them, or $SPECCASCADE_API_KEY."""
     cors: tuple[str, ...] = ()
-    """Origins whose pages may ask, such as https://example.org."""
+    """Origins whose pages may send requests, such as https://example.org."""
     page: Literal["on", "off"] = "on"
     """Whether there is a page at /."""
     log_texts: bool = False
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
-    """How long requests may go on after SIGTERM."""
+    """How long requests may keep running after SIGTERM."""
     profile: str | None = None
     """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
@@ -104,7 +104,7 @@ def keys(arguments: Arguments) -> tuple[str, ...]:
 def keys_in(path: str) -> list[str]:
     """The keys in a file, one a line. Raises ValueError."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"--api-key-file is {path}, which is no regular file: name one.")
+        raise ValueError(f"--api-key-file is {path}, which is not a regular file: name one.")
     try:
         text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -121,14 +121,14 @@ def keys_in(path: str) -> list[str]:
             "save the file as UTF-8, and write keys of other characters."
         )
     if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one on a line of its own.")
+        raise ValueError(f"--api-key-file {path} holds no key: write one key per line.")
     return keys
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ValueError where the address cannot be had."""
+    """A listening socket. Raises ValueError if the address is not available."""
     if not 0 <= port < 2**16:
-        raise FieldError("port", port, "it lies in [0, 65535].", f"--port is {shown(port)}")
+        raise FieldError("port", port, "it must be in [0, 65535].", f"--port is {shown(port)}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)

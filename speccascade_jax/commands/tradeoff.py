@@ -4,7 +4,7 @@
     python scripts/tradeoff.py --config=demo --output sweep --at-quality=verifier --pick picked.py
     python scripts/decode.py --config=picked.py
 
-A killed sweep goes on with the same command.
+The same command resumes a sweep that was killed.
 """
 
 import dataclasses
@@ -75,13 +75,13 @@ class Arguments:
     config: str = "demo"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
     task: str | None = None
-    """A training config, whose task this is (the one that the config names)."""
+    """The training config that defines the task (default: the one that the config names)."""
     output: str = "tradeoff"
-    """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
+    """The folder for the results, the table and the pictures. A sweep in an existing folder is resumed."""
     split: str = "validation"
     """train, validation or test."""
     methods: tuple[str, ...] = COMPARED
-    """The verifier and the drafter alone are always there."""
+    """Methods to sweep. The verifier and the drafter alone are always included."""
     alphas: tuple[float, ...] | None = None
     """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
     such as BiLD's, they are multiplied by the method's scale."""
@@ -94,22 +94,22 @@ class Arguments:
     truncations: tuple[Literal[*TRUNCATIONS], ...] = tuple(TRUNCATIONS)  # type: ignore[valid-type]
     """Curves of the verifier and of the lossless cascade whose lenience is this truncation."""
     join: int | None = None
-    """One to this many examples are joined into one (the task's own number)."""
+    """Join between one and this many examples into one (default: the task's number)."""
     limit: int | None = None
-    """Decode only the first so many examples for quality."""
+    """Decode only this many examples for quality, the first ones."""
     timed: int = 100
-    """Time so many random examples at batch 1; 0 for no timing (and no table)."""
+    """Time this many random examples at batch 1; 0: no timing (and no table)."""
     trials: int = 3
-    """Times each is decoded by every point."""
+    """How often every point decodes each timed example."""
     at_quality: str | None = None
     """Pick the fastest point of at least this quality: a number, `verifier`, or `truncated`, the verifier's
     under the best truncation of the sweep."""
     at_latency: float | None = None
-    """Pick the best point that takes at most this share of the verifier's time."""
+    """Pick the best point within this share of the verifier's time."""
     pick: str = "picked.py"
     """The config file to write for it."""
     check: bool = True
-    """Decode and time the pick on the test split, and say what came of its promise."""
+    """Decode and time the pick on the test split, and compare with its figures on validation."""
 
 
 def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) -> None:
@@ -164,7 +164,7 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
 
 
 def faster_than_the_verifier(r: Comparison | None) -> bool:
-    """Whether the whole 95% interval of a point's time lies below the verifier's."""
+    """Whether a point's time is below the verifier's in its whole 95% interval."""
     return r is not None and r.time is not None and r.time.interval[1] < 1
 
 
@@ -186,7 +186,7 @@ def _difference(interval: tuple[float, float]) -> str:
 
 
 def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
-    """Every point: what was measured, and what was predicted."""
+    """Every point with its measurements and predictions."""
     table = Table(
         "method",
         "alpha",
@@ -353,7 +353,7 @@ def pick(
 
 
 def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
-    """The simplest rival of what was picked: no verifier."""
+    """The simplest rival of the chosen setting: no verifier."""
     drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
     screen.print(
         f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
@@ -386,7 +386,7 @@ def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> No
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for what no sweep can be made of, before anything is read or written."""
+    """Raises ValueError for arguments that do not make a sweep, before anything is read or written."""
     a = arguments
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
@@ -439,7 +439,7 @@ def make_folder(folder: Path) -> None:
             "output",
             str(folder),
             "name another.",
-            f"--output is {folder}, which is no folder to write in ({error.strerror})",
+            f"--output is {folder}, which is not a writable folder ({error.strerror})",
         ) from None
 
 

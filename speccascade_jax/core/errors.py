@@ -33,4 +33,4 @@ def check_range(name: str, value: Any, low: float, high: float, above: bool = Fa
             name, value, f"it must be {'above' if above else 'at least'} {low:g}, and a finite number."
         )
     first, last = (f"{end:g}" if abs(end) < 10**6 else str(end) for end in (low, high))
-    raise FieldError(name, value, f"it lies in {'(' if above else '['}{first}, {last}].")
+    raise FieldError(name, value, f"it must be in {'(' if above else '['}{first}, {last}].")

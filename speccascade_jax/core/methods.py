@@ -22,7 +22,7 @@ Target = Callable[..., tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A number that a method reads besides alpha: a field of Settings and a flag. It is static: each value
+    """A number that a method reads beyond alpha: a field of Settings and a flag. It is static: each value
     compiles a program."""
 
     default: float
@@ -83,7 +83,7 @@ class Scheme:
     models: int | None = None  # how many it is made of; None: any number
     greedy: bool = False  # decodes only greedily
     confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
-    # tokens, in [0, 1]: where it is below 1 - alpha the verifier writes the text anew
+    # tokens, in [0, 1]: where it is below 1 - alpha the verifier rewrites the text
     name: str = ""  # for people
     label: str = ""  # in pictures; "": the name in words
     sweep: Sweep = USUAL

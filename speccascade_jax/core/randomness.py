@@ -25,7 +25,7 @@ def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B l
     neither on its batch nor on the number of rounds. A position drawn again after a rollback meets the same
     number. That is exact: what was rolled back touched nothing that stays, so given the kept tokens the
     number is still fresh. Made once, before the loop: hashing single keys inside it costs more than
-    everything else a round does besides the models.
+    everything else that a round does outside the models.
     """
 
     def uniform(key, role, position):

@@ -135,7 +135,7 @@ def typical(s: Scores, alpha: Alpha) -> Array:
     2024, whose default is eps = 0.09).
 
     Medusa accepts the other drafted tokens whatever q~ gives them, and after a rejection draws from p~
-    itself: the law of what it emits is pi of the formula above, with this delta.
+    itself: its output follows pi of the formula above, with this delta.
     """
     eps = 1.0 - alpha
     return s.p_sampled <= jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(s.p_sampled)))
@@ -214,7 +214,9 @@ PRICE = {
     ),
 }
 
-BENDS = Sweep(between=(0.92, 0.94, 0.96, 0.98, 0.99))  # of what changes much where alpha is close to 1
+BENDS = Sweep(
+    between=(0.92, 0.94, 0.96, 0.98, 0.99)
+)  # for rules that change fastest when alpha is close to 1
 
 METHODS: dict[str, Method] = {
     "speculative": Method(

@@ -144,7 +144,7 @@ class SamplingOptions:
 
 
 def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
-    """The index of the first true entry, V if there is none (ten times argmax's speed on CPUs)."""
+    """The index of the first true entry, V if no entry is true (ten times argmax's speed on CPUs)."""
     return jnp.min(jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), mask.shape[-1]), axis=-1)
 
 
@@ -175,7 +175,9 @@ def token_probs(
     greedy = temperature < jnp.finfo(jnp.float32).tiny
     highest = jnp.max(logits, axis=-1, keepdims=True)
     best = jax.nn.one_hot(first(logits == highest), logits.shape[-1])
-    best = jnp.where(jnp.isnan(highest), jnp.nan, best)  # or a rule would find nothing to defer to, and go on
+    best = jnp.where(
+        jnp.isnan(highest), jnp.nan, best
+    )  # or a rule would never defer, and the error would stay hidden
     # Differences from the highest, so that a tiny temperature overflows downwards only; -inf stays, which a
     # reciprocal that underflows to 0 would make NaN.
     scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - highest) / jnp.where(greedy, 1.0, temperature))

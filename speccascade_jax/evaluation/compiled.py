@@ -123,7 +123,7 @@ class Loop:
 
 
 class Program:
-    """A program's text, taken apart."""
+    """A program's text, parsed."""
 
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
@@ -167,7 +167,7 @@ class Program:
     def rounds(self) -> Loop:
         """The loop over rounds: the outermost one that runs as often as the data say.
 
-        Raises ValueError where there is none.
+        Raises ValueError if there is none.
         """
         open_ended = [loop for loop in self.loops if loop.times is None]
         bodies = {loop.body for loop in open_ended}
@@ -249,7 +249,9 @@ class Program:
                     total += sum(x.bytes for x in user.arrays)
                 elif user.operation == "fusion":
                     inner = self.computations[user.called("calls")]
-                    if _only_moves(inner):  # laid out anew on its way: what is taken of that counts
+                    if _only_moves(
+                        inner
+                    ):  # copied to another layout on its way: what is read of the copy counts
                         names.append(user.name)
                     else:
                         total += self._read_in_fusion(inner, user.operands.index(name), whole)
@@ -383,6 +385,6 @@ class Program:
 
 
 def _only_moves(body: Computation) -> bool:
-    """Whether what is fused lays an array out anew and does nothing else."""
+    """Whether a fusion changes an array's layout and does nothing else."""
     others = {x.operation for x in body.values()} - {"parameter", "bitcast", "reshape"}
     return bool(others) and others <= {"copy", "transpose"}

@@ -175,7 +175,7 @@ def exact_match(normal: Callable[[str], str]) -> Score:
 
 
 def final_number(text: str) -> str:
-    """The number after the last "answer is", else the last number; "" where there is none. Without
+    """The number after the last "answer is", else the last number; "" if there is neither. Without
     thousands separators, trailing zeros and a final point."""
     number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
     said = re.findall(rf"answer is[^\d\-$.]*({number})", text) or re.findall(number, text)

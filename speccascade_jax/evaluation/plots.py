@@ -34,7 +34,7 @@ COLOURS = (
     "#2F4B7C",
     "#C2185B",
     "#6B8E23",
-)  # apart for most kinds of colour blindness; markers
+)  # distinct for most kinds of colour blindness; markers
 MARKERS = "osD^vXPphd<>"  # tell the rest
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 

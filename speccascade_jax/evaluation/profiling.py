@@ -131,8 +131,8 @@ def read_bandwidth(megabytes: int = 512, repetitions: int = 9) -> float:
 
 
 def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float, int]:
-    """Seconds to compile a program anew, and to fetch it from the persistent cache (tracing apart); bytes
-    of its arguments, results and temporaries."""
+    """Seconds to compile a program from scratch, and to fetch it from the persistent cache (without tracing);
+    bytes of its arguments, results and temporaries."""
     before = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory() as folder:
         try:

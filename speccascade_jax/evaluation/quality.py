@@ -36,7 +36,7 @@ class Metric:
     low: float = 0.0
     high: float = 100.0
     words: bool = False  # it needs a reference that is not empty
-    details: Callable[[Texts, References], dict[str, str]] | None = None  # what a report says besides
+    details: Callable[[Texts, References], dict[str, str]] | None = None  # further figures of a report
 
     def __call__(self, texts: Texts, references: References) -> float:
         """Raises FieldError where the references are not one list of texts for each text."""

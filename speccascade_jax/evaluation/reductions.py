@@ -120,7 +120,7 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
         return {"verifier": 1.0, "drafter": step_ratio}[point.name]
     counts = quality.counts
     if not counts.keys() >= {"drafter_passes", "rounds", "emitted"}:
-        return math.nan  # a sampler of its own kind: what its passes cost is not known
+        return math.nan  # a custom sampler: the cost of its passes is not known
     return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
 
 

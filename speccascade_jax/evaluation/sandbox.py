@@ -1,6 +1,6 @@
 """Runs a program that a model wrote, and judges it, in two bubblewrap sandboxes.
 
-The program runs first. Its sandbox has user, process, network, IPC and host-name namespaces of its own. It
+The program runs first. Its sandbox has its own user, process, network, IPC and host-name namespaces. It
 sees Python's files and the system's libraries, read-only, and nothing else: no home, no /tmp, no /etc, no
 /proc, no environment. The kernel limits its memory, time, file size and processes, and refuses the system
 calls in REFUSED. It gets the left sides of the tests (`assert CALL == VALUE`) and writes what they return, as

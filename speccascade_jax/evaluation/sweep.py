@@ -153,7 +153,7 @@ def _rule(method: str, known: Mapping[str, Method | Scheme]) -> Method | Scheme:
 def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
     value = alpha * rule.sweep.scale
     if not 0 <= alpha < math.inf or (alpha > 1 and value > rule.high):
-        raise FieldError("alphas", alpha, f"for {method} it lies in [0, 1].", f"--alphas holds {alpha}")
+        raise FieldError("alphas", alpha, f"for {method} it must be in [0, 1].", f"--alphas holds {alpha}")
     return round(min(max(value, rule.low), rule.high), 6)
 
 

@@ -85,7 +85,7 @@ def check_text(text: Any, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where} holds {text[error.start]!a}, half a character, which UTF-8 has no place "
-            "for: mend or drop it."
+            "for: correct or remove it."
         ) from None
     return text
 

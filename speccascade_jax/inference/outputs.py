@@ -34,7 +34,7 @@ class OutputFile:
     """A file of JSON lines, open for more of them, that no other process writes meanwhile.
 
     Raises ValueError where another one does (unless told to `wait`), OSError where it cannot be opened. The
-    lock is the kernel's: it goes when the process does. Where a file system has no locks, there is none.
+    lock is the kernel's: it is released when the process ends. File systems without locks have no protection.
     """
 
     def __init__(self, path: Path, wait: bool = False):
@@ -116,7 +116,7 @@ def _lock(handle: int, path: Path, wait: bool) -> None:
 
 
 def _check_regular(path: Path, field: str = "output") -> None:
-    """Raises FieldError where `path` is something else than a file; /dev/full, say, reads without end."""
+    """Raises FieldError if `path` is not a regular file; /dev/full, for example, reads without end."""
     mode = path.stat().st_mode if path.exists() else stat.S_IFREG
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
@@ -189,7 +189,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
 
 
 def _settings_in(kept: Path) -> dict[str, Any] | None:
-    """What a settings file holds; None where it is none of ours."""
+    """What a settings file holds; None if it is not one of ours."""
     if kept.stat().st_size > LARGEST_SETTINGS:
         return None
     try:
@@ -200,8 +200,8 @@ def _settings_in(kept: Path) -> dict[str, Any] | None:
 
 
 def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None:
-    """Raises FieldError where a file that is none of our settings stands in their place: one of ours has most
-    of their names, in whatever version."""
+    """Raises FieldError if the file in the settings' place is not a settings file: any version has most of
+    these names."""
     if kept.exists():
         names = (_settings_in(kept) or {}).keys()
         if 2 * len(names & settings.keys()) < max(len(settings), 1):
@@ -246,7 +246,7 @@ def open_output(
 
 
 def output_of(line: Any) -> Output:
-    """The Output that a line of JSON stands for. Raises ValueError where it is none."""
+    """The Output in a line of JSON. Raises ValueError if it is not one."""
     names = [field.name for field in dataclasses.fields(Output)]
     if not isinstance(line, dict) or line.keys() != set(names):
         raise ValueError(f"no output, which has the fields {', '.join(names)}")
@@ -256,7 +256,7 @@ def output_of(line: Any) -> Output:
     if not _is_count(line["index"]):
         raise ValueError(f"index is {reprlib.repr(line['index'])}")
     if not isinstance(tokens, list) or not all(map(_is_count, tokens)):
-        raise ValueError("tokens are no list of whole numbers")
+        raise ValueError("tokens are not a list of whole numbers")
     if not isinstance(origin, list) or len(origin) != len(tokens) or any(o not in ORIGINS for o in origin):
         raise ValueError(f"origin does not name who wrote each token ({', '.join(ORIGINS)})")
     level = line["level"]
@@ -265,7 +265,7 @@ def output_of(line: Any) -> Output:
     if not isinstance(line["truncated"], bool):
         raise ValueError(f"truncated is {reprlib.repr(line['truncated'])}")
     if not _are_counts(counts):
-        raise ValueError("counts are no whole numbers")
+        raise ValueError("counts are not whole numbers")
     if bool(tokens) != bool(counts):
         raise ValueError(f"{len(tokens)} tokens, but {len(counts)} counts")
     return Output(**line)

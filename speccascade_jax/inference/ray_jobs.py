@@ -36,7 +36,7 @@ def read_shards(pattern: str, limit: int | None = None) -> list[str]:
     """The texts of one file, or of all that a pattern such as "news-*.txt" stands for, in their names' order;
     the first `limit` of them, and no more is read.
 
-    Raises ValueError where there is none.
+    Raises ValueError if no file matches.
     """
     names = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     if not names:

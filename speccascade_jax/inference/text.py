@@ -347,7 +347,7 @@ class Cascade:
         return self._generate(iter(texts), each, shared, batch_size, truncate, first_index)
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
-        """The settings with `changes`, and with this cascade's limits where they have none of their own."""
+        """The settings with `changes`, and with this cascade's limits where they set none."""
         if "sampler" in changes:  # says that it is no name
             changes = {name: value for name, value in changes.items() if name != "sampler"} | {
                 "method": changes["sampler"]
@@ -443,7 +443,7 @@ class Cascade:
         return [results[number] for number in ids]
 
     def _confidence(self, settings: Settings) -> Callable[[np.ndarray], float] | None:
-        """What says whether the verifier writes a text anew; None where it never does."""
+        """Computes how sure the drafter is of its text; None if the verifier never rewrites one."""
         scheme = settings.scheme(self.levels)
         return scheme.confidence if scheme else None
 

@@ -45,7 +45,7 @@ FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {nam
 MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-3  # keeps logarithms and quotients finite
 LARGEST_FILE = 2**20  # bytes: of 16 units a network's file has 6,000
-LARGEST_WEIGHT = 1e6  # a network of larger ones is none that training makes, and sums of them may overflow
+LARGEST_WEIGHT = 1e6  # training makes no larger ones, and sums of them could overflow
 
 
 class Weights(NamedTuple):

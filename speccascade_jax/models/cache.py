@@ -35,7 +35,7 @@ class T5Cache(NamedTuple):
     values: Buffers  # a layer: [B, H, L, K]
     cross_keys: Buffers  # a layer: [B, H, S, K], written once by prefill
     cross_values: Buffers  # a layer: [B, H, S, K]
-    source_length: Array  # [B]: what lies past it in the cross-attention's buffers is masked
+    source_length: Array  # [B]: positions past it in the cross-attention's buffers are masked
     position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
     length: Array  # [B]
 

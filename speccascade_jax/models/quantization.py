@@ -31,7 +31,7 @@ class PackedKernel:
     """A matrix [in, out] that is no longer trained."""
 
     values: Any  # [in, out], or [out, in] where `transposed`; bfloat16 or int8
-    scale: Any  # float32 [out], what an int8 value counts; None for bfloat16
+    scale: Any  # float32 [out], the factor of an int8 value; None for bfloat16
     transposed: bool
 
 

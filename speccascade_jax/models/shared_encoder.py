@@ -20,7 +20,7 @@ from speccascade_jax.models.members import Member, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
 Array = jax.Array
-ROUND = 4  # tokens of a round where there is none: in training
+ROUND = 4  # the assumed tokens of a round in training, which has no rounds
 
 
 @dataclasses.dataclass(frozen=True)

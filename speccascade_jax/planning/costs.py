@@ -24,7 +24,7 @@ from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.joining import inputs_of
 from speccascade_jax.vocabularies.translated import Translated
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; what lies between is interpolated
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; other widths are interpolated
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
 
 

@@ -92,7 +92,7 @@ class Candidates:
             raise FieldError(
                 "acceptance",
                 acceptance[j, i],
-                "it lies in [0, 1].",
+                "it must be in [0, 1].",
                 f"acceptance of {names[j]}'s tokens by {names[i]} is {acceptance[j, i]}",
             )
         if once.shape != (count,) or not (np.isfinite(once) & (once >= 0)).all():
@@ -143,7 +143,7 @@ class PlannedHierarchy:
     models: tuple[str, ...]  # smallest first
     block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
     hand_over: HandOver
-    seconds_per_token: float  # with a token's share of what a text costs
+    seconds_per_token: float  # with a token's share of the fixed costs of a text
     passes_per_token: tuple[float, ...]  # each model's calls per committed token, to compare with counters
 
 
@@ -200,8 +200,8 @@ def triangle_violations(
 def predict(
     candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int], hand_over: HandOver = "need"
 ) -> PlannedHierarchy:
-    """What a chain of models costs: sum_i c_i passes_i seconds per token, passes_i being model i's calls, and
-    a token's share of what a text costs besides.
+    """What a chain of models costs: sum_i c_i passes_i seconds per token, with passes_i calls of model i,
+    plus a token's share of the fixed costs of a text.
 
     models: names, smallest first; block_sizes: one for each but the smallest. For `truncate` and `need` the
     mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are

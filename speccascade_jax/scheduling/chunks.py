@@ -80,8 +80,8 @@ class Unread:
 def read_chunk(
     sampler: Sampler, params: Params, state: State, tokens: Int[AnyArray, "B C"], start: Int[AnyArray, ""]
 ) -> State:
-    """`state`, begun with Unread, once `tokens` have been read, which stand at `start` of every prompt: up to
-    there a row has read its own, which may end before."""
+    """The state, which began with Unread, after reading `tokens`, the columns of all prompts from `start` on.
+    Each row has already read its prompt up to there, or to the prompt's end if that comes first."""
 
     def advanced(model: Any, weights: Params, cache: Cache) -> Cache:
         if not continues(model, weights):

@@ -24,12 +24,12 @@ from speccascade_jax.scheduling.chunks import Unread, read_chunk
 from speccascade_jax.vocabularies.joining import shapes_of
 
 GIGABYTE = 2**30
-LAWS = 8  # arrays [B, gamma + 1, V] that a round holds at once, about
+LAWS = 8  # roughly how many arrays [B, block size + 1, V] a round holds at once
 
 
 @dataclasses.dataclass
 class Clock:
-    """Seconds spent compiling and decoding, apart."""
+    """Seconds spent compiling and seconds spent decoding."""
 
     compile_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -53,7 +53,7 @@ class Plan:
     truncations: tuple[str, ...] = ()  # those that some row samples with
     bounds: tuple[tuple[str, int], ...] = ()  # the most that any row asks of those that are bounded
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
-    ragged: bool = False  # rows have block sizes of their own, up to the sampler's
+    ragged: bool = False  # each row has its own block size, up to the sampler's
     chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
 
     def options(self, temperature: Any, values: Mapping[str, Any]) -> SamplingOptions:

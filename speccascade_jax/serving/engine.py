@@ -79,7 +79,7 @@ Updates = asyncio.Queue[tuple[Job, Update]]  # of all jobs of one answer
 
 
 class Submitted(NamedTuple):
-    """An answer's jobs, None for a request that needs none, and where their updates arrive."""
+    """An answer's jobs (None for a request that needs no decoding), and the queue of their updates."""
 
     jobs: list[Job | None]
     updates: Updates
@@ -183,11 +183,11 @@ class ServedLane:
 
 
 class Engine:
-    """Runs `lanes` in turn, `rounds` rounds each, in a thread of its own.
+    """Runs `lanes` in turn, `rounds` rounds each, in its own thread.
 
-    The event loop calls submit() and cancel(); what the thread has to say arrives in the jobs' queues, and
-    `heard` is called with every job's update before it does. A round that raises ends the jobs of its lane
-    with an error, and the lane begins anew.
+    The event loop calls submit() and cancel(); the thread's updates arrive in the jobs' queues, and
+    `heard` is called with every update before that. A round that raises ends the jobs of its lane
+    with an error, and the lane starts over.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Engine:
         return lane.rows + self.max_queue
 
     def submit(self, lane: ServedLane, requests: Sequence[Request | None], scored: bool = False) -> Submitted:
-        """A job for each request, none for None. Raises Full where not all of them have a place."""
+        """A job for each request that is not None. Raises Full if there is no room for all of them."""
         live = lane.live + sum(request is not None for request in requests)
         if live > self.capacity(lane):
             raise Full(max(round((live - self.max_queue) * lane.seconds_per_job / lane.rows), 1))

@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """What is counted, in a registry of its own."""
+    """The server's counters, in their own registry."""
 
     def __init__(self) -> None:
         disable_created_metrics()

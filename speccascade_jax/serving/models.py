@@ -23,7 +23,7 @@ from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
 
 CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
-LARGEST_BOUND = 1024  # of what a truncation's static bound may be: top_k's, say
+LARGEST_BOUND = 1024  # the largest static bound of a truncation, such as top_k
 SEEDS = 2**31
 SERVABLE = (*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL)
 """Names of methods that can be served anywhere: log probabilities are those of a law by prefix."""
@@ -139,7 +139,7 @@ class ServedModel:
         )
 
     def _settings(self, request: ParsedRequest) -> Settings:
-        """The server's settings with what the request changes, and a seed of its own where it draws without
+        """The server's settings with what the request changes, and a fresh seed where it draws without
         one."""
         changes, names = request.changes, request.names
         for setting, limit in {"max_new_tokens": self.cascade.max_new_tokens, **self.bounds}.items():
@@ -194,10 +194,10 @@ class ServedModel:
                 raise FieldError(
                     request.names.get(setting, setting), value, f"this server's is {default}: leave it out."
                 )
-        raise Refused("this server has compiled nothing that decodes such a request.")
+        raise Refused("this server has no compiled program for such a request.")
 
     def place(self, settings: Settings) -> tuple[ServedLane, tuple[int, ...]] | None:
-        """Where such settings are decoded, and the numbers of their methods there; None for nowhere."""
+        """The lane that decodes such settings, and its numbers of their methods; None if no lane does."""
         lane = self.lanes.get(
             self.cascade.lane_of(
                 dataclasses.replace(

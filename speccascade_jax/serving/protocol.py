@@ -72,7 +72,7 @@ MESSAGE: Schema = {
     },
 }
 COMMON: Fields = {
-    "model": Field("A name of /v1/models; may be left out where there is one.", TEXT),
+    "model": Field("A name from /v1/models; optional if there is only one.", TEXT),
     "n": number("How many answers to a prompt.", 1, 128),
     "stream": flag("Send the answer as it is written, as server-sent events."),
     "stream_options": Field(
@@ -84,7 +84,7 @@ COMMON: Fields = {
         },
     ),
     "user": Field("Ignored.", TEXT),
-    "speculative": flag("False: the largest model by itself."),
+    "speculative": flag("False: the largest model alone."),
     "origin": flag("Say who wrote each token."),
     "presence_penalty": number("Only 0 is known.", 0, 0, "number"),
     "frequency_penalty": number("Only 0 is known.", 0, 0, "number"),
@@ -94,7 +94,7 @@ COMPLETION: Fields = {
         "The source text, or several.",
         {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": MOST_PROMPTS}]},
     ),
-    "logprobs": number("Log probabilities of the tokens and of so many likeliest ones.", 0, 5),
+    "logprobs": number("Log probabilities of the tokens and of this many most likely ones.", 0, 5),
     "echo": Field("Only false is known.", {"type": "boolean", "enum": [False]}),
     "best_of": number("As many as n.", 1, 128),
 }
@@ -103,7 +103,7 @@ CHAT: Fields = {
         "The conversation so far.", {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}
     ),
     "logprobs": flag("Give the tokens' log probabilities."),
-    "top_logprobs": number("And those of so many likeliest ones.", 0, 20),
+    "top_logprobs": number("How many most likely tokens to include.", 0, 20),
 }
 REQUIRED = {"completion": "prompt", "chat": "messages"}
 

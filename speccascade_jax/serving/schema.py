@@ -32,7 +32,7 @@ def schema_of(annotation: Any, metadata: Mapping[str, Any]) -> Schema:
 
 
 def alternatives(annotation: Any, metadata: Mapping[str, Any]) -> list[Schema]:
-    """A schema for each type of a union; none for None and for what JSON cannot say."""
+    """A schema for each type of a union, except None and types that JSON cannot express."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [choice for part in get_args(annotation) for choice in alternatives(part, metadata)]
     if get_origin(annotation) is Literal:

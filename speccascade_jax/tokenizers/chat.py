@@ -138,7 +138,7 @@ class Worker:
         self.end = weakref.finalize(self, _end, self.connection, process)
 
     def ask(self, message: Any, seconds: float) -> dict[str, str]:
-        """The answer to a message. Raises OSError where there is none, TimeoutError after so many seconds."""
+        """The answer to a message. Raises OSError if none comes, TimeoutError after this many seconds."""
         deadline, answer = monotonic() + seconds, bytearray()
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -158,7 +158,7 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def default_of(templates: Sequence[Any], folder: Any) -> str:
-    """The template named `default` of several. Raises ValueError where there is none."""
+    """The template named `default` of several. Raises ValueError if there is none."""
     named = [template for template in templates if isinstance(template, dict)]
     for template in named:
         if template.get("name") == "default" and isinstance(template.get("template"), str):
@@ -181,6 +181,6 @@ def specials_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_companion(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file next to a tokenizer; {} where there is none. Raises ValueError."""
+    """A JSON file next to a tokenizer; {} if there is none. Raises ValueError."""
     where = folder / name
     return parse_json(where, read(where, LARGEST_COMPANION)) if exists(where) else {}

@@ -172,7 +172,7 @@ class Tokenizer:
                 f"the tokenizer {path} has no piece for the end of a sequence: take the model's own."
             )
         pad = self.processor.pad_id()
-        self.pad_id: int = self.eos_id if pad < 0 else pad  # where there is none, any token fills rows up
+        self.pad_id: int = self.eos_id if pad < 0 else pad  # without one, any token serves as padding
         begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
         frame = getattr(self.processor, "frame", None)
         encodes = not isinstance(self.processor, TokenizerJson) or not told
@@ -203,7 +203,7 @@ class Tokenizer:
         return ChatTemplate.find(self.path.parent, self.specials) if self.path else None
 
     def template(self) -> ChatTemplate:
-        """The chat template. Raises ValueError where there is none."""
+        """The chat template. Raises ValueError if there is none."""
         if self.chat is None:
             raise ValueError(
                 f"there is no chat template next to {self.path}: put the model's "

@@ -1,4 +1,4 @@
-"""Model cards: what lies next to exported weights for people, and for the Hugging Face hub."""
+"""Model cards: a README next to exported weights, for people and for the Hugging Face hub."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def _sentences(config: dict[str, Any], kind: str, start: dict[str, Any]) -> list
             f"It was trained {origin} for {config['steps']:,} steps by the config `{config['name']}`."
         )
     if config.get("teacher"):
-        said.append(f"It also learnt from `{config['teacher']}`.")
+        said.append(f"It also learned from `{config['teacher']}`.")
     return said
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run, found before it begins: values, files, folders, hosts, memory."""
+"""Finds what is wrong with a run before it begins: values, files, folders, hosts, memory."""
 
 import dataclasses
 import importlib.util
@@ -262,7 +262,7 @@ def check_reachable(path: str) -> None:
         return  # an answer, if an unfriendly one; what it means is said when the file is read
     except (OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
-        if not isinstance(cause, ssl.SSLError):  # TensorStore has certificates of its own
+        if not isinstance(cause, ssl.SSLError):  # TensorStore ships its own certificates
             raise ValueError(
                 f"cannot read {path}: {server} cannot be reached from here ({cause}); give a "
                 "local copy instead."
@@ -289,7 +289,7 @@ def check_split(split: str, path: str) -> None:
 
 
 def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
-    """Where the run's best parameters go: a folder of its own and, to `ship`, one of the package's.
+    """Where the run's best parameters go: the run's own folder and, if `ship`, one in the package.
 
     A network's run is a checkpoint itself, and models that Hugging Face's format does not hold stay runs.
     Raises FieldError for a config without a folder of the package's.
@@ -337,8 +337,8 @@ def check_not_shipped(field: str, path: str | Path) -> None:
 
 
 def check_outputs(config: TrainConfig, ship: bool = False) -> None:
-    """Raises FieldError where a folder that the run writes into is none, cannot be written or holds
-    something else that is worth keeping."""
+    """Raises FieldError if a path that the run writes to is not a folder, is not writable or holds
+    other files that must not be lost."""
     run = Path(config.output_dir)
     check_folder("output_dir", config.output_dir)
     check_not_shipped("output_dir", config.output_dir)

@@ -287,8 +287,9 @@ def diverged(what: str, step: int, kept: int | None) -> ValueError:
 
 
 def export(run: Path, folder: Path, init: str | None) -> None:
-    """The run's best parameters as a bfloat16 Hugging Face folder, with its training log and a model card; of
-    a network as one of our own, without the full model's parameters, for which it names the folder `init`.
+    """The run's best parameters as a bfloat16 Hugging Face folder, with its training log and a model card.
+    A network is exported in this package's format, without the full model's parameters: it names the folder
+    `init` for those.
 
     Each file of an earlier export stays whole until the new one takes its place. Raises ValueError where they
     cannot be written.

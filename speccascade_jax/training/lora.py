@@ -1,7 +1,7 @@
 """Training low-rank adapters only (LoRA: Hu et al. 2021, arXiv 2106.09685): W + alpha / rank A B.
 
 A run's parameters are then those of `init`, which stay as they are, and next to them A [in, rank] and
-B [rank, out] of each chosen kernel W [in, out]. What is saved has the sums, and so is a checkpoint as any.
+B [rank, out] of each chosen kernel W [in, out]. Saves contain the sums, so they are ordinary checkpoints.
 """
 
 import json
@@ -50,7 +50,7 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
                 "lora_kernels",
                 names,
                 f"known: {', '.join(kernels)}.",
-                f"lora_kernels names {name!r}, which this model has not",
+                f"lora_kernels names {name!r}, which this model does not have",
             )
     return [path for name in dict.fromkeys(names) for path in kernels[name]]
 

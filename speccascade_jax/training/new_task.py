@@ -56,9 +56,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What suits so many pairs: the two models, their vocabulary and how long they train."""
+    """Suitable choices for a number of pairs: the two models, their vocabulary and how long they train."""
 
-    pairs: float  # at most so many
+    pairs: float  # the most pairs that these choices suit
     vocabulary: int
     verifier: Shape
     drafter: Shape

@@ -59,7 +59,7 @@ def find_tokenizer(config: TrainConfig) -> Path:
 def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
     """The config's tokenizer, written with the model's shape where load() looks for them."""
     run = Path(config.output_dir)
-    if any((run / "latest").glob("[0-9]*")):  # it goes on with the model it began with
+    if any((run / "latest").glob("[0-9]*")):  # a resumed run keeps the model it began with
         checkpoints.check_shape(str(run), native.read_config(run), config.model)
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
@@ -116,8 +116,8 @@ def load_placed(
 def load_teacher(
     path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
 ) -> tuple[Model, nnx.State, Tokenizer]:
-    """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is another
-    and its distributions are to be learnt, not only its texts."""
+    """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is
+    different and the run learns its distributions, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
     teacher_tokenizer = Tokenizer(checkpoint.tokenizer_file())
     scores = config.distillation or config.on_policy

@@ -40,7 +40,7 @@ def portable(value: Any) -> Any:
 
 
 class Reporter:
-    """Writes <run>/metrics.jsonl, one event a line. A resumed run drops what lies past its step:
+    """Writes <run>/metrics.jsonl, one event a line. A resumed run drops events past its step:
     it will be said again.
 
     `quiet` (every process but the first) says and writes nothing.

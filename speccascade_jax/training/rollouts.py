@@ -1,4 +1,4 @@
-"""What the verifier's token is worth where the models disagree: texts that go on from either, scored."""
+"""What the verifier's token is worth where the models disagree: texts continued from either token, scored."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +33,8 @@ LEAST = 1e-3  # a disagreement's chance
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """A model that goes on from beginnings of texts. Its inputs [B, width + 2 + T] are a source [width], its
-    length, the beginning's length, and the beginning [T]."""
+    """A model that continues texts from given beginnings. Its inputs [B, width + 2 + T] are a source [width],
+    its length, the beginning's length, and the beginning [T]."""
 
     model: LanguageModel
     width: int

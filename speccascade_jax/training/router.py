@@ -36,7 +36,7 @@ from speccascade_jax.training.rollouts import ROWS, Replaced, Tried, logits_of, 
 Array = jax.Array
 POSITIONS = 2048  # of a training step
 HELD_OUT = 5  # every fifth text is for measuring only
-ALPHAS = np.arange(1, 20) / 20  # of the mixtures that are learnt
+ALPHAS = np.arange(1, 20) / 20  # of the mixtures in training
 LEAST = 1e-9  # keeps logarithms and quotients finite
 FAR = 5.0  # standard deviations; an advantage further out counts as one there
 BELIEVED = 0.5  # of a router's network: samples of the advantage are noisy, and `opt` is good
@@ -53,7 +53,7 @@ class Observed(NamedTuple):
 
 
 def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
-    """What is known of the tokens of `batches`, at temperature 1."""
+    """The features of the tokens of `batches`, at temperature 1."""
 
     def observe(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
         q, p = (
@@ -156,8 +156,8 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
-    """How much the metric of the texts gains per text and tried place where those of the largest estimates,
-    this share of all, go on with the verifier's token and the others with the drafter's."""
+    """How much the metric gains per text and tried place if the `share` of places with the largest estimates
+    continues with the verifier's token and the others with the drafter's."""
     chosen = np.asarray(estimate) >= np.quantile(estimate, 1 - share)
     return float(np.mean(seen.advantages * chosen))
 
@@ -193,7 +193,7 @@ def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
 def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
     gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
-    run begins anew.
+    run starts over.
 
     Raises FieldError where the config, its pair or its texts are unusable.
     """
@@ -209,7 +209,7 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     training: TrainConfig = configs.load(name, TrainConfig)
     cascade = Cascade.from_config(dataclasses.replace(pair, router=None, dtype=config.dtype))
     if cascade.levels != 1 or cascade.foreign:
-        raise FieldError("pair", config.pair, "a network is learnt for two models of one vocabulary.")
+        raise FieldError("pair", config.pair, "a learned rule needs two models of one vocabulary.")
     task = dataclasses.replace(training.task, validation=getattr(training.task, config.split))
 
     def parts(seen: Seen) -> tuple[Seen, Seen]:

@@ -13,7 +13,7 @@ answer:
 
     pears = apples + 3 = 5 + 3 = 8. nuts = 2 * pears = 2 * 8 = 16. The answer is 16.
 
-No graph with its numbers stands in two splits, whatever the objects are called.
+No two splits share a graph with the same numbers, whatever its objects are called.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Quantity(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is made. Difficulty is the number of operations that the answer needs."""
+    """The generated problems. Difficulty is the number of operations that the answer needs."""
 
     split: str = "train"
     operations: str = "2-6"

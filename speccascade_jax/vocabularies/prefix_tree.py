@@ -1,5 +1,5 @@
-"""String-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3): which own texts a
-drafter has to be asked after, so that the law psi of the first target token of what it would write is known.
+"""String-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3): which of its own
+texts a drafter has to continue so that the law psi of the first target token of what it writes is known.
 
 It writes until no longer target token can match, and the longest match is the first token. With single bytes
 or characters there is one text for each inner node of the trie of the target's tokens; of pieces, one for
@@ -20,9 +20,10 @@ TOGETHER = 256  # texts that the drafter reads at once
 
 
 def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Strings:
-    """The own texts after which a drafter of `size` logits goes on, as a tree whose node 0 is the empty one.
+    """The drafter's texts that it may have to continue, as a tree whose node 0 is the empty text.
 
-    rows: target tokens; one past the last stands for "none". Raises ValueError for too many texts.
+    rows: how many target tokens there are; this number itself means "none". size: the drafter's logits.
+    Raises ValueError for too many texts.
     """
     ids, ours = by_text(target), by_text(drafter)
     inner = {text[:n] for text in ids for n in range(len(text))}

@@ -30,7 +30,7 @@ from speccascade_jax.vocabularies.translated import CHUNK, Translated, Translate
 
 LEAST_CHANCE = 0.3  # the chance of a whole draft below which no more is drafted
 WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
-LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it goes on
+LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it continues
 
 
 def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
@@ -82,12 +82,12 @@ class Side:
         return b"".join((self.surfaces[n] if 0 <= n < len(self.surfaces) else none).text for n in tokens)
 
     def text(self, tokens: Sequence[int], begins: bool) -> bytes:
-        """What tokens stand for; at the beginning of a text without the space that comes before it."""
+        """The text of tokens; at the beginning of a text without its leading space."""
         text = self._text(tokens)
         return text[1:] if begins and self.spaced and text.startswith(b" ") else text
 
     def tokens(self, text: str, begins: bool) -> list[int]:
-        """Tokens of a text, or of a part of one, which may not begin with a space of its own."""
+        """Tokens of a text, or of a part of one that begins without a space."""
         if begins or text.startswith(" ") or not self.spaced:
             return self.tokenizer.encode_batch([text])[0]
         return longest_matches(text.encode(errors="replace"), self.ids, self.longest)
@@ -283,7 +283,7 @@ class TextProposer:
             )
             same = min(same, len(wanted) - 1)
             keep[row], reads[row], known.tokens = known.begun + same, wanted[same:], wanted
-        while max(map(len, reads)) > CHUNK:  # a text that is read anew
+        while max(map(len, reads)) > CHUNK:  # a text that is read from its beginning
             parts = [ids[:CHUNK] if len(ids) > CHUNK else [] for ids in reads]
             *_, self.cache = self._drafted(keep, parts, CHUNK)
             keep += np.array([len(part) for part in parts], np.int32)

@@ -63,7 +63,7 @@ class Strings(NamedTuple):
 
 class TranslatedParams(NamedTuple):
     drafter: Params  # the model's; an untied head has the columns that are wanted
-    head: Any  # these columns [D, I] of a head that is the embedding; None for other models
+    head: Any  # these columns [D, I] of a head tied to the embedding; None for an untied head
     tables: Tables
     strings: Strings | None = None  # for psi
 

@@ -287,5 +287,5 @@ def test_an_output_that_is_no_folder_is_told(tiny, tmp_path, capsys, monkeypatch
         )
         == 2
     )
-    assert "is no folder to write in" in capsys.readouterr().err
+    assert "is not a writable folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

@@ -140,5 +140,5 @@ def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match=r"tensor_parallel is 99; it lies in \[1, "):
+    with pytest.raises(ValueError, match=r"tensor_parallel is 99; it must be in \[1, "):
         tensor_mesh(99)

@@ -1,7 +1,7 @@
 """Samplers: what writes tokens together with the distribution each was drawn from.
 
 So any sampler can draft for a larger model, and a hierarchy is a fold. Between steps every cache, at every
-level, covers all committed tokens but the last; what lies at or past a cache's `length` is scratch. One
+level, covers all committed tokens but the last; positions from a cache's `length` on are scratch. One
 exception is named: the spared bonus pass (`Speculative.spares`), which leaves the caches below `behind`.
 """
 

@@ -142,8 +142,8 @@ class Adaptive(Narrowed):
         bias, acceptance = (0.0, ACCEPTANCE) if seen is None else (seen.bias, seen.acceptance)
 
         def ask(drafter: Sampler, carry: Any) -> Any:
-            """The law of every unfinished row's next token, and the token where the row goes on. All of these
-            rows stand at column n; one that has stopped keeps what lies before it."""
+            """The law of every unfinished row's next token, and the token if the row continues. All of these
+            rows are at column n; a row that has stopped keeps its earlier columns."""
             n, drafted, caches, recent, passes, sure, chance, on = carry
             at = rows._replace(
                 recent=recent, start=rows.start + passes, want=None, so_far=None, room=on.astype(jnp.int32)
