@@ -157,7 +157,7 @@ class RouterConfig:
     pair: str  # the config of the two models
     method: Literal[TRAINED] = TRAINED[0]
     task: str | None = None  # the training config whose texts it learns from; None: the pair's
-    # train, validation or test; of texts that the models have learnt by heart their errors cannot be learnt
+    # train, validation or test; texts that the models have memorised do not show their errors
     split: str = "validation"
     temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
     top_ps: tuple[float, ...] = (1.0, 0.3)  # with each of these truncations; a mixture at 1 and 1

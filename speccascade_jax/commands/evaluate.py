@@ -3,7 +3,7 @@
     python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
     python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
 
-Quality comes with its 95% bootstrap interval. With --output a killed run goes on where its texts end.
+Quality comes with its 95% bootstrap interval. With --output a killed run resumes from its texts.
 """
 
 import contextlib

@@ -77,7 +77,7 @@ class Arguments:
     task: str | None = None
     """A training config, whose task this is (the one that the config names)."""
     output: str = "tradeoff"
-    """The folder of the results, the table and the pictures; a sweep goes on where it ends."""
+    """The folder of the results, the table and the pictures; a sweep resumes from it."""
     split: str = "validation"
     """train, validation or test."""
     methods: tuple[str, ...] = COMPARED
