@@ -260,7 +260,7 @@ def test_gs_is_read_in_place(tmp_path):
         )
         server.shutdown()
     assert_equal(checkpoints.load(tmp_path / "copy").params, jax.tree.map(jnp.asarray, original.params))
-    assert "checkpoint_2 is no T5X checkpoint" in said or "neither" in said
+    assert "checkpoint_2 is not a T5X checkpoint" in said or "neither" in said
 
 
 MEASURE = """

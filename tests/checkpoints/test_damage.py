@@ -102,7 +102,7 @@ DAMAGE = {
     "safetensors header": (
         "huggingface",
         lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
-        "no safetensors",
+        "not a safetensors",
     ),
     "safetensors gone": ("huggingface", lambda f: (f / "model.safetensors").unlink(), "is missing"),
     "safetensors values": (
@@ -136,7 +136,7 @@ DAMAGE = {
     ),
     "config": ("huggingface", lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "other model": ("huggingface", describe(model_type="bart"), "only t5"),
-    "config gone": ("huggingface", lambda f: (f / "config.json").unlink(), "is no checkpoint"),
+    "config gone": ("huggingface", lambda f: (f / "config.json").unlink(), "is not a checkpoint"),
     "msgpack truncated": ("t5x", truncate("checkpoint"), "checkpoint is truncated.*fetch it again"),
     "msgpack empty": ("t5x", truncate("checkpoint", 0), "checkpoint is truncated"),
     "other msgpack": ("t5x", lambda f: (f / "checkpoint").write_bytes(b"\x93\x01\x02\x03"), "not T5X's"),

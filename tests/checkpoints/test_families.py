@@ -251,7 +251,7 @@ def test_a_vocabulary_goes_along_or_is_refused(folder, tmp_path, capsys):
     """A pipe in the tokenizer's place neither hangs nor leaves a folder without one."""
     subprocess.run(["cp", "-r", str(folder), str(tmp_path / "in")], check=True)
     os.mkfifo(tmp_path / "in" / "spiece.model")
-    refused([tmp_path / "in", tmp_path / "out", "--to=native"], "no regular file", capsys)
+    refused([tmp_path / "in", tmp_path / "out", "--to=native"], "not a regular file", capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -147,7 +147,7 @@ def test_data_gets_across_and_all_else_is_refused():
     same = unpacked(packed(value))
     assert same == value and [type(x) for x in same] == [type(x) for x in value]
     for odd in (object(), iter([]), print, range(3), {1: object()}):
-        with pytest.raises(TypeError, match="no plain data"):
+        with pytest.raises(TypeError, match="not plain data"):
             packed(odd)
 
 

@@ -201,8 +201,8 @@ def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
         ("../verifier", "not the name of a folder"),
         ("..", "not the name of a folder"),
         (3, "full_at is 3, not the name"),
-        ("other", "another shape than asked for: d_ff is 64, not 80"),
-        ("drafter", "another shape than asked for"),
+        ("other", "a different shape from the requested one: d_ff is 64, not 80"),
+        ("drafter", "a different shape from the requested one"),
     ):
         (tmp_path / "drafter" / "model.json").write_text(json.dumps(described | {"full_at": name}))
         with pytest.raises(ValueError, match=said):

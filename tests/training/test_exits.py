@@ -307,7 +307,7 @@ def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
         np.testing.assert_array_equal(value[...], fresh[path][...] if expected is None else expected[...])
         assert (path[0] == "drafter") == (expected is not None)
     wide = dataclasses.replace(config, model=SharedEncoderConfig(T5, dataclasses.replace(DRAFTER, d_ff=8)))
-    with pytest.raises(ValueError, match="another shape than asked for: d_ff is 64, not 8"):
+    with pytest.raises(ValueError, match="a different shape from the requested one: d_ff is 64, not 8"):
         first_parameters(wide, model_of(wide.model), make_mesh())
 
 
