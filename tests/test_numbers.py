@@ -1,5 +1,5 @@
-"""Every figure in the prose of guide, reference and results stands in the page's record or in one that the page
-links to, or is excused with a reason.
+"""Every figure in the prose of guide, reference and results stands in the page's record or in one that the
+page links to, or is excused with a reason.
 
 Definitions have numbers, too: names of models, sizes, defaults. NAMES takes out what is part of a name, and
 EXCUSED lists by page what no experiment gave. Whatever is left has to stand in the record of a results page
