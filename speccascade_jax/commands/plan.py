@@ -508,8 +508,12 @@ def _any_pair(candidates: Candidates, max_block: int) -> PlannedChain:
 
 
 def short_names(paths: list[str]) -> dict[str, str]:
-    """Name -> path: the paths' last parts, or the whole paths where those are not all different."""
-    last = [Path(path).name for path in paths]
+    """Name -> path: the paths' last parts, without an ending that all share (runs/NAME/export), or the whole
+    paths where those are not all different."""
+    parts = [Path(path).parts for path in paths]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    last = [part[-1] for part in parts]
     return dict(zip(last if len(set(last)) == len(paths) else paths, paths, strict=True))
 
 

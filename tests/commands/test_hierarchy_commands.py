@@ -309,6 +309,19 @@ def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
         assert [figure for figure in (*names, *figures) if figure not in printed] == []
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/dates_drafter/export", "runs/dates_verifier/export"], ["dates_drafter", "dates_verifier"]),
+        (["runs/deep@2", "runs/deep@4", "runs/deep"], ["deep@2", "deep@4", "deep"]),
+        (["hf://a/small", "b/small", "b/large"], ["hf://a/small", "b/small", "b/large"]),
+        (["a/export"], ["export"]),
+    ],
+)
+def test_names_of_models_are_short_and_different(paths, names):
+    assert plan.short_names(paths) == dict(zip(names, paths, strict=True))
+
+
 def test_a_plan_in_words():
     """A verifier alone is no hierarchy."""
     settings = Settings(method="speculative")
