@@ -39,7 +39,7 @@ from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
-from speccascade_jax.planning.prediction import Candidates, PlannedChain, predict, triangle_violations
+from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
 from speccascade_jax.settings import Settings, named
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -49,7 +49,7 @@ STEP = "a token of the verifier's"
 CHOSEN, PAIR, ALONE = "the plan", "best pair", "verifier alone"  # what is compared, by name
 TRIALS = 3  # times that a text is decoded where plans are compared
 BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # what a planned config says of them
-Runs = dict[str, tuple[PlannedChain, Settings]]
+Runs = dict[str, tuple[PlannedHierarchy, Settings]]
 """By name: a chain of models and how it decodes."""
 STOPS = (0.25, 0.12, 0.06)  # stop_below of the adaptive blocks that are compared with them
 
@@ -296,7 +296,7 @@ def in_turn_here(
     }
 
 
-def runs_of(plans: dict[str, PlannedChain], settings: Settings) -> Runs:
+def runs_of(plans: dict[str, PlannedHierarchy], settings: Settings) -> Runs:
     """How each plan decodes."""
     return {
         name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings), hand_over=plan.hand_over))
@@ -304,7 +304,7 @@ def runs_of(plans: dict[str, PlannedChain], settings: Settings) -> Runs:
     }
 
 
-def adaptive_runs(pair: PlannedChain, settings: Settings, max_block: int) -> Runs:
+def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) -> Runs:
     """The pair in adaptive blocks of at most `most` tokens."""
     lossless = dataclasses.replace(
         settings, method="speculative", alpha=0.0, block_size="adaptive", max_block_size=max_block
@@ -312,9 +312,9 @@ def adaptive_runs(pair: PlannedChain, settings: Settings, max_block: int) -> Run
     return {f"adaptive, {stop:g}": (pair, dataclasses.replace(lossless, stop_below=stop)) for stop in STOPS}
 
 
-def sampler_runs(run: DecodeConfig, alone: PlannedChain, names: tuple[str, ...]) -> Runs:
+def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, ...]) -> Runs:
     """A config's samplers, made of all the models: they are timed next to the plans, and not predicted."""
-    whole = dataclasses.replace(alone, models=names, block_sizes=())
+    whole = dataclasses.replace(target, models=names, block_sizes=())
     return {
         name: (whole, dataclasses.replace(run.settings, method=entry))
         for name, entry in named(run.samplers).items()
@@ -381,7 +381,7 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
         )
 
 
-def of_lookahead(candidates: Candidates, plan: PlannedChain) -> dict[str, float]:
+def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
     """The knobs of the method lookahead for a pair: its acceptance, and a round's time in verifier steps."""
     if len(plan.models) != 2:
         return {}
@@ -394,7 +394,7 @@ def of_lookahead(candidates: Candidates, plan: PlannedChain) -> dict[str, float]
     }
 
 
-def told(plan: PlannedChain, settings: Settings) -> str:
+def told(plan: PlannedHierarchy, settings: Settings) -> str:
     """A plan in words: its models and its blocks."""
     if len(plan.models) == 1:
         return f"{plan.models[0]} alone"
@@ -408,7 +408,7 @@ def told(plan: PlannedChain, settings: Settings) -> str:
 def write_config(
     path: str,
     arguments: Arguments,
-    plan: PlannedChain,
+    plan: PlannedHierarchy,
     paths: dict[str, str],
     heading: str,
     changes: dict[str, Any],
@@ -494,7 +494,7 @@ def plan(arguments: Arguments) -> None:
         )
 
 
-def _any_pair(candidates: Candidates, max_block: int) -> PlannedChain:
+def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
     """The best pair, where the verifier alone is better."""
     names = candidates.names
     return min(

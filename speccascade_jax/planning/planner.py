@@ -13,7 +13,7 @@ from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.planning.prediction import (
     Candidates,
     Chain,
-    PlannedChain,
+    PlannedHierarchy,
     check_rule,
     predict_chain,
     reads,
@@ -25,7 +25,7 @@ Array = np.ndarray
 
 def best(
     candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need", most_models: int | None = None
-) -> PlannedChain:
+) -> PlannedHierarchy:
     """The plan with the least predicted seconds per token, of all chains that end with the verifier, have
     block sizes 1 .. max_block, and have at most most_models models. The verifier without a drafter is one.
 
@@ -167,10 +167,10 @@ def _least(
     return bounds
 
 
-def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedChain:
+def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedHierarchy:
     """Where the local search ends under `keep`."""
 
-    def tried(chain: Chain) -> tuple[PlannedChain, Chain]:
+    def tried(chain: Chain) -> tuple[PlannedHierarchy, Chain]:
         return predict_chain(candidates, chain, "keep"), chain
 
     timed, (plan, chain) = candidates.call_seconds.shape[1] - 1, tried(chain)

@@ -137,7 +137,7 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedChain:
+class PlannedHierarchy:
     """A chain of models and what is predicted of it. The verifier without a drafter has no block sizes."""
 
     models: tuple[str, ...]  # smallest first
@@ -199,7 +199,7 @@ def triangle_violations(
 
 def predict(
     candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int], hand_over: HandOver = "need"
-) -> PlannedChain:
+) -> PlannedHierarchy:
     """What a chain of models costs: sum_i c_i passes_i seconds per token, with passes_i calls of model i,
     plus a token's share of the fixed costs of a text.
 
@@ -251,7 +251,7 @@ def check_rule(hand_over: HandOver) -> None:
         raise FieldError("hand_over", hand_over, f"the rules are {', '.join(HAND_OVER)}.")
 
 
-def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> PlannedChain:
+def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> PlannedHierarchy:
     """predict() without its checks."""
     chosen, sizes = chain
     acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
@@ -265,7 +265,7 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
         )
     )
     names = tuple(candidates.names[i] for i in chosen)
-    return PlannedChain(names, sizes, hand_over, seconds, tuple(map(float, passes)))
+    return PlannedHierarchy(names, sizes, hand_over, seconds, tuple(map(float, passes)))
 
 
 def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import costs
-from speccascade_jax.planning.prediction import Candidates, PlannedChain
+from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy
 from speccascade_jax.planning.timing import FixedLogits, Timing
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -230,7 +230,7 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
 
 
 def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_pair, tmp_path):
-    pair = PlannedChain(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
+    pair = PlannedHierarchy(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
     runs = plan.runs_of({plan.CHOSEN: pair, plan.PAIR: pair, plan.ALONE: pair}, Settings())
     assert plan.fastest(runs, {}) == plan.CHOSEN
     runs |= plan.adaptive_runs(pair, Settings(), 9)
@@ -269,8 +269,8 @@ def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_
 def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
     """It stands next to the plans, and is never taken for one: nobody knows its law."""
     names = ("drafter", "verifier")
-    target = PlannedChain(names[-1:], (), "need", 0.001, (1.0,))
-    pair = PlannedChain(names, (4,), "need", 0.0005, (1.0, 0.3))
+    target = PlannedHierarchy(names[-1:], (), "need", 0.001, (1.0,))
+    pair = PlannedHierarchy(names, (4,), "need", 0.0005, (1.0, 0.3))
     config = dataclasses.replace(
         configs.load(run), samplers={"last": lambda models: Autoregressive(models[-1])}
     )
@@ -293,9 +293,9 @@ def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
     calls = np.outer([0.1, 11.5, 123.4], np.linspace(1, 1.4, 17)) / 1000
     squares = np.full((3, 3), 0.375)
     candidates = Candidates(names, calls, squares, (27,), np.full(3, 0.0123), squares / 1000)
-    alone = PlannedChain(names[-1:], (), "need", 0.1234, (1.0,))
-    pair = PlannedChain((names[0], names[-1]), (5,), "need", 0.0615, (1.0, 0.3))
-    three = PlannedChain(names, (2, 5), "need", 0.0567, (1.0, 0.3, 0.2))
+    alone = PlannedHierarchy(names[-1:], (), "need", 0.1234, (1.0,))
+    pair = PlannedHierarchy((names[0], names[-1]), (5,), "need", 0.0615, (1.0, 0.3))
+    three = PlannedHierarchy(names, (2, 5), "need", 0.0567, (1.0, 0.3, 0.2))
     runs = plan.runs_of({plan.CHOSEN: three, plan.PAIR: pair, plan.ALONE: alone}, Settings())
     runs |= plan.adaptive_runs(pair, Settings(), 15)
     times = dict.fromkeys(runs, plan.Measured(np.ones(4), 0.0618, (1.52, 11.98)))
@@ -326,7 +326,8 @@ def test_a_plan_in_words():
     """A verifier alone is no hierarchy."""
     settings = Settings(method="speculative")
     alone, pair, three = (
-        PlannedChain(("a", "b", "c")[:count], (2, 5)[: count - 1], "need", 1.0, (1.0,)) for count in (1, 2, 3)
+        PlannedHierarchy(("a", "b", "c")[:count], (2, 5)[: count - 1], "need", 1.0, (1.0,))
+        for count in (1, 2, 3)
     )
     assert plan.told(alone, settings) == "a alone"
     assert plan.told(pair, settings) == "a, b; block size 2"

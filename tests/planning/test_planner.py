@@ -12,7 +12,7 @@ from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import (
     HAND_OVER,
     Candidates,
-    PlannedChain,
+    PlannedHierarchy,
     expected_tokens,
     predict,
     renewal,
@@ -328,7 +328,7 @@ def test_need_wants_other_plans_than_truncate():
 def test_bad_drafters_are_left_out(hand_over):
     models = candidates(np.random.default_rng(0), 4, 16)
     bad = dataclasses.replace(models, acceptance=np.zeros((4, 4)))
-    alone = PlannedChain(("m3",), (), hand_over, float(models.call_seconds[3, 1]), (1.0,))
+    alone = PlannedHierarchy(("m3",), (), hand_over, float(models.call_seconds[3, 1]), (1.0,))
     assert best(bad, 15, hand_over) == alone
     assert best(models, 15, hand_over, most_models=1) == alone
     assert len(best(models, 15, hand_over, most_models=2).models) == 2
