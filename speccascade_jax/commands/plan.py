@@ -490,7 +490,8 @@ def plan(arguments: Arguments) -> None:
             {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen),
         )
         screen.print(
-            f"written: {arguments.output} ({told(chosen, settings)}); decode with --config={arguments.output}",
+            f"written: {arguments.output} ({told(chosen, settings)}); "
+            f"decode with --config={arguments.output}",
             soft_wrap=True,
         )
 
