@@ -42,7 +42,9 @@ def solved(source):
     return of(re.fullmatch(r"How many (\w+) are there\?", question.strip())[1]), taken
 
 
-@pytest.mark.parametrize("query", ["operations=1", "operations=2-6&distractors=3", "operations=8&largest=60"])
+@pytest.mark.parametrize(
+    "query", ["operations=1", "operations=2-6&distractors=3", "operations=8&largest=60&order=forward"]
+)
 def test_solutions_are_right(query):
     problems = parse(f"{query}&examples=300")
     for example in word_problems.examples(problems):
@@ -55,7 +57,9 @@ def test_solutions_are_right(query):
         values = {}
         for step in steps:
             name, by_name, by_value, value = step.split(" = ")
-            values[name] = int(value)
+            number, unit = value.split()
+            values[name] = int(number)
+            assert unit == name
             assert eval(by_value) == values[name] <= problems.largest
             for word in re.findall("[a-z]+", by_name):  # only what is known by then
                 if word in named:
@@ -80,6 +84,23 @@ def test_splits_have_no_problem_in_common():
     assert all(len(problems) > 400 for problems in made.values())
 
 
+@pytest.mark.parametrize("order,after", [("forward", True), ("random", False)])
+def test_the_order_of_statements(order, after):
+    """forward: a statement mentions only what an earlier one has introduced."""
+    in_order = []
+    for example in word_problems.examples(parse(f"operations=4-6&distractors=2&order={order}&examples=100")):
+        introduced = set()
+        for statement in re.findall(r"[^.?]+\.", example["source"]):
+            matches = [(re.fullmatch(p, statement.strip()), build) for p, build in STATEMENTS]
+            ((match, build),) = [(match, build) for match, build in matches if match]
+            taken = []
+            name, value = build(*match.groups())
+            value(lambda other, taken=taken: taken.append(other) or 0)
+            in_order.append(introduced.issuperset(taken))
+            introduced.add(name)
+    assert all(in_order) == after
+
+
 def test_a_seed_makes_the_same_problems():
     first, again, other = (
         list(read_examples(f"made://word_problems?examples=50&seed={seed}")) for seed in (1, 1, 2)
@@ -99,6 +120,7 @@ def test_a_seed_makes_the_same_problems():
         ("examples=0", "examples"),
         ("examples=-1", "examples"),
         ("largest=3", "largest"),
+        ("order=backward", "order"),
         ("size=3", "size"),
     ],
 )
