@@ -11,9 +11,10 @@ config = DecodeConfig(
     max_source_length=160,
     max_new_tokens=112,
     task="word_problems_verifier",
-    missing="Make it with python scripts/finetune.py --config=word_problems_verifier, then --config=word_problems_drafter.",
+    missing="Make it with python scripts/finetune.py --config=word_problems_verifier, then "
+    "word_problems_drafter.",
     examples=(
-        "There are 5 apples. There are 3 more pears than apples. There are twice as many nuts as pears. How many "
-        "nuts are there?",
+        "There are 5 apples. There are 3 more pears than apples. There are twice as many nuts as pears. How "
+        "many nuts are there?",
     ),
 )

@@ -298,15 +298,15 @@ def train_tokenizer(
 ) -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
     Gemma's: <bos> 2 and <unk> 3. `pieces` is a name in PIECES: unigram; bpe; char, the commonest characters;
-    or word, the commonest words and numbers with the space before them, and the characters of the rest. All
-    else is bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    or word, the commonest words and numbers with the space before them, then the commonest characters. All
+    others are bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
     kind = PIECES[pieces]
     if kind.words:
-        texts = list(texts)
+        texts = [*texts, "."]  # SentencePiece needs a character that is in no word
         special["user_defined_symbols"] = common_words(texts, size - BYTES - (4 if bos else 3))
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -334,14 +334,11 @@ def train_tokenizer(
 
 
 def common_words(texts: Iterable[str], room: int) -> list[str]:
-    """The commonest words and numbers of `texts`, each with the space before it, as many as fit in `room`
-    pieces together with the characters of all others."""
+    """The space, and the commonest words and numbers of `texts`, each with the space before it: `room` pieces
+    together with the signs that are as common."""
     counts = Counter(word for text in texts for word in WORD.findall(SPACE + text.replace(" ", SPACE)))
-    words = [word for word, _ in counts.most_common() if len(word) > 1]
-    characters = {word for word in counts if len(word) == 1}
-    while words and len(words) + len(characters) > room:
-        characters.update(words.pop())
-    return words
+    common = [word for word, _ in counts.most_common(max(room - 1, 0)) if len(word) > 1]
+    return [*common, SPACE]  # as bytes it would not be decoded to a space
 
 
 def too_few_pieces(size: int, said: str) -> ValueError:
