@@ -306,8 +306,9 @@ def train_tokenizer(
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
     kind = PIECES[pieces]
     if kind.words:
-        texts = [*texts, "."]  # SentencePiece needs a character that is in no word
+        texts = list(texts)
         special["user_defined_symbols"] = common_words(texts, size - BYTES - (4 if bos else 3))
+        texts.append(".")  # SentencePiece needs a character that is in no word
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
