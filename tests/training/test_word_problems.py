@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from speccascade_jax.config import load
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training import word_problems
 from speccascade_jax.training.checks import check_split
 from speccascade_jax.training.data import read_examples
@@ -128,6 +130,28 @@ def test_what_cannot_be_made_is_refused_before_the_run(query, field):
     with pytest.raises(FieldError) as error:
         check_split("train", f"made://word_problems?{query}")
     assert error.value.field == field
+
+
+def test_the_pair_reads_a_word_at_a_time(tmp_path):
+    """One token for each word and number, and the longest problems of the test split are within the limits."""
+    config, decoding = load("word_problems_verifier"), load("word_problems")
+    task, path = config.task, tmp_path / "words.model"
+
+    def texts(split, count):
+        few = f"{split.rpartition('=')[0]}={count}"
+        return [(e["source"] + task.suffix, e["target"]) for e in read_examples(few)]
+
+    made = [text for pair in texts(task.train, 3000) for text in pair]
+    train_tokenizer(made, path, config.tokenizer_size, bos=True, pieces=config.tokenizer_pieces)
+    tokenizer = Tokenizer(path)
+    assert tokenizer.size <= config.model.vocab_size == load("word_problems_drafter").model.vocab_size
+    for source, target in texts(task.test, 500):
+        for text, limit in ((source, task.max_source_length), (target, task.max_target_length)):
+            tokens = tokenizer.encode_batch([text])[0]
+            assert len(tokens) == len(re.findall(r"\w+|[^\w\s]", text)) < limit
+            assert tokenizer.decode(tokens) == text
+    assert decoding.max_source_length == task.max_source_length
+    assert (decoding.max_new_tokens, decoding.suffix) == (task.max_target_length, task.suffix)
 
 
 def test_an_unknown_maker_is_refused():
