@@ -133,7 +133,7 @@ def test_what_cannot_be_made_is_refused_before_the_run(query, field):
 
 
 def test_the_pair_reads_a_word_at_a_time(tmp_path):
-    """One token for each word and number, and the longest problems of the test split are within the limits."""
+    """One token for each word and number; the longest problems of the test split are within the limits."""
     config, decoding = load("word_problems_verifier"), load("word_problems")
     task, path = config.task, tmp_path / "words.model"
 
