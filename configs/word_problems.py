@@ -1,10 +1,10 @@
-"""The shipped decoder-only pair in the Qwen 3 architecture: word problems, solved step by step."""
+"""A decoder-only pair in the Qwen 3 architecture: word problems, solved step by step. Train it first."""
 
-from speccascade_jax.config import DEMO, DecodeConfig
+from speccascade_jax.config import DecodeConfig
 
 config = DecodeConfig(
-    drafter=str(DEMO / "word_problems_drafter"),
-    verifier=str(DEMO / "word_problems_verifier"),
+    drafter="runs/word_problems_drafter",
+    verifier="runs/word_problems_verifier",
     method="speculative",
     block_size=5,
     suffix=" =",

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from speccascade_jax.config import DEMO, load
+from speccascade_jax.config import load
 
 VERIFIER = load("word_problems_verifier")
 
@@ -10,11 +10,10 @@ config = dataclasses.replace(
     VERIFIER,
     name="word_problems_drafter",
     output_dir="runs/word_problems_drafter",
-    shipped="word_problems_drafter",
     model=dataclasses.replace(
         VERIFIER.model, d_model=64, d_ff=192, num_heads=4, num_kv_heads=4, num_layers=2
     ),
-    teacher=str(DEMO / "word_problems_verifier"),
+    teacher="runs/word_problems_verifier",
     distillation=0.7,
     steps=4000,
 )

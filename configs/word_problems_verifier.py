@@ -20,7 +20,6 @@ task = Task(
 config = TrainConfig(
     name="word_problems_verifier",
     output_dir="runs/word_problems_verifier",
-    shipped="word_problems_verifier",
     task=task,
     tokenizer="runs/word_problems_tokenizer.model",
     tokenizer_size=384,

@@ -131,7 +131,7 @@ def test_the_small_pairs_write_about_the_facts(name):
 
 @pytest.mark.full
 def test_the_word_problems_pair_writes_solutions():
-    """Lossless decoding of both, steps in their form; the figures are in speccascade_jax/demo/README.md."""
+    """Lossless decoding of both, steps in their form; where they were trained."""
     run = configs.load("word_problems")
     if not all(Path(path).is_dir() for _, path in run.roles):
         pytest.skip("the models of word_problems are not here: train them with scripts/finetune.py")
