@@ -1,4 +1,4 @@
-"""A twelfth of word_problems_verifier, in two narrow layers, trained towards its distributions."""
+"""A tenth of word_problems_verifier, in two narrow layers, trained towards its distributions."""
 
 import dataclasses
 
