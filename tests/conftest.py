@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
 
 
+def pytest_collection_finish():
+    """All modules are there, and stay: the garbage collector does not look through them again. Nor does it
+    look as often as usual: tracing makes many objects, few of them garbage in cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture(scope="session")
 def full(request) -> bool:
     """Whether everything runs: for tests that otherwise take fewer rows."""
@@ -104,10 +112,14 @@ def compile_once(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """A process that keeps every program it ever compiled runs out of memory maps."""
+    """A process that keeps every program it ever compiled runs out of memory maps; one that forgets them
+    after every module compiles the small ones again and again."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    from speccascade_jax.scheduling.programs import crowded
+
+    if crowded():
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
