@@ -438,5 +438,6 @@ def test_the_check_of_parameters_sees_one_number(toy):
 
 
 def test_connect_names_what_it_was_given():
-    with pytest.raises(ValueError, match="cluster is 'me'"):
+    with pytest.raises(FieldError) as refused:
         connect("me")
+    assert (refused.value.field, refused.value.value) == ("cluster", "me")
