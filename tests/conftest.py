@@ -115,12 +115,12 @@ def compile_once(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs(full):
+def forget_programs(request):
     """A process that keeps every program it ever compiled runs out of memory maps; one that forgets them
     after every module compiles the small ones again and again. With --full some programs are compiled well
     and others are not, and no module may get another one's."""
     yield
-    if full or memory_maps() > MOST_MAPS:
+    if request.config.getoption("--full") or memory_maps() > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
 
