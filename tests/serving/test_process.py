@@ -111,9 +111,11 @@ def test_a_file_without_keys_and_an_address_in_use_are_named(tmp_path):
         with pytest.raises(FieldError) as refused:
             serve.keys_in(str(path))
         assert (refused.value.field, refused.value.value) == ("api_key_file", str(path))
-    with serve.bound("127.0.0.1", 0) as first, pytest.raises(FieldError) as refused:
-        serve.bound("127.0.0.1", first.getsockname()[1])
-    assert (refused.value.field, refused.value.value) == ("port", first.getsockname()[1])
+    with serve.bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(FieldError) as refused:
+            serve.bound("127.0.0.1", port)
+    assert (refused.value.field, refused.value.value) == ("port", port)
 
 
 def test_a_port_of_hundreds_of_digits_is_refused_in_a_sentence():
