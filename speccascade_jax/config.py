@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import reprlib
@@ -12,15 +13,16 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
-from tyro.conf import AvoidSubcommands, Suppress
+from tyro.conf import AvoidSubcommands, Suppress, arg
 
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.models import Config
-from speccascade_jax.settings import NAMED, NO_FILE, Settings, named
+from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
 DTYPES = "float32", "bfloat16", "int8"
@@ -209,7 +211,8 @@ class DecodeConfig(Settings):
     drafter: str = ""  # checkpoint folder of the small model; FOLDER@NAME: a member of a network
     verifier: str = ""  # checkpoint folder of the large model
     models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
-    method: str | tuple[str, ...] = "speculative"  # of --list, or verifier / drafter alone; or one a level
+    # of --list, or verifier / drafter alone; or one a level. An object in its place moves to `samplers`
+    method: Annotated[Choice | tuple[Choice, ...], arg(constructor=str | tuple[str, ...])] = "speculative"
     max_new_tokens: int = 80  # the end-of-sequence token included
     batch_size: int = 1  # inputs decoded side by side; from 2 on, on each device
     max_source_length: int = 80  # tokens, the end-of-sequence token included
@@ -223,7 +226,7 @@ class DecodeConfig(Settings):
     tensor_parallel: int = 1  # devices that share each model's parameters
     dtype: str = "auto"  # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
-    # Further names of methods: samplers, or functions from the models, the smallest first, to one.
+    # Further names of methods: rules, samplers, or functions from the models, the smallest first, to one.
     samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     task: Suppress[str | None] = None  # the training config whose task it is scored on
     missing: Suppress[str] = ""  # what to do where a checkpoint is missing, for people
@@ -233,6 +236,9 @@ class DecodeConfig(Settings):
     def __post_init__(self) -> None:
         if not self.models and not (self.drafter and self.verifier):
             raise FieldError("models", self.models, "name a drafter and a verifier, or models.", "no models")
+        method, samplers = names_of(self.method, self.samplers)
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "samplers", samplers)
 
     @property
     def roles(self) -> list[tuple[str, str]]:
@@ -244,10 +250,7 @@ class DecodeConfig(Settings):
     def record(self, *without: str) -> dict[str, Any]:
         """Its fields as JSON holds them, without these: what an output was decoded by."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}
-        samplers = {
-            name: getattr(made, "__qualname__", type(made).__qualname__)
-            for name, made in self.samplers.items()
-        }
+        samplers = {name: _described(made) for name, made in self.samplers.items()}
         del fields["samplers"]
         return fields | ({"samplers": samplers} if samplers else {})
 
@@ -295,6 +298,14 @@ class DecodeConfig(Settings):
             raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
         if self.dtype != "auto":  # which devices there are is not asked for here
             dtype_of(self)
+
+
+def _described(made: Any) -> str:
+    """A sampler or rule by the name of its function, with the values that are bound to it."""
+    function = made.target if isinstance(made, Method) else made
+    if isinstance(function, functools.partial):
+        return f"{_described(function.func)} {function.keywords}"
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def dtype_of(config: DecodeConfig) -> str:

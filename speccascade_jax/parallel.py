@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speccascade_jax.core.errors import FieldError
+
 AXIS = "data"
 TENSOR_AXIS = "tensor"
 CUT_AXIS = {
@@ -38,21 +40,25 @@ def connect(cluster: str) -> None:
     """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
     Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
 
-    Raises ValueError for anything else, and where the processes do not find each other.
+    Raises FieldError for anything else, and ValueError where the processes do not find each other.
     """
     if cluster == "auto":
         try:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the "
-                f"other processes are ({str(error).rstrip('.')}): start it with one, or "
-                "write HOST:PORT,PROCESSES,NUMBER."
+            raise FieldError(
+                "cluster",
+                cluster,
+                "start it with one, or write HOST:PORT,PROCESSES,NUMBER.",
+                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the other processes "
+                f"are ({str(error).rstrip('.')})",
             ) from None
         return
-    wrong = ValueError(
-        f"cluster is {cluster!r}; write auto, or HOST:PORT,PROCESSES,NUMBER: the first "
-        "process's address, how many there are, and which this is, from 0."
+    wrong = FieldError(
+        "cluster",
+        cluster,
+        "write auto, or HOST:PORT,PROCESSES,NUMBER: the first process's address, how many there are, and "
+        "which this is, from 0.",
     )
     try:
         address, *counts = cluster.split(",")
@@ -65,7 +71,12 @@ def connect(cluster: str) -> None:
     try:
         socket.getaddrinfo(host.strip("[]"), place)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"cluster is {cluster!r}, but no host {host!r} is known here ({error}).") from None
+        raise FieldError(
+            "cluster",
+            cluster,
+            "name another.",
+            f"cluster is {cluster!r}, but no host {host!r} is known here ({error})",
+        ) from None
     if number:
         _join(host.strip("[]"), place, processes, number)
     else:
@@ -176,12 +187,14 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
 
 def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
     """The first so many devices, of `among` or of those here, to share each model's parameters. Raises
-    ValueError if there are fewer."""
+    FieldError if there are fewer."""
     if among is not None:
         return Mesh(np.array(among[:devices]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
     if not 1 <= devices <= jax.device_count():
-        raise ValueError(
-            f"tensor_parallel is {devices}; it must be in [1, {jax.device_count()}], the number of devices."
+        raise FieldError(
+            "tensor_parallel",
+            devices,
+            f"it must be in [1, {jax.device_count()}], the number of devices.",
         )
     return jax.make_mesh(
         (devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]

@@ -25,7 +25,7 @@ from speccascade_jax.core.transforms import TRUNCATIONS
 MOST_TOKENS = 2**17  # a text's
 MOST_MARKERS = 4  # of alpha_after
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
-"""What each name of --method stands for. A config's `samplers` are further names."""
+"""What each name of --method stands for. A config's `samplers`, rules among them, are further names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
 """Numbers that some methods read in addition to alpha."""
 Choice = str | Method | Scheme | Sampler
@@ -377,6 +377,34 @@ def named(objects: Mapping[str, Any]) -> dict[str, Method | Scheme]:
             )
         entries[name] = dataclasses.replace(entry, name=name)
     return entries
+
+
+def names_of(method: Any, objects: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A method, or a tuple of one a level, with a name in place of each object; and `objects`, by their
+    names, with these.
+
+    An object without a name of its own is called `custom`. Raises FieldError where a name means another
+    object already.
+    """
+    known = dict(objects)
+
+    def name_of(entry: Any) -> Any:
+        if isinstance(entry, str) or entry_of(entry) is None:
+            return entry
+        name = _name(entry)
+        if NAMED.get(name) == entry:
+            return name
+        if name in NAMED or known.setdefault(name, entry) is not entry:
+            raise FieldError(
+                "method",
+                name,
+                "give each object a name, as Method(..., name='mine') does.",
+                f"method is an object called {name!r}, which is the name of another one",
+            )
+        return name
+
+    names = tuple(map(name_of, method)) if type(method) is tuple else name_of(method)
+    return names, known
 
 
 def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:

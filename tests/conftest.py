@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import os
 
 # Most time here goes into compiling programs that are tiny and run few times. Read when jax starts.
@@ -54,6 +55,9 @@ def is_rest(item) -> bool:
     return is_larger(item) or was_skipped(item.nodeid, item.config.cache)
 
 
+MOST_MAPS = 8_000
+"""Memory maps between two modules: an eighth of what Linux allows, so that a module may add many."""
+
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
 LONGEST = (
     "tests/test_fuzz.py",
@@ -71,6 +75,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if wanted(item)]
     places = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
+
+
+def pytest_collection_finish():
+    """All modules are there, and stay: the garbage collector does not look through them again. Nor does it
+    look as often as usual: tracing makes many objects, few of them garbage in cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
@@ -103,11 +115,23 @@ def compile_once(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """A process that keeps every program it ever compiled runs out of memory maps."""
+def forget_programs(request):
+    """A process that keeps every program it ever compiled runs out of memory maps; one that forgets them
+    after every module compiles the small ones again and again. With --full some programs are compiled well
+    and others are not, and no module may get another one's."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    if request.config.getoption("--full") or memory_maps() > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def memory_maps() -> float:
+    """How many this process has, where the system says so; otherwise more than it may have."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return math.inf
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_file
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
 from speccascade_jax.models.members import member
 from speccascade_jax.models.quantization import PackedKernel, wants_packing
@@ -196,13 +197,13 @@ def split_member(path: str | Path) -> tuple[str, str | None]:
 
 
 def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
-    """The dtype. Raises ValueError if it is not in `known`."""
+    """The dtype. Raises FieldError if it is not in `known`."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
     if name not in known:
-        raise ValueError(f"weights cannot be {name}; known: {', '.join(known)}.")
+        raise FieldError("dtype", dtype, f"known: {', '.join(known)}.", f"weights cannot be {name}")
     return jnp.dtype(name)
 
 
@@ -265,11 +266,11 @@ def check_absent(path: str | Path) -> None:
 
 
 def check_savable(config: Config, to: str) -> None:
-    """Raises ValueError where format `to` cannot hold a model of that shape."""
+    """Raises FieldError where format `to` cannot hold a model of that shape."""
     formats = MODEL_FAMILIES[config.family].formats
     if to not in formats:
         known = f"{to} holds no {config.family} models" if to in FORMATS else f"there is no format {to!r}"
-        raise ValueError(f"{known}; choose one of: {', '.join(formats)}.")
+        raise FieldError("to", to, f"choose one of: {', '.join(formats)}.", known)
     if to == "huggingface":
         MODEL_FAMILIES[config.family].describe(config)
 

@@ -31,6 +31,7 @@ from speccascade_jax.commands.commandline import (
 )
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.methods import Scheme
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
@@ -313,9 +314,14 @@ def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) ->
 
 
 def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, ...]) -> Runs:
-    """A config's samplers, made of all the models: they are timed next to the plans, and not predicted."""
+    """A config's samplers and lossless rules, over all the models: they are timed next to the plans, and not
+    predicted."""
     whole = dataclasses.replace(target, models=names, block_sizes=())
-    return {name: (whole, run.settings.by(entry)) for name, entry in named(run.samplers).items()}
+    return {
+        name: (whole, run.settings.by(entry))
+        for name, entry in named(run.samplers).items()
+        if isinstance(entry, Scheme) or entry.lossless
+    }
 
 
 class Measured(NamedTuple):

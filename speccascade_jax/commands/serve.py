@@ -85,48 +85,58 @@ class Arguments:
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
-    """The API keys. Raises ValueError for one that is not UTF-8, and a file that cannot be read or holds
-    none."""
-    keys = [os.environ[KEY].strip()] if os.environ.get(KEY) else []
-    try:
-        "".join(keys).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"${KEY} is not UTF-8, and no client could send it: choose another key.") from None
-    if any(CONTROL.search(key) for key in keys):
-        raise ValueError(
-            f"${KEY} holds a control character, and no client could send it: choose another key."
+    """The API keys. Raises FieldError for one that no client could send, and for a file that cannot be read
+    or holds none."""
+    variable = os.environ.get(KEY, "")
+    if problem := _unusable_key(variable):
+        raise FieldError(
+            KEY, None, "choose another key, or unset it to serve without one.", f"${KEY} {problem}"
         )
-    if "" in keys:
-        raise ValueError(f"${KEY} holds no key: unset it to serve without one.")
-    return tuple(keys + ([] if arguments.api_key_file is None else keys_in(arguments.api_key_file)))
+    listed = [] if arguments.api_key_file is None else keys_in(arguments.api_key_file)
+    return (*([variable.strip()] if variable else []), *listed)
+
+
+def _unusable_key(key: str) -> str:
+    """What is wrong with the value of $SPECCASCADE_API_KEY; nothing where it is unset or can be used."""
+    if key and not key.strip():
+        return "holds no key"
+    if CONTROL.search(key.strip()):
+        return "holds a control character, and no client could send it"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8, and no client could send it"
+    return ""
 
 
 def keys_in(path: str) -> list[str]:
-    """The keys in a file, one a line. Raises ValueError."""
+    """The keys in a file, one a line. Raises FieldError."""
+
+    def refused(problem: str, remedy: str) -> FieldError:
+        return FieldError("api_key_file", path, remedy, f"--api-key-file {problem}")
+
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"--api-key-file is {path}, which is not a regular file: name one.")
+        raise refused(f"is {path}, which is not a regular file", "name one.")
     try:
         text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(
-            f"--api-key-file {path} is not UTF-8: convert it first (iconv -f latin1 -t utf-8)."
-        ) from None
+        raise refused(f"{path} is not UTF-8", "convert it first (iconv -f latin1 -t utf-8).") from None
     except ValueError as error:
-        raise ValueError(f"--api-key-file: {error}") from None
+        raise refused(f"cannot be used: {str(error).rstrip('.')}", "name another file.") from None
     # Files that were joined have marks of their byte order within, too.
     keys = [key for line in text.replace(BYTE_ORDER, "").splitlines() if (key := line.strip())]
     if any(CONTROL.search(key) for key in keys):
-        raise ValueError(
-            f"--api-key-file {path} holds a key with a control character, which no client could send: "
-            "save the file as UTF-8, and write keys of other characters."
+        raise refused(
+            f"{path} holds a key with a control character, which no client could send",
+            "save the file as UTF-8, and write keys of other characters.",
         )
     if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one key per line.")
+        raise refused(f"{path} holds no key", "write one key per line.")
     return keys
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ValueError if the address is not available."""
+    """A listening socket. Raises FieldError if the address is not available."""
     if not 0 <= port < 2**16:
         raise FieldError("port", port, "it must be in [0, 65535].", f"--port is {shown(port)}")
     try:
@@ -136,8 +146,8 @@ def bound(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
         listening.listen()  # until then another server may bind the same address
     except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"cannot listen at {host}, port {port}: {error}; give another --host or --port."
+        raise FieldError(
+            "port", port, "give another --host or --port.", f"cannot listen at {host}, port {port}: {error}"
         ) from None
     return listening
 

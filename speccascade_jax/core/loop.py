@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, Key
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import each, fitted
 from speccascade_jax.core.protocols import (
     NO_TOKEN,
@@ -90,7 +91,7 @@ def requests(
     max_new_tokens: int,
     markers: Markers | None = None,
 ) -> Requests:
-    """generate()'s arguments with a value for every row. Raises ValueError for arrays of other shapes."""
+    """generate()'s arguments with a value for every row. Raises FieldError for arrays of other shapes."""
     rows, levels = input_length.shape[0], sampler.level
     by_level = {
         "alphas": jnp.asarray(alphas, jnp.float32),
@@ -98,9 +99,11 @@ def requests(
     }
     for name, value in by_level.items():
         if value.shape not in ((levels,), (rows, levels)):
-            raise ValueError(
-                f"{name} has shape {value.shape}; this sampler has {levels} verifiers: give "
-                f"[{levels}], or [{rows}, {levels}] for a value a row."
+            raise FieldError(
+                name,
+                value.shape,
+                f"give [{levels}], or [{rows}, {levels}] for a value a row.",
+                f"{name} has shape {value.shape}, and this sampler has {levels} verifiers",
             )
         by_level[name] = jnp.broadcast_to(value, (rows, levels))
     limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
@@ -236,7 +239,7 @@ def generate(
     holds the lenience of each verifier, from the smallest up (K = 0 for Autoregressive); methods [K] or [B,
     K] which of its methods each row follows, where it has several; limits [B] the most tokens of each row, no
     more than max_new_tokens; markers the lenience after certain tokens (core.spans). All of these, the keys
-    and the options are traced: unlike rows share one program, and sweeping compiles once. Raises ValueError
+    and the options are traced: unlike rows share one program, and sweeping compiles once. Raises FieldError
     for arrays of other shapes.
     """
     batch = requests(

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from speccascade_jax.core.errors import check_range
+from speccascade_jax.core.errors import FieldError, check_range
 
 Array = jax.Array
 
@@ -126,13 +126,15 @@ class SamplingOptions:
         return dict(self.bounds).get(name)
 
     def of_rows(self, rows: int) -> "SamplingOptions":
-        """The same with every value [B]. Raises ValueError where one has another shape than [] or [B]."""
+        """The same with every value [B]. Raises FieldError where one has another shape than [] or [B]."""
 
         def of_row(name: str, value: Any, dtype: Any) -> Array:
             if jnp.shape(value) not in ((), (rows,)):
-                raise ValueError(
-                    f"{name} has shape {jnp.shape(value)}; give one number, or one for each of "
-                    f"the {rows} rows."
+                raise FieldError(
+                    name,
+                    jnp.shape(value),
+                    f"give one number, or one for each of the {rows} rows.",
+                    f"{name} has shape {jnp.shape(value)}",
                 )
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 

@@ -47,8 +47,11 @@ Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
 def block_size_of(point: Settings) -> Any:
-    """The block size of a point, which may be "adaptive"; 0 if its method has none."""
-    return point.block_size if all(name in METHODS for name in point.name.split("+")) else 0
+    """The block size of a point, which may be "adaptive"; 0 if its method has none. A config's own method
+    has none at block size 1, the one that grid() gives to samplers."""
+    entries = [NAMED.get(name) for name in point.name.split("+")]
+    unknown = None in entries and point.block_size == 1
+    return 0 if unknown or any(isinstance(entry, Scheme) for entry in entries) else point.block_size
 
 
 def alone(point: Settings, model: str) -> Settings:
@@ -122,9 +125,9 @@ def grid(
         for method, rule in rules.items():
             if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
-            for block_size in block_sizes if method in METHODS else (1,):
+            for block_size in (1,) if isinstance(rule, Scheme) else block_sizes:
                 leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
-                for alpha in (0.0,) if method in LOSSLESS else leniences:
+                for alpha in (0.0,) if isinstance(rule, Method) and rule.lossless else leniences:
                     lenience = _lenience(method, rule, alpha)
                     point = dataclasses.replace(
                         chosen.by(method, known), block_size=block_size, alpha=lenience

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from speccascade_jax.core import loop
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import insert, insert_rows
 from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
@@ -95,7 +96,7 @@ class Programs:
     def begin(self, rows: int, width: int) -> Any:
         """(params, Requests, one more than each row's block size or None) -> State.
 
-        Raises ValueError if it does not fit into the devices' memory.
+        Raises FieldError if it does not fit into the devices' memory.
         """
 
         def compiled() -> Any:
@@ -227,10 +228,12 @@ class Programs:
         laws = LAWS * 4 * rows * plan.sampler.width * plan.vocab_size
         need = laws + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // self.devices
         if free is not None and need > free:
-            raise ValueError(
+            raise FieldError(
+                "max_new_tokens",
+                plan.max_new_tokens,
+                "lower batch_size, max_new_tokens or block_size.",
                 f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
-                f"about {need / GIGABYTE:.1f} GB on each device, {free / GIGABYTE:.1f} GB are free: lower "
-                "batch_size, max_new_tokens or block_size."
+                f"about {need / GIGABYTE:.1f} GB on each device, and {free / GIGABYTE:.1f} GB are free",
             )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from speccascade_jax import checkpoints
+from speccascade_jax.core.errors import FieldError
 
 
 @pytest.mark.parametrize("to", ["native", "huggingface"])
@@ -18,8 +19,9 @@ def test_every_format_brings_it_back(to, gemma_pair, tmp_path):
     assert again.tokenizer.name == "tokenizer.model"
     with pytest.raises(ValueError, match=r"window is 7, not 9"):
         checkpoints.load(tmp_path / "out", config=dataclasses.replace(original.model.config, window=9))
-    with pytest.raises(ValueError, match="t5x holds no gemma2 models"):
+    with pytest.raises(FieldError) as refused:
         checkpoints.save(tmp_path / "t5x", original, "t5x")
+    assert (refused.value.field, refused.value.value) == ("to", "t5x")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -7,6 +7,7 @@ import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
 from toys import TableLM, chi_square, sequence_law
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
@@ -84,14 +85,17 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
 @pytest.mark.parametrize("alphas,methods", [((), None), ((0.1, 0.2), None), ((0.1,), (0, 0)), (0.1, None)])
 def test_values_for_another_number_of_verifiers_are_refused(alphas, methods):
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS["opt"], 2)
-    with pytest.raises(ValueError, match="1 verifiers: give"):
+    with pytest.raises(FieldError) as refused:
         decoded(sampler, tuple(TABLES[:2]), 4, SamplingOptions(), alphas, methods=methods)
+    wrong = ("alphas", np.shape(alphas)) if methods is None else ("methods", np.shape(methods))
+    assert (refused.value.field, refused.value.value) == wrong
 
 
 @pytest.mark.parametrize("name", ["temperature", *TRUNCATIONS])
 def test_options_for_another_number_of_rows_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} has shape"):
+    with pytest.raises(FieldError) as refused:
         decoded(Autoregressive(TableLM(VOCAB)), TABLES[0], 4, SamplingOptions(**{name: np.ones(3)}), ())
+    assert (refused.value.field, refused.value.value) == (name, (3,))
 
 
 def test_limits_cut_and_change_nothing_else():

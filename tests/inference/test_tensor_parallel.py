@@ -11,6 +11,7 @@ from shapes import TINY_T5
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.parallel import tensor_mesh
@@ -140,5 +141,6 @@ def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match=r"tensor_parallel is 99; it must be in \[1, "):
+    with pytest.raises(FieldError) as refused:
         tensor_mesh(99)
+    assert (refused.value.field, refused.value.value) == ("tensor_parallel", 99)

@@ -35,9 +35,15 @@ from speccascade_jax.training.router import (
     prices,
 )
 
-RNG, SEEN = np.random.default_rng(3), np.random.default_rng(2)  # whose network decides both ways
+SEEN = np.random.default_rng(2)  # whose network decides both ways
 WEIGHTS = Weights(*(SEEN.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
 NOTHING = Weights(*(np.zeros_like(x) for x in WEIGHTS))
+
+
+@pytest.fixture
+def rng():
+    """A test's own: what it draws does not depend on the tests before it."""
+    return np.random.default_rng(3)
 
 
 def features_by_hand(q, p, qs, ps):
@@ -91,8 +97,8 @@ def test_what_is_trained_follows_its_law(name, rows):
     assert p_value(by_hand(NOTHING, mixes=mixes)) < FAIL_BELOW
 
 
-def test_a_mixture_that_has_learnt_nothing_is_mixture():
-    q, p = (jnp.asarray(x, jnp.float32) for x in RNG.dirichlet(np.ones(6), (2, 3, 4)))
+def test_a_mixture_that_has_learnt_nothing_is_mixture(rng):
+    q, p = (jnp.asarray(x, jnp.float32) for x in rng.dirichlet(np.ones(6), (2, 3, 4)))
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for alpha in (0.0, 0.3, 1.0, jnp.full((3, 1, 1), 0.6)):
         found, _ = router.method_of(NOTHING, "learned_mixture").target(scores, alpha)
@@ -102,10 +108,10 @@ def test_a_mixture_that_has_learnt_nothing_is_mixture():
     np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
 
 
-def test_a_router_that_has_learnt_nothing_is_opt():
+def test_a_router_that_has_learnt_nothing_is_opt(rng):
     for temperature in (0.0, 0.7, 1.0):
         for _ in range(30):
-            q, p = RNG.dirichlet(np.ones(6), 2).astype(np.float32)
+            q, p = rng.dirichlet(np.ones(6), 2).astype(np.float32)
             qs, ps = (transform(x, temperature) for x in (q, p))
             for alpha in (0.0, 0.3):
                 scores = Scores(*map(jnp.asarray, (q, p, qs, ps, temperature == 0)))
@@ -114,30 +120,30 @@ def test_a_router_that_has_learnt_nothing_is_opt():
                 np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
-def test_features_are_as_by_hand():
+def test_features_are_as_by_hand(rng):
     """Of distributions that were cut, too, and 0 where the laws agree, where there is nothing to decide."""
     for k in range(40):
-        q, p = RNG.dirichlet(np.ones(6), 2)
+        q, p = rng.dirichlet(np.ones(6), 2)
         qs, ps = (transform(x, (0.0, 0.7, 1.0)[k % 3], top_p=(None, 0.6)[k % 2]) for x in (q, p))
         ps = qs if k == 30 else ps
         scores = Scores(*(jnp.asarray(x, jnp.float32) for x in (q, p, qs, ps)), jnp.asarray(k % 3 == 0))
         np.testing.assert_allclose(router.features(scores), features_by_hand(q, p, qs, ps), atol=1e-4)
 
 
-def known(count):
+def known(rng, count):
     """Features drawn at random, of positions where the laws disagree for certain."""
-    found = RNG.random((count, len(FEATURES))).astype(np.float32)
+    found = rng.random((count, len(FEATURES))).astype(np.float32)
     found[:, FEATURES.index("TV(p~, q~)")] = 1.0
     return found
 
 
-def test_training_finds_what_opt_misses():
+def test_training_finds_what_opt_misses(rng):
     """A verifier that is right half as often as it says, where it is sure: there its token is worth less."""
     config = RouterConfig("toy", "toy.json", "toy", steps=600)
-    whole = known(20_000)
+    whole = known(rng, 20_000)
     q, p = whole[:, :2].T
     advantage = np.where(p > 0.5, 0.5, 1.0) * p - q
-    tries = Tried(whole, 30 * (advantage + 0.5 * RNG.normal(size=len(whole))), np.zeros(len(whole)))
+    tries = Tried(whole, 30 * (advantage + 0.5 * rng.normal(size=len(whole))), np.zeros(len(whole)))
     weights = fit_router(tries, config)
     plain = router.plain_advantage(whole)
     np.testing.assert_allclose(plain, p - q, atol=1e-6)
@@ -169,10 +175,10 @@ def test_what_a_mixture_learns_from():
     np.testing.assert_array_equal(seen.texts, [0, 0, 0, 1, 1, 2])
 
 
-def test_training_finds_where_the_drafter_is_worth_more():
+def test_training_finds_where_the_drafter_is_worth_more(rng):
     """A drafter that is better than its verifier where it is sure, and worse elsewhere."""
     config = RouterConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
-    whole = known(8_000)
+    whole = known(rng, 8_000)
     sure = whole[:, 0] > 0.5
     chances = np.stack([np.where(sure, 0.8, 0.1), np.where(sure, 0.4, 0.6)], axis=1).astype(np.float32)
     seen = Observed(whole, chances, np.zeros(len(whole)))

@@ -14,6 +14,7 @@ from tiny_models import in_blocks, prefilled, random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.models.layers import Linear
 from speccascade_jax.models.quantization import PackedKernel
@@ -208,8 +209,10 @@ def test_a_folder_may_have_an_at_in_its_name(tmp_path):
 
 @pytest.mark.parametrize("to", ["huggingface", "t5x"])
 def test_other_formats_hold_no_exits(to, tmp_path):
-    with pytest.raises(ValueError, match=f"{to} holds no exits models; choose one of: native"):
+    with pytest.raises(FieldError) as refused:
         checkpoints.save(tmp_path / "out", random_checkpoint(NETWORKS["t5"]), to)
+    assert (refused.value.field, refused.value.value) == ("to", to)
+    assert "native" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):
     assert np.abs(found - expected[1:2]).max() > 1
 
 
+@pytest.mark.full(quick=["t5_1_1_small-77", "t5_1_1_base-248"])
 @pytest.mark.parametrize(
     "name,millions",
     [

@@ -96,11 +96,26 @@ def test_a_key_with_control_characters_is_refused(tmp_path, monkeypatch, served_
     """UTF-16 without a mark of its byte order is UTF-8 with a null in every character."""
     for content in ("secret\n".encode("utf-16-le"), b"a\x7f", b"\x1b[31m"):
         (tmp_path / "keys").write_bytes(content)
-        with pytest.raises(ValueError):
+        with pytest.raises(FieldError) as refused:
             serve.keys_in(str(tmp_path / "keys"))
+        assert (refused.value.field, refused.value.value) == ("api_key_file", str(tmp_path / "keys"))
     monkeypatch.setenv(serve.KEY, "a\x01b")
-    with pytest.raises(ValueError):
+    with pytest.raises(FieldError) as refused:
         serve.keys(serve.parse([f"--config={served_config}"]))
+    assert refused.value.field == serve.KEY and "\x01" not in str(refused.value)  # a key is told to nobody
+
+
+def test_a_file_without_keys_and_an_address_in_use_are_named(tmp_path):
+    (tmp_path / "none").write_bytes(b"\n \n")
+    for path in (tmp_path / "none", tmp_path / "missing", tmp_path):
+        with pytest.raises(FieldError) as refused:
+            serve.keys_in(str(path))
+        assert (refused.value.field, refused.value.value) == ("api_key_file", str(path))
+    with serve.bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(FieldError) as refused:
+            serve.bound("127.0.0.1", port)
+    assert (refused.value.field, refused.value.value) == ("port", port)
 
 
 def test_a_port_of_hundreds_of_digits_is_refused_in_a_sentence():

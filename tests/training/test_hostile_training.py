@@ -256,7 +256,9 @@ def test_a_host_out_of_reach_is_said_at_once(toy, tmp_path):
         )
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "gs://nobody/model" in done.stderr and "cannot be reached" in done.stderr
-        assert time.monotonic() - began < 12 and not (tmp_path / "run").exists()  # most of it imports
+        assert (
+            time.monotonic() - began < 30 and not (tmp_path / "run").exists()
+        )  # imports; retries take minutes
 
 
 def test_help_needs_no_config(capsys):
@@ -438,5 +440,6 @@ def test_the_check_of_parameters_sees_one_number(toy):
 
 
 def test_connect_names_what_it_was_given():
-    with pytest.raises(ValueError, match="cluster is 'me'"):
+    with pytest.raises(FieldError) as refused:
         connect("me")
+    assert (refused.value.field, refused.value.value) == ("cluster", "me")

@@ -15,6 +15,7 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, train_tokenizer
+from speccascade_jax.vocabularies import VOCABULARIES
 from speccascade_jax.vocabularies.joining import translated
 from speccascade_jax.vocabularies.matching import cut_as, matched, spelled, spellings
 from speccascade_jax.vocabularies.prefix_tree import strings
@@ -189,8 +190,10 @@ def test_vocabularies_that_do_not_go_together():
     whole = Tokenizer(DEMO / "verifier" / "spiece.model").surfaces()
     with pytest.raises(ValueError, match=r"slrs would ask the drafter after more than \d+ texts.*; take tli"):
         strings(whole, whole, 2048, 2048)
-    with pytest.raises(ValueError, match=r"vocabulary is 'both'; known: auto, tli, union, slem, slrs\."):
+    with pytest.raises(FieldError) as refused:
         dataclasses.replace(load("demo"), vocabulary="both").check()
+    assert (refused.value.field, refused.value.value) == ("vocabulary", "both")
+    assert all(name in refused.value.remedy for name in VOCABULARIES)
 
 
 @pytest.mark.full

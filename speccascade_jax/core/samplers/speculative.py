@@ -79,16 +79,14 @@ class Speculative:
         return self.method if isinstance(self.method, tuple) else (self.method,)
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        below, numbers = self.drafter.plain(counts[0]), counts[1].plain()
-        passes = below.get("model_passes", below.get("drafter_passes"))
-        if "drafter_passes" not in below:
-            return {"drafter_passes": passes, **numbers}
-        lower = {name: value for name, value in below.items() if name not in ("drafter_passes", "below")}
-        return {
-            "drafter_passes": passes,
-            **numbers,
-            "below": [*below.get("below", [{"passes": passes}]), lower],
-        }
+        """Its own counts and the passes of the smallest model; with a hierarchy as drafter also `below`, the
+        counts of each model under the verifier, the smallest first."""
+        lower, numbers = self.drafter.plain(counts[0]), counts[1].plain()
+        if "model_passes" in lower:  # nothing drafts for the drafter
+            return {"drafter_passes": lower["model_passes"], **numbers}
+        passes = lower.pop("drafter_passes")
+        smaller = lower.pop("below", [{"passes": passes}])
+        return {"drafter_passes": passes, **numbers, "below": [*smaller, lower]}
 
     @property
     def capacity(self) -> int:
