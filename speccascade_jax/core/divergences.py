@@ -54,7 +54,7 @@ def lk_hybrid(
 
 
 def kl_to_lk(
-    target: Float[Array, "*B V"], draft: Float[Array, "*B V"], progress: Float[Array, ""]
+    target: Float[Array, "*B V"], draft: Float[Array, "*B V"], progress: float | Float[Array, ""]
 ) -> Float[Array, "*B"]:
     """(1 - t) KL + t LK with t = `progress`, which rises from 0 at the first step to 1 at the last."""
     return (1.0 - progress) * kl(target, draft) + progress * lk(target, draft)
