@@ -18,7 +18,7 @@ from speccascade_jax.core.rules import Scores
 
 Array = jax.Array
 BLEND = 3.0
-"""How fast lk_hybrid leaves KL as drafts are accepted (eta of arXiv 2602.23881, eq. 5)."""
+"""How fast lk_hybrid leaves KL as drafts are accepted (eta of arXiv 2602.23881, section 4.2)."""
 
 
 def kl(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
