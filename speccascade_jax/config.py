@@ -16,8 +16,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
+import tyro
 from tyro.conf import AvoidSubcommands, Suppress, arg
 
+from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
@@ -71,8 +73,8 @@ class Task:
 class ExitTraining:
     """How a network's members are trained, where the model is one (models.exits, models.shared_encoder).
 
-    The small members learn from the full model as a drafter does from its teacher: `distillation` and
-    `divergence` of the run are their shares of that and of the data.
+    The small members learn from the full model as a drafter does from its teacher: `distillation`,
+    `divergence`, `method` and `alpha` of the run say how.
     """
 
     frozen: bool = True  # the full model stays as it is; False: all train together (LayerSkip)
@@ -99,7 +101,18 @@ class TrainConfig:
     init: str | None = None  # checkpoint to start from
     teacher: str | None = None  # checkpoint to learn from, in addition to the data
     distillation: float = 0.5  # weight of the divergence from the teacher; the rest is the data's loss
-    divergence: str = "kl"  # of the teacher's distribution: kl or tv
+    divergence: Annotated[
+        str,
+        tyro.conf.arg(
+            help="From the teacher's distribution. "
+            + ". ".join(f"{name}: {entry.summary}" for name, entry in DIVERGENCES.items())
+            + "."
+        ),
+    ] = "kl"
+    # the rule that will decode with the drafter, of decode.py --list: the drafter learns what its tokens are
+    # then verified against (at temperature 1) instead of the teacher's distribution
+    method: str = "speculative"
+    alpha: float = 0.0  # that rule's lenience
     # share of the batches whose targets the model samples itself: of them it learns the teacher's
     # distributions alone
     on_policy: float = 0.0

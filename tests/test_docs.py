@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from speccascade_jax.config import ConfigError
+from speccascade_jax.core.divergences import DIVERGENCES
 
 ROOT = Path(__file__).parent.parent
 README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "reference" / "extending.md"
@@ -223,6 +224,12 @@ def test_docstrings_name_what_is_there():
     for planted in ("# see rates.no_such_function", 'def f():\n    """As metrics.relative_cost."""'):
         assert len(leads_nowhere(planted, known)) == 1
     assert not leads_nowhere("# rates.relative_cost, core.loop, configs/demo.py, config.json", known)
+
+
+def test_every_divergence_has_its_row():
+    page = (ROOT / "docs" / "reference" / "training.md").read_text(encoding="utf-8")
+    for name, entry in DIVERGENCES.items():
+        assert f"| `{name}` | {entry.summary} |" in page
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,8 +1,8 @@
 """What can be chosen is declared once: no code asks for an entry by its name.
 
 An entry is a line of a table: a method, a baseline, a few-shot task, a metric, a way to join vocabularies, a
-truncation. What is particular about it is a field of the entry. Code that compares with its name, or keeps a
-dict by such names, would have to be found and changed when an entry is added.
+truncation, a divergence. What is particular about it is a field of the entry. Code that compares with its
+name, or keeps a dict by such names, would have to be found and changed when an entry is added.
 """
 
 import ast
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.fewshot import TASKS
@@ -19,8 +20,8 @@ from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.vocabularies import VOCABULARIES
 
 PACKAGE = Path(__file__).resolve().parent.parent / "speccascade_jax"
-ENTRIES = {*METHODS, *BASELINES, *TASKS, *METRICS, *VOCABULARIES, *TRUNCATIONS}
-TABLES = {"METHODS", "BASELINES", "TRUNCATIONS", "VOCABULARIES"}
+ENTRIES = {*METHODS, *BASELINES, *TASKS, *METRICS, *VOCABULARIES, *TRUNCATIONS, *DIVERGENCES}
+TABLES = {"METHODS", "BASELINES", "TRUNCATIONS", "VOCABULARIES", "DIVERGENCES"}
 """The dict literals that declare entries."""
 
 COLLECTIONS = "set", "frozenset", "tuple", "list", "dict.fromkeys"
@@ -157,6 +158,7 @@ def test_what_is_mended_is_no_longer_listed():
         "[one for one in names if one != 'wmt']",
         "assert name == 'router'",
         "f(lambda name: name == 'oracle')",
+        "far = lk if config.divergence == 'lk' else kl",
     ],
 )
 def test_a_planted_violation_is_seen(source):
@@ -185,6 +187,6 @@ def test_what_names_an_entry_without_asking_is_no_violation(source):
 
 def test_the_names_are_those_of_the_entries():
     """A name that is no longer an entry's would be looked for in vain."""
-    assert {"speculative", "lookahead", "bild", "gsm8k", "bleu", "slem", "min_p"} <= ENTRIES
+    assert {"speculative", "lookahead", "bild", "gsm8k", "bleu", "slem", "min_p", "lk"} <= ENTRIES
     assert all(task.name == name and task.summary for name, task in TASKS.items())
     assert all(metric.name == name and metric.summary for name, metric in METRICS.items())

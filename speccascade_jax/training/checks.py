@@ -24,12 +24,13 @@ from speccascade_jax.config import (
     TrainConfig,
     in_the_repository_only,
 )
-from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.divergences import DIVERGENCES
+from speccascade_jax.core.errors import FieldError, check_range
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.tokenizers.tokenizer import PIECES
 from speccascade_jax.training.data import SCHEMES
-from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
 from speccascade_jax.training.lora import check_adapters
 
@@ -38,6 +39,7 @@ NAMES = {
     "optimizer": ("adafactor", "adamw"),
     "decay": ("constant", "linear"),
     "divergence": DIVERGENCES,
+    "method": METHODS,
     "dtype": ("bfloat16", "float32"),
     "curriculum": CURRICULA,
     "tokenizer_pieces": PIECES,
@@ -108,6 +110,7 @@ def check(config: TrainConfig, ship: bool = False) -> None:
             f"the tokenizer {config.tokenizer} is missing",
         )
     check_needs(config)
+    check_rule(config)
     if config.lora_rank:
         check_lora(config)
     if isinstance(config.model, NetworkConfig):
@@ -154,6 +157,38 @@ def check_needs(config: TrainConfig) -> None:
             "name its file with --tokenizer; it is trained on the task where it is missing.",
             "training from scratch needs a tokenizer",
         )
+
+
+def check_rule(config: TrainConfig) -> None:
+    """Raises FieldError for a rule that no drafter can be trained for, and for what says how a run learns
+    from a teacher's distributions if it learns from none."""
+    members = isinstance(config.model, NetworkConfig)
+    learns = (config.distillation or config.on_policy) and (config.teacher is not None or members)
+    for field in ("divergence", "method", "alpha"):
+        value = getattr(config, field)
+        if value != getattr(TrainConfig, field) and not learns:
+            raise FieldError(
+                field,
+                value,
+                f"set distillation above 0{'' if members else ' and name a checkpoint with --teacher'}, or "
+                "leave it out.",
+                f"{field} is {value!r}, but this run learns no distributions of a "
+                + ("full model" if members else "teacher"),
+            )
+    name, method = config.method, METHODS[config.method]
+    if method.trained or not method.by_prefix:
+        known = [name for name, entry in METHODS.items() if entry.by_prefix and not entry.trained]
+        raise FieldError(
+            "method",
+            name,
+            f"take one of {', '.join(known)}.",
+            f"no drafter can be trained for {name}, "
+            + ("a network of a pair that exists" if method.trained else "which decides by places in a round"),
+        )
+    try:
+        check_range("alpha", config.alpha, method.low, method.high)
+    except FieldError as error:
+        raise FieldError("alpha", config.alpha, f"for {name} {error.remedy}") from None
 
 
 def check_fields(config: TrainConfig | Task | ExitTraining) -> None:

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from speccascade_jax.config import Task, TrainConfig
+from speccascade_jax.core.divergences import DIVERGENCES, target_law
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import AnyArray, LanguageModel, Params
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.inputs import check_text
@@ -22,31 +24,39 @@ from speccascade_jax.training.data import Batch, joined_examples
 Array = jax.Array
 
 
-def kl_divergence(teacher: Array, student: Array) -> Array:
-    """KL(teacher || student) of log-probabilities [..., V]."""
-    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
-
-
-def total_variation(teacher: Array, student: Array) -> Array:
-    """Half the L1 distance of log-probabilities [..., V]: the probability that lossless
-    speculative sampling rejects a draft of the student's."""
-    return 0.5 * jnp.sum(jnp.abs(jnp.exp(teacher) - jnp.exp(student)), axis=-1)
-
-
-DIVERGENCES = {"kl": kl_divergence, "tv": total_variation}
+def progress(config: TrainConfig, number: Array | None) -> Array:
+    """The share of the steps that is done at batch `number`: 0 at the first step, 1 at the last, and without
+    a number."""
+    if number is None:
+        return jnp.ones(())
+    return jnp.asarray(number // config.accumulate, jnp.float32) / max(config.steps - 1, 1)
 
 
 def distillation_loss(
-    logits: Array, teacher_logits: Array, target_length: AnyArray, divergence: str
+    logits: Array,
+    teacher_logits: Array,
+    target_length: AnyArray,
+    divergence: str = "kl",
+    method: str = "speculative",
+    alpha: float = 0.0,
+    progress: float | Array = 1.0,
 ) -> Array:
-    """Sum over real tokens of the divergence from the teacher's distribution (token-level
-    distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024).
+    """Sum over real tokens of the divergence (core.divergences) from the teacher's distribution (token-level
+    distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024), or from pi of a rule: what
+    the drafter's tokens are verified against where a cascade decodes by `method` and `alpha`.
 
-    logits and teacher_logits [B, T, V], target_length [B].
+    logits and teacher_logits [B, T, V], target_length [B]; computed in float32 at least. The gradient is of
+    `logits`, and pi's dependence on them has none.
     """
-    teacher, student = (jax.nn.log_softmax(x, axis=-1) for x in (teacher_logits, logits))
+    teacher, student = (
+        jax.nn.log_softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=-1)
+        for x in (teacher_logits, logits)
+    )
     mask = jnp.arange(logits.shape[1]) < target_length[:, None]
-    return jnp.sum(DIVERGENCES[divergence](teacher, student) * mask)
+    entry, values = DIVERGENCES[divergence], {"mask": mask, "progress": progress}
+    target = target_law(teacher, student, METHODS[method], alpha)
+    far = entry.of(target, student, **{name: values[name] for name in entry.needs})
+    return jnp.sum(jnp.where(mask, far, 0.0))
 
 
 def on_policy_texts(

@@ -14,7 +14,7 @@ from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of
 from speccascade_jax.models.exits import depth_of
 from speccascade_jax.models.layers import AfterLayer, last_written
 from speccascade_jax.training.data import Batch
-from speccascade_jax.training.distillation import distillation_loss
+from speccascade_jax.training.distillation import distillation_loss, progress
 from speccascade_jax.training.lora import split_adapters
 from speccascade_jax.training.losses import token_loss
 
@@ -115,7 +115,13 @@ def member_loss(
         share, total = config.distillation, jnp.zeros(())
         if share:
             total += share * distillation_loss(
-                logits, jax.lax.stop_gradient(full), batch.target_length, config.divergence
+                logits,
+                full,
+                batch.target_length,
+                config.divergence,
+                config.method,
+                config.alpha,
+                progress(config, number),
             )
         return total + (1.0 - share) * data_loss(logits) if share < 1 else total
 

@@ -245,7 +245,10 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 raise diverged("a parameter or the optimizer's state", step, kept)
             whole = merged(params) if evaluates or saves else params
             if evaluates:
-                sums = [jax.device_get(steps.losses(params, split_rows(mesh, batch))) for batch in validation]
+                sums = [
+                    jax.device_get(steps.losses(params, split_rows(mesh, batch), teacher_params))
+                    for batch in validation
+                ]
                 total, number = np.sum(sums, axis=0)
                 mean = float(total / number)
                 if not math.isfinite(mean):

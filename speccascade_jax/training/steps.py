@@ -15,7 +15,7 @@ from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.models import Model, NetworkConfig
 from speccascade_jax.parallel import parameter_sharding, split_rows, tree_sharding
 from speccascade_jax.training.data import Batch
-from speccascade_jax.training.distillation import distillation_loss, on_policy_texts
+from speccascade_jax.training.distillation import distillation_loss, on_policy_texts, progress
 from speccascade_jax.training.exits import joined, member_loss, split
 from speccascade_jax.training.lora import adapted, shapes_of
 from speccascade_jax.training.losses import token_loss
@@ -31,7 +31,7 @@ class Steps(NamedTuple):
     # (params, batch, number) -> the batch with targets that the model writes
     on_policy_texts: Callable[..., Any]
     update: Callable[..., Any]  # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
-    losses: Callable[..., Any]  # (params, batch) -> summed loss, tokens
+    losses: Callable[..., Any]  # (params, batch, teacher_params) -> summed loss, tokens
     finite: Callable[..., Any]  # any pytree -> whether all its numbers are finite
 
 
@@ -52,21 +52,29 @@ def make_steps(
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
-    def model_loss(params, batch: Batch, key, teacher_params, on_policy: bool):
+    def model_loss(params, batch: Batch, teacher_params, key=None, number=None, on_policy=False):
+        """Without a key, what the run is judged by: the same loss without noise and what regularises it."""
+        train = key is not None
         logits = forward(model, adapted(config, params), batch, key)
         total, count = token_loss(
             logits,
             batch.target,
             batch.target_length,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
+            label_smoothing=config.label_smoothing if train else 0.0,
+            z_loss=config.z_loss if train else 0.0,
         )
         share = (
             1.0 if on_policy else config.distillation
         )  # a text of the model's own has nothing else to teach
         if teacher is not None and share:
             distilled = distillation_loss(
-                logits, forward(teacher, teacher_params, batch), batch.target_length, config.divergence
+                logits,
+                forward(teacher, teacher_params, batch),
+                batch.target_length,
+                config.divergence,
+                config.method,
+                config.alpha,
+                progress(config, number),
             )
             total = (1.0 - share) * total + share * distilled
         return total, count
@@ -83,7 +91,7 @@ def make_steps(
             params = joined(trained, frozen)
             if isinstance(config.model, NetworkConfig):
                 return member_loss(model, config, params, batch, key, number)
-            return model_loss(params, batch, key, teacher_params, on_policy)
+            return model_loss(params, batch, teacher_params, key, number, on_policy)
 
         (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(trained)
         return grads, loss, count
@@ -94,10 +102,10 @@ def make_steps(
         updates, opt_state = optimizer.update(grads, opt_state, trained)
         return joined(optax.apply_updates(trained, updates), frozen), opt_state, optax.tree.norm(grads)
 
-    def losses(params, batch):
+    def losses(params, batch, teacher_params=None):
         if isinstance(config.model, NetworkConfig):
             return member_loss(model, config, params, batch)
-        return token_loss(forward(model, adapted(config, params), batch), batch.target, batch.target_length)
+        return model_loss(params, batch, teacher_params)
 
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

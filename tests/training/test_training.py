@@ -34,7 +34,6 @@ from speccascade_jax.training.distillation import (
     distillation_loss,
     distilled,
     on_policy_texts,
-    total_variation,
     write_outputs,
 )
 from speccascade_jax.training.loop import train
@@ -279,13 +278,6 @@ def test_tfds_texts_are_decoded(monkeypatch):
 def test_rouge_takes_the_best_reference_and_no_stems():
     assert METRICS["rouge2"](["the cat sat", "a b"], [["no", "the cat sat"], ["a b"]]) == 100.0
     assert METRICS["rouge1"](["the cats sat"], [["the cat sat"]]) == pytest.approx(200 / 3)
-
-
-def test_total_variation_is_the_rejected_mass():
-    rng = np.random.default_rng(0)
-    p, q = (rng.dirichlet(np.ones(7), size=5) for _ in range(2))
-    rejected = 1 - np.minimum(p, q).sum(-1)
-    np.testing.assert_allclose(total_variation(jnp.log(p), jnp.log(q)), rejected, rtol=1e-5)
 
 
 @pytest.mark.full

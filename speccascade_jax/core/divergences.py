@@ -1,0 +1,93 @@
+"""How far the distribution that a drafter drafts from is from the one that its tokens are verified against.
+
+DIVERGENCES declares each divergence once. Training's flags, help and checks, and the tests, derive from it.
+
+A divergence reads log probabilities [..., V] of both, the target's first, and gives nats [...]; it is 0 where
+they are equal. Tokens without mass may be -inf in either of them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from speccascade_jax.core.methods import Method
+from speccascade_jax.core.rules import Scores
+
+Array = jax.Array
+BLEND = 3.0
+"""How fast lk_hybrid leaves KL as drafts are accepted (eta of arXiv 2602.23881, section 4.2)."""
+
+
+def kl(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """sum_v pi(v) log(pi(v) / q(v)); infinite where q lacks a token of pi's."""
+    possible = target > -jnp.inf
+    return jnp.sum(jnp.where(possible, jnp.exp(target) * (target - draft), 0.0), axis=-1)
+
+
+def total_variation(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Half the L1 distance: the probability that a drafted token is rejected."""
+    return 0.5 * jnp.sum(jnp.abs(jnp.exp(target) - jnp.exp(draft)), axis=-1)
+
+
+def lk(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """-log sum_v min(pi(v), q(v)), the log likelihood that a drafted token is accepted (arXiv 2602.23881).
+
+    It is summed in logarithms, so that it has a value and a gradient however small the overlap is. Its
+    gradient is the total variation's divided by the overlap: where that is nothing, a one-hot target makes
+    cross-entropy of it.
+    """
+    return -jax.nn.logsumexp(jnp.minimum(target, draft), axis=-1)
+
+
+def lk_hybrid(
+    target: Float[Array, "*B V"], draft: Float[Array, "*B V"], mask: Bool[Array, "*B"]
+) -> Float[Array, "*B"]:
+    """w KL + (1 - w) TV with w = exp(-BLEND a), a being the mean of sum_v min(pi, q) at the batch's real
+    tokens, without a gradient (LK^lambda of arXiv 2602.23881)."""
+    rejected = total_variation(target, draft)
+    mean = jnp.sum(jnp.where(mask, rejected, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    weight = jax.lax.stop_gradient(jnp.exp(-BLEND * (1.0 - mean)))
+    return weight * kl(target, draft) + (1.0 - weight) * rejected
+
+
+def kl_to_lk(
+    target: Float[Array, "*B V"], draft: Float[Array, "*B V"], progress: float | Float[Array, ""]
+) -> Float[Array, "*B"]:
+    """(1 - t) KL + t LK with t = `progress`, which rises from 0 at the first step to 1 at the last."""
+    return (1.0 - progress) * kl(target, draft) + progress * lk(target, draft)
+
+
+class Divergence(NamedTuple):
+    """A function of (target, draft) and, by name, of what it `needs` in addition.
+
+    mask: bool [...], the real tokens of the batch. progress: float [], the share of the steps that is done.
+    """
+
+    of: Callable[..., Array]
+    summary: str  # one phrase for people
+    needs: tuple[str, ...] = ()
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "kl": Divergence(kl, "KL divergence"),
+    "tv": Divergence(total_variation, "total variation, the chance that a draft is rejected"),
+    "lk": Divergence(lk, "-log of the chance that a draft is accepted"),
+    "lk_hybrid": Divergence(
+        lk_hybrid, "KL where few drafts are accepted, total variation where many are", ("mask",)
+    ),
+    "kl_to_lk": Divergence(kl_to_lk, "KL at the first step, lk at the last", ("progress",)),
+}
+
+
+def target_law(
+    verifier: Float[Array, "*B V"], drafter: Float[Array, "*B V"], method: Method, alpha: float
+) -> Float[Array, "*B V"]:
+    """log pi of a rule at temperature 1, from both models' log probabilities; without a gradient."""
+    verifier, drafter = jax.lax.stop_gradient((verifier, drafter))
+    if method.lossless:
+        return verifier
+    q, p = jnp.exp(drafter), jnp.exp(verifier)
+    return jnp.log(method.target(Scores(q, p, q, p, jnp.array(False)), alpha)[0])
