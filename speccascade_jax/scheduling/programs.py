@@ -72,7 +72,7 @@ class Plan:
         whole = array(jnp.int32)
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
         return loop.Requests._make(
-            (keys, inputs, whole, whole, options, array(jnp.float32, levels), array(jnp.int32, levels))
+            (keys, inputs, whole, whole, options, array(jnp.float32, levels), array(jnp.int32, levels), whole)
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.protocols import Origin
+from speccascade_jax.core.protocols import Origin, Sampler
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
@@ -90,7 +90,13 @@ class Lane(NamedTuple):
     methods: tuple[tuple[Method, ...], ...]
 
     def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """The index of the method that these settings name at each level."""
+        """The index of the method that these settings name at each level.
+
+        Raises ValueError for a method, or a way to verify, that the lane does not have.
+        """
+        ways = verifications_of(self.plan.sampler)
+        if self.methods and settings.verification not in ways:
+            raise ValueError(f"verification {settings.verification} is not compiled into this program.")
         rules = settings.rules(len(self.methods)) if self.methods else ()
         return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
@@ -352,6 +358,7 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
     rows, levels = len(requests), plan.sampler.level
     largest = np.finfo(np.float32).max  # 1e300 is as good as that
     alphas = np.clip([s.of_levels("alpha", levels) for s in settings], -largest, largest).astype(np.float32)
+    ways = verifications_of(plan.sampler)
     methods = np.array([request.methods or (0,) * levels for request in requests], np.int32)
     return Requests._make(
         (
@@ -362,8 +369,16 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
             options,
             alphas.reshape(rows, levels),
             methods.reshape(rows, levels),
+            np.array(
+                [ways.index(s.verification) if s.verification in ways else 0 for s in settings], np.int32
+            ),
         )
     )
+
+
+def verifications_of(sampler: Sampler) -> tuple[str, ...]:
+    """The ways to verify that rows of a program choose from; none for a sampler that does not say any."""
+    return tuple(way.name for way in getattr(sampler, "verifications", ()))
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:

@@ -174,7 +174,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None):
     result = generate(
         sampler, params, keys, inputs, lengths, *asked, max_new_tokens=LONG, eos_id=eos, limits=limits
     )
-    table = np.asarray(noise(keys, len(sizes) + 1, 160))
+    table = np.stack(noise(keys, ((),) * (len(sizes) + 1), 160).levels, axis=1)
     recursion = Hierarchy(
         [whole_table(n + 1) for n in range(len(sizes) + 1)],
         methods,
