@@ -4,6 +4,7 @@ import ast
 import importlib
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tokenize
@@ -14,6 +15,8 @@ from types import ModuleType
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from speccascade_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "reference" / "extending.md"
@@ -115,6 +118,40 @@ def test_what_extending_shows_works(modules, tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+COMMAND = re.compile(
+    r"^ *(?:python scripts/(\w+)\.py|speccascade (\w+))(.*?)(?: +#.*| && .*)?$", re.MULTILINE
+)
+
+
+def refused_commands(code: str) -> list[str]:
+    """Which of a block's commands their parsers refuse. A config that the page's reader has yet to make, and
+    commands that parse while they work, are passed over."""
+    refused = []
+    for script, installed, flags in COMMAND.findall(code.replace("\\\n", " ")):
+        command = importlib.import_module(f"speccascade_jax.commands.{script or installed}")
+        try:
+            getattr(command, "parse", list)(shlex.split(flags))
+        except ConfigError:
+            continue
+        except (SystemExit, ValueError):
+            refused.append(" ".join([script or installed, *flags.split()]))
+    return refused
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood(page):
+    """Every flag is there and takes the value that the page gives it."""
+    assert [command for code in blocks(page, "bash") for command in refused_commands(code)] == []
+
+
+def test_a_planted_command_is_refused():
+    planted = (
+        "python scripts/decode.py --block-sizes 3  # a sweep's\nspeccascade decode --config=mine --text a\n"
+    )
+    assert refused_commands(planted) == ["decode --block-sizes 3"]
+    assert refused_commands("python scripts/plan.py \\\n    --limit many && ls") == ["plan --limit many"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import flax.nnx  # noqa: F401 - it asks whether there is an IPython: before the tests' stands there
 import matplotlib
@@ -25,6 +25,29 @@ def test_it_is_stored_without_results():
     )
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def installed(monkeypatch, folder, **modules):
+    """What the notebook's first cell hands to pip in `folder`, where the package is not there."""
+    calls = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: calls.append(command))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"google.{name}", module)
+    exec(compile(code_cells()[0], "the cell that installs", "exec"), {})
+    [command] = calls
+    assert command[1:5] == ["-m", "pip", "install", "-q"]
+    return command[5]
+
+
+def test_its_first_cell_installs_the_clone_or_a_wheel(monkeypatch, tmp_path):
+    """Never a name: another's package of that name may be in a registry."""
+    assert installed(monkeypatch, NOTEBOOK.parent) == ".."
+    monkeypatch.setitem(sys.modules, "google", ModuleType("google"))
+    colab = ModuleType("google.colab")
+    colab.files = SimpleNamespace(upload=lambda: {"speccascade_jax-1-py3-none-any.whl": b""})
+    assert installed(monkeypatch, tmp_path, colab=colab) == "speccascade_jax-1-py3-none-any.whl"
 
 
 @pytest.mark.full

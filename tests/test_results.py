@@ -41,6 +41,18 @@ def test_figures_of_a_page_with_a_record_stand_in_its_tables_only(page):
         assert not re.search(r"^\|.*\|$", rest, re.MULTILINE)
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "results").glob("*.md")), ids=lambda path: path.stem)
+def test_each_page_but_the_summary_has_a_record(page):
+    assert page.stem == "index" or page.with_suffix(".json") in RECORDS
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=NAMES)
+def test_figures_of_sentences_are_told_in_words(path):
+    """What was measured -> what came out: a bare number would excuse whatever equals it."""
+    for what, figure in read_record(path).get("figures", {}).items():
+        assert re.search(r"[a-zA-Z]{3}", what) and isinstance(figure, str) and re.search(r"\d", figure)
+
+
 def test_a_changed_record_changes_its_page(tmp_path):
     table = {"title": "Speeds.", "columns": ["", "speed"], "rows": [["lossless", "1.9"]]}
     record = dict.fromkeys(("experiment", "command", "commit", "machine", "date"))

@@ -90,7 +90,7 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
 
 
 def checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes. Of the formats' checks only gzip's detects a changed byte."""
+    """CRC-32 of an array's bytes. Among the formats' own checks, only gzip's detects a changed byte."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -105,7 +105,7 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How parameters come to the devices: in which dtype, where their parts go, and whether the kernels are
+    """How parameters are put on the devices: their dtype, where their parts go, and whether the kernels are
     packed for decoding. With int8 they are, and everything else is bfloat16."""
 
     dtype: Any = jnp.float32

@@ -1,4 +1,4 @@
-"""Which models, and how many tokens each drafts: the hierarchy of least predicted time on this machine.
+"""Which models draft for the verifier, and how many tokens: the plan of least predicted time on this machine.
 
     python scripts/plan.py --config=demo --check --output plan.py
     python scripts/plan.py --config=demo --models SMALL MIDDLE LARGE
@@ -45,11 +45,12 @@ from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
 
 PLANNED = "Planned by scripts/plan.py"
-STEP = "a token of the target's"
+STEP = "a token of the verifier's"
+CHOSEN, PAIR, ALONE = "the plan", "best pair", "verifier alone"  # what is compared, by name
 TRIALS = 3  # times that a text is decoded where plans are compared
 BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # what a planned config says of them
 Runs = dict[str, tuple[PlannedHierarchy, Settings]]
-"""By name: a hierarchy and how it decodes."""
+"""By name: a chain of models and how it decodes."""
 STOPS = (0.25, 0.12, 0.06)  # stop_below of the adaptive blocks that are compared with them
 
 
@@ -58,7 +59,7 @@ class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
     """A name in configs/ or the path of such a file; its fields are the defaults of all other flags. All its
-    models are candidates; the last is the target, whose distribution the output follows."""
+    models are candidates; the last is the verifier, whose distribution the output follows."""
     input: str | None = None
     """Texts to plan for (see decode.py); else the validation split of the config's task, or its examples."""
     limit: int = 64
@@ -66,12 +67,12 @@ class Arguments:
     max_block: int = 15
     """The most tokens that a model drafts."""
     most_models: int | None = None
-    """The most models of a hierarchy."""
+    """The most models of a plan."""
     repetitions: int = 9
     """How often each call is timed."""
     check: bool = False
-    """Decode with the best hierarchy, the best pair, also in adaptive blocks, and the target alone, and print
-    their times."""
+    """Decode with the plan, the best pair, also in adaptive blocks, and the verifier alone, and print their
+    times."""
     output: str | None = None
     """The config file to write for the plan; with adaptive blocks if --check finds them surely faster."""
 
@@ -127,13 +128,13 @@ def measured(
     arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
 ) -> tuple[Candidates, Contestant]:
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
-    pace later: how long the target takes for a call of one token."""
+    pace later: how long the verifier takes for a call of one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
         track(
             cascade.generate(texts, alone, truncate=True, batch_size=8),
-            "the target's texts",
+            "the verifier's texts",
             len(texts),
             console=screen,
         )
@@ -170,12 +171,12 @@ def text_seconds(
     step: Contestant,
     screen: Console,
 ) -> tuple[float, Float[np.ndarray, " M"]]:
-    """Seconds of a text besides its calls: the target's, and how much more it is with each drafter. That is
+    """Seconds of a text besides its calls: the verifier's, and how much more it is with each drafter. That is
     what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
     Python, and that the first rounds of a text are slower than those that are timed for long.
 
     And the machine's pace meanwhile: how many times as long as in `seconds` a `step` takes, one token of the
-    target's. By that all calls are corrected.
+    verifier's. By that all calls are corrected.
     """
     block = min(4, seconds.shape[1] - 2)
     alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), settings))
@@ -208,17 +209,17 @@ def text_seconds(
     return pace, np.maximum([*(drafter - once for drafter in drafters), once], 0)
 
 
+def whole_words(*columns: str, title: str) -> Table:
+    """A table that never cuts a word off: where the terminal is narrow, a long one continues below."""
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
+
+
 def show_candidates(candidates: Candidates, screen: Console) -> None:
-    names, columns = candidates.names, [n for n in WIDTHS if n < candidates.call_seconds.shape[1]]
-    table = Table(
-        "model",
-        *(f"{n} tokens" if n > 1 else "1 token" for n in columns),
-        "a text besides",
-        title="ms of a call that reads",
-        title_justify="left",
-    )
-    for name, seconds, once in zip(names, candidates.call_seconds, candidates.text_seconds, strict=True):
-        table.add_row(name, *(f"{1e3 * seconds[n]:.2f}" for n in columns), f"{1e3 * once:.2f}")
+    names, calls = candidates.names, candidates.call_seconds
+    table = whole_words("tokens read", *names, title="ms of a call, and of a text besides its calls")
+    for tokens in (n for n in WIDTHS if n < calls.shape[1]):
+        table.add_row(str(tokens), *(f"{1e3 * seconds:.2f}" for seconds in calls[:, tokens]))
+    table.add_row("a text besides", *(f"{1e3 * once:.2f}" for once in candidates.text_seconds))
     screen.print(table)
     show_pairs(
         "ms of a round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2, screen
@@ -240,14 +241,14 @@ def show_pairs(
     digits: int,
     screen: Console,
 ) -> None:
-    table = Table(row, *(f"{column} {name}" for name in names[1:]), title=title, title_justify="left")
+    table = whole_words(row, *(f"{column} {name}" for name in names[1:]), title=title)
     for j, name in enumerate(names[:-1]):
         table.add_row(name, *("" if i <= j else f"{values[j, i]:.{digits}f}" for i in range(1, len(names))))
     screen.print(table)
 
 
 def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
-    """The settings of a cascade with these block sizes; without any, of the target alone."""
+    """The settings of a cascade with these block sizes; without any, of the verifier alone."""
     if not block_sizes:
         return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=block_sizes)
@@ -325,7 +326,7 @@ class Measured(NamedTuple):
 
     seconds: Float[np.ndarray, " texts"]  # of each text
     per_token: float
-    speedup: tuple[float, float]  # quartiles over texts: how many times as fast as the target
+    speedup: tuple[float, float]  # quartiles over texts: how many times as fast as the verifier
 
 
 def measured_times(
@@ -339,7 +340,7 @@ def measured_times(
     now, times = float(np.median(results.pop(STEP)[0])), {}
     for name, (seconds, outputs) in results.items():
         tokens = np.array([len(output.tokens) for output in outputs])
-        low, high = np.percentile((results["target"][0] / seconds)[tokens > 0], [25, 75])
+        low, high = np.percentile((results[ALONE][0] / seconds)[tokens > 0], [25, 75])
         times[name] = Measured(seconds, float(seconds.sum() / tokens.sum()), (float(low), float(high)))
     return now, times
 
@@ -348,33 +349,29 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
     at that pace: what is left between the two is not the machine's. Adaptive blocks and a config's samplers
     have none."""
-    table = Table(
-        Column("plan", no_wrap=True),
+    table = whole_words(
+        "plan",
         "models",
         "block sizes",
-        *(("measured ms", "speedup (quartiles)") if times else ()),
-        "predicted ms",
-        "times as fast, predicted",
-        title="time a token",
-        title_justify="left",
+        *(("measured", "speedup (quartiles)") if times else ()),
+        "predicted (ratio)",
+        title="ms a token, and how many times as fast as the verifier alone",
     )
-    whole = runs["target"][0].seconds_per_token
+    whole = runs[ALONE][0].seconds_per_token
     for name, (plan, settings) in runs.items():
         sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
-        measured, predicted = list[str](), ["-", "-"]
+        measured, predicted = list[str](), "-"
         if settings.lossless and not settings.adaptive:
             sizes = ", ".join(map(str, plan.block_sizes)) or "-"
-            predicted = [
-                f"{1e3 * pace * plan.seconds_per_token:.3f}",
-                f"{whole / plan.seconds_per_token:.2f}",
-            ]
+            milliseconds = 1e3 * pace * plan.seconds_per_token
+            predicted = f"{milliseconds:.3f} ({whole / plan.seconds_per_token:.2f})"
         if times:
             seconds, (low, high) = times[name].per_token, times[name].speedup
             measured = [
                 f"{1e3 * seconds:.3f}",
-                f"{times['target'].per_token / seconds:.2f} ({low:.2f} to {high:.2f})",
+                f"{times[ALONE].per_token / seconds:.2f} ({low:.2f} to {high:.2f})",
             ]
-        table.add_row(name, ", ".join(plan.models), sizes, *measured, *predicted)
+        table.add_row(name, ", ".join(plan.models), sizes, *measured, predicted)
     screen.print(table)
     if times:
         screen.print(
@@ -397,15 +394,26 @@ def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, fl
     }
 
 
+def told(plan: PlannedHierarchy, settings: Settings) -> str:
+    """A plan in words: its models and its blocks."""
+    if len(plan.models) == 1:
+        return f"{plan.models[0]} alone"
+    sizes = ", ".join(map(str, plan.block_sizes))
+    blocks = f"block size {sizes}" if len(plan.block_sizes) < 2 else f"block sizes {sizes}"
+    if settings.adaptive:
+        blocks = f"adaptive blocks of up to {settings.max_block_size}"
+    return f"{', '.join(plan.models)}; {blocks}"
+
+
 def write_config(
     path: str,
     arguments: Arguments,
     plan: PlannedHierarchy,
     paths: dict[str, str],
-    told: str,
+    heading: str,
     changes: dict[str, Any],
 ) -> None:
-    """A config file that loads `config` with the plan's models and with `changes`; told: its time."""
+    """A config file that loads `config` with the plan's models and with `changes`."""
     loaded = configs.load(arguments.config)
     models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
@@ -418,7 +426,7 @@ def write_config(
     ]
     write_whole(
         path,
-        f"# {PLANNED} from {arguments.config!r}: {told}.\n\n"
+        f"# {PLANNED} from {arguments.config!r}: {heading}.\n\n"
         "import dataclasses\n\nfrom speccascade_jax.config import load\n\n"
         f"config = dataclasses.replace(\n    load({arguments.config!r}),\n    "
         + ",\n    ".join(changed)
@@ -427,16 +435,16 @@ def write_config(
 
 
 def fastest(runs: Runs, times: dict[str, Measured]) -> str:
-    """The planned hierarchy; adaptive blocks where they are surely faster than it and the best pair were
+    """The plan; adaptive blocks where they are surely faster than it and the best pair were
     (95%, paired over texts), the fastest of those."""
 
     def surely(name: str) -> bool:
         drawn = resamples(len(times[name].seconds))
-        rival, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, "hierarchy", "pair"))
+        rival, *planned = (times[run].seconds[drawn].sum(axis=1) for run in (name, CHOSEN, PAIR))
         return all(interval(other / rival)[0] > 1 for other in planned)
 
     rivals = [name for name, (_, settings) in runs.items() if settings.adaptive and surely(name)]
-    return min(rivals, key=lambda name: times[name].per_token, default="hierarchy")
+    return min(rivals, key=lambda name: times[name].per_token, default=CHOSEN)
 
 
 def plan(arguments: Arguments) -> None:
@@ -450,25 +458,25 @@ def plan(arguments: Arguments) -> None:
     names = tuple(paths)
     candidates, step = measured(arguments, cascade, names, texts, screen)
     show_candidates(candidates, screen)
-    plans = {"hierarchy": best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}
+    plans = {CHOSEN: best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}
     if len(names) > 1:
         pair = best(candidates, arguments.max_block, run.hand_over, 2)
-        plans["pair"] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
-    plans["target"] = predict(candidates, names[-1:], (), run.hand_over)
+        plans[PAIR] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
+    plans[ALONE] = predict(candidates, names[-1:], (), run.hand_over)
     runs = runs_of(plans, run.settings)
     now, times = candidates.call_seconds[-1, 1], dict[str, Measured]()
     if arguments.check:
-        if "pair" in plans:
-            runs |= adaptive_runs(plans["pair"], run.settings, arguments.max_block)
-        runs |= sampler_runs(run, plans["target"], names)
+        if PAIR in plans:
+            runs |= adaptive_runs(plans[PAIR], run.settings, arguments.max_block)
+        runs |= sampler_runs(run, plans[ALONE], names)
         now, times = measured_times(runs, cascade, names, texts, step, screen)
     show_runs(runs, now / candidates.call_seconds[-1, 1], times, screen)
-    if len(plans["hierarchy"].models) == 1:
-        screen.print("No drafter is worth its time here: the target alone is predicted to be fastest.")
+    if len(plans[CHOSEN].models) == 1:
+        screen.print("No drafter is worth its time here: the verifier alone is predicted to be fastest.")
     if arguments.output is not None:
         name = fastest(runs, times)
         chosen, settings = runs[name]
-        told = (
+        time = (
             f"{1e3 * times[name].per_token:.3f} ms a token measured"
             if times
             else f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted"
@@ -478,14 +486,18 @@ def plan(arguments: Arguments) -> None:
             arguments,
             chosen,
             paths,
-            f"{name}, {told}",
+            f"{told(chosen, settings)}; {time}",
             {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen),
         )
-        screen.print(f"written: {arguments.output} ({name}); decode with --config={arguments.output}")
+        screen.print(
+            f"written: {arguments.output} ({told(chosen, settings)}); "
+            f"decode with --config={arguments.output}",
+            soft_wrap=True,
+        )
 
 
 def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
-    """The best pair, where the target alone is better."""
+    """The best pair, where the verifier alone is better."""
     names = candidates.names
     return min(
         (
@@ -498,8 +510,12 @@ def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
 
 
 def short_names(paths: list[str]) -> dict[str, str]:
-    """Name -> path: the paths' last parts, or the whole paths where those are not all different."""
-    last = [Path(path).name for path in paths]
+    """Name -> path: the paths' last parts, without an ending that all share (runs/NAME/export), or the whole
+    paths where those are not all different."""
+    parts = [Path(path).parts for path in paths]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    last = [part[-1] for part in parts]
     return dict(zip(last if len(set(last)) == len(paths) else paths, paths, strict=True))
 
 

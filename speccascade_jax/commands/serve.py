@@ -63,7 +63,7 @@ class Arguments:
     methods: tuple[str, ...] = METHODS
     """The methods that requests may choose; each is compiled, and costs a little in every round."""
     rounds: int = 2
-    """Rounds between two deliveries of tokens; twice as many while requests wait."""
+    """Rounds between two deliveries of tokens; up to four times as many while requests wait."""
     chunk: int = 128
     """Tokens of a prompt read between two rounds, by decoder-only models."""
     timeout: float = 120.0

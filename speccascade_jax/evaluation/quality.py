@@ -154,7 +154,7 @@ def _bleu_of_sums(total: Float[np.ndarray, " 10"]) -> float:
 
 
 def _signed(texts: Texts, references: References) -> dict[str, str]:
-    """BLEU by both ways to cut words, with sacrebleu's signatures."""
+    """BLEU with both tokenizations, and sacrebleu's signatures."""
     values = {cut: _corpus_bleu(texts, references, cut) for cut in ("13a", "intl")}
     return {f"BLEU {cut}": f"{value:.2f} ({signature})" for cut, (value, signature) in values.items()}
 

@@ -32,7 +32,7 @@ def check_tally(tally: Tally) -> None:
 
 def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
     """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
-    another number of tokens than was counted; with stop sequences (`stopped`) it may have fewer. Rows of
+    a number of tokens that was not counted; with stop sequences (`stopped`) it may have fewer. Rows of
     empty inputs have no counts. Other counts of a sampler have no known identities."""
     for row, size in zip(rows, lengths, strict=True):
         said = row.get("emitted", row.get("model_passes"))
@@ -61,7 +61,7 @@ def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted. Of a hierarchy,
+    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted. For a hierarchy,
     also `levels`: the passes of each model, the smallest first, what it was given to verify and accepted."""
 
     def ratio(a: str, b: str) -> float | None:

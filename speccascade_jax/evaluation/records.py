@@ -3,8 +3,8 @@
     python -m speccascade_jax.evaluation.records docs/results docs/archive
 
 A record is NAME.json: what was measured, by which command, at which commit, on which machine and when (null
-where it was not kept), and its tables. NAME.md shows a table between two comments, which the command above
-writes anew:
+where it was not kept), its tables, and under `figures` what only the page's sentences tell. NAME.md shows a
+table between two comments, which the command above writes anew:
 
     <!-- table: ratios -->
     ...

@@ -26,8 +26,8 @@ Array = np.ndarray
 def best(
     candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need", most_models: int | None = None
 ) -> PlannedHierarchy:
-    """The plan with the least predicted seconds per token, of all chains that end with the target, have block
-    sizes 1 .. max_block, and have at most most_models models. The target without a drafter is one of them.
+    """The plan with the least predicted seconds per token, of all chains that end with the verifier, have
+    block sizes 1 .. max_block, and have at most most_models models. The verifier without a drafter is one.
 
     For `truncate` and `need` this is the least. For `keep` it is the best end of a local search from the
     `truncate` plans of max_block and every smaller one, and from the best pair.
@@ -45,7 +45,7 @@ def best(
         )
     if most_models is not None:
         if most_models < 1:
-            raise FieldError("most_models", most_models, "it is at least 1 (the target alone).")
+            raise FieldError("most_models", most_models, "it is at least 1 (the verifier alone).")
         max_models = min(max_models, most_models)
     if hand_over != "keep":
         return predict_chain(candidates, _cheapest(candidates, max_block, hand_over, max_models), hand_over)
@@ -62,20 +62,20 @@ def best(
 
 
 def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models: int) -> Chain:
-    """`best` for `truncate` and `need`: a chain is built from the target down, the most promising first.
+    """`best` for `truncate` and `need`: a chain is built from the verifier down, the most promising first.
 
     What it takes is linear in the seconds that its smallest model, with whatever is below, takes to collect
     r = 1 .. max_block tokens: `spent` + weight @ seconds. The least seconds for each r by itself, of another
     chain for each r, are a bound that no chain is below, and rarely far from the best.
     """
-    target, sizes = len(candidates.names) - 1, range(1, max_block + 1)
+    verifier, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1 : max_block + 1]
     alone, once = ones[:, None] * np.array(sizes), candidates.once
     bounds = _least(hand_over, rounds, calls, alone, max_models)
     tie = itertools.count()  # chains that promise the same are not compared
-    cheapest: Chain = (target,), ()
-    least, open_ = ones[target] + once[target], list[Any]()
+    cheapest: Chain = (verifier,), ()
+    least, open_ = ones[verifier] + once[verifier], list[Any]()
 
     def look(chain: Chain, spent: Float[Array, "J S"], weight: Float[Array, "J S R"]) -> None:
         """At `chain` with each drafter and each block size."""
@@ -94,14 +94,17 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
             longer = (int(j), *models), (int(s) + 1, *blocks)
             heapq.heappush(open_, (promised[j, s], next(tie), longer, spent[j, s], weight[j, s]))
 
-    if target and max_models > 1:
+    if verifier and max_models > 1:
         per_token = np.array(
             [
-                [candidates.rounds(candidates.acceptance[j, target] ** np.arange(size + 1)) for size in sizes]
-                for j in range(target)
+                [
+                    candidates.rounds(candidates.acceptance[j, verifier] ** np.arange(size + 1))
+                    for size in sizes
+                ]
+                for j in range(verifier)
             ]
         )
-        spent = calls[:target, target] * per_token + once[target]
+        spent = calls[:verifier, verifier] * per_token + once[verifier]
         look(cheapest, spent, per_token[..., None] * np.eye(max_block))
     while open_ and open_[0][0] < least:
         _, _, chain, spent, weight = heapq.heappop(open_)

@@ -2,7 +2,7 @@
 
 A hierarchy (Mohri et al., arXiv 2510.19705) is a chain of models from small to large. The smallest drafts
 token by token. Each other model verifies blocks that the model below it has collected, and collects what it
-emits itself until it has as many tokens as the model above asks for. The last is the target, whose law the
+emits itself until it has as many tokens as the model above asks for. The last is the verifier, whose law the
 output follows; every level is lossless. Here the models of a chain are 0 .. K, s_i is how many tokens model
 i + 1 asks model i for (the block size), a_i is the probability that model i accepts a token of model i - 1,
 and c_i is the seconds of one call of model i and of what a round takes besides where model i - 1 drafts: its
@@ -39,14 +39,14 @@ Chain = tuple[tuple[int, ...], tuple[int, ...]]  # models, smallest first, and t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidates:
-    """The models that a plan may take, and what was measured of them. The last is the target.
+    """The models that a plan may take, and what was measured of them. The last is the verifier.
 
     names: smallest first. call_seconds[i, n]: seconds of one call of model i that reads n >= 1 tokens; column
     0 is not read. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of
     sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. besides[j, i]: seconds of a round of model i
     besides its calls and those of model j < i that drafts; entries with j >= i are not read. lengths: the
     tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
-    where model i takes part, the target's with all that every text costs; read where there are lengths.
+    where model i takes part, the verifier's with all that every text costs; read where there are lengths.
     Raises FieldError for other shapes, a name twice, seconds that are not positive numbers, acceptances
     outside [0, 1], lengths below 1.
     """
@@ -129,7 +129,7 @@ class Candidates:
         return self.text_seconds / (np.mean(self.lengths) if self.lengths else np.inf)
 
     def rounds(self, survives: Float[Array, "*A L"]) -> Float[Array, "*A"]:
-        """The target's calls per token, where P(one emits more than x tokens) is survives[x]."""
+        """The verifier's calls per token, where P(one emits more than x tokens) is survives[x]."""
         if not self.lengths:
             return 1 / survives.sum(axis=-1)
         rounds = _renewals(_law(survives), max(self.lengths))[..., self.lengths]
@@ -138,7 +138,7 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedHierarchy:
-    """A chain of models and what is predicted of it. The target without a drafter has no block sizes."""
+    """A chain of models and what is predicted of it. The verifier without a drafter has no block sizes."""
 
     models: tuple[str, ...]  # smallest first
     block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for

@@ -147,7 +147,7 @@ def field(example: dict[str, Any], name: str, where: str) -> str:
 
 
 def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
-    """The texts listed in `name`; [] where there is no such field. Raises FieldError for what is no list."""
+    """The texts listed in `name`; [] where there is no such field. Raises FieldError unless it is a list."""
     if name not in example:
         return []
     references = example[name]
@@ -165,7 +165,7 @@ def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
     """(source, target, references) of every example of a split. Without a target the first
     reference is the target, without references the target is the only one.
 
-    Raises ValueError with the line's number where a field is missing or no text, and for an empty split.
+    Raises ValueError with the line's number where a field is missing or is not text, and for an empty split.
     """
     number = 0
     for number, example in enumerate(read_examples(path), 1):
@@ -283,7 +283,7 @@ class TrainingBatches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def from_step(self, step: int) -> Iterator[Batch]:
-        """The batches of steps `step`, `step` + 1, ... for ever."""
+        """The batches of steps `step`, `step` + 1, ... without end."""
         epoch = 0
         while True:
             batches = self._epoch(epoch)

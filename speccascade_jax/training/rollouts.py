@@ -184,7 +184,7 @@ def continued(
 
 
 class Tried(NamedTuple):
-    """Of every place where both tokens were tried, [N, ...]."""
+    """For every place where both tokens were tried, [N, ...]."""
 
     features: Any  # [N, F]
     advantages: Any  # of the verifier's token: what it adds to the metric of all texts, times their number

@@ -16,7 +16,7 @@ from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import costs
-from speccascade_jax.planning.prediction import PlannedHierarchy
+from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy
 from speccascade_jax.planning.timing import FixedLogits, Timing
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -231,25 +231,27 @@ def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
 
 def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_pair, tmp_path):
     pair = PlannedHierarchy(("drafter", "verifier"), (4,), "need", 0.001, (1.0, 0.3))
-    runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": pair}, Settings())
-    assert plan.fastest(runs, {}) == "hierarchy"
+    runs = plan.runs_of({plan.CHOSEN: pair, plan.PAIR: pair, plan.ALONE: pair}, Settings())
+    assert plan.fastest(runs, {}) == plan.CHOSEN
     runs |= plan.adaptive_runs(pair, Settings(), 9)
     texts = np.random.default_rng(0).random(40) + 1
 
     def measured(seconds):
         return plan.Measured(seconds, seconds.sum(), (1.0, 1.0))
 
-    slower = dict.fromkeys(runs, measured(2 * texts)) | dict.fromkeys(("hierarchy", "pair"), measured(texts))
-    assert plan.fastest(runs, slower) == "hierarchy"
+    slower = dict.fromkeys(runs, measured(2 * texts)) | dict.fromkeys(
+        (plan.CHOSEN, plan.PAIR), measured(texts)
+    )
+    assert plan.fastest(runs, slower) == plan.CHOSEN
     noisy = texts * np.where(np.arange(40) % 2, 1.2, 0.75)  # on the whole faster, but not surely
     assert (
         noisy.sum() < texts.sum()
-        and plan.fastest(runs, slower | {"adaptive, 0.06": measured(noisy)}) == "hierarchy"
+        and plan.fastest(runs, slower | {"adaptive, 0.06": measured(noisy)}) == plan.CHOSEN
     )
     faster = slower | {"adaptive, 0.12": measured(0.95 * texts), "adaptive, 0.06": measured(0.9 * texts)}
     name = plan.fastest(runs, faster)
     assert name == "adaptive, 0.06"
-    assert plan.fastest(runs, faster | {"pair": measured(0.9 * texts)}) == "hierarchy"
+    assert plan.fastest(runs, faster | {plan.PAIR: measured(0.9 * texts)}) == plan.CHOSEN
     out, chosen = tmp_path / "planned.py", runs[name][1]
     plan.write_config(
         str(out),
@@ -272,16 +274,66 @@ def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
     config = dataclasses.replace(
         configs.load(run), samplers={"last": lambda models: Autoregressive(models[-1])}
     )
-    runs = plan.runs_of({"hierarchy": pair, "pair": pair, "target": target}, Settings())
+    runs = plan.runs_of({plan.CHOSEN: pair, plan.PAIR: pair, plan.ALONE: target}, Settings())
     runs |= plan.sampler_runs(config, target, names)
     assert runs["last"][0].models == names and runs["last"][1].name == "last"
     times = {name: plan.Measured(np.ones(4), 0.1 if name == "last" else 1.0, (1.0, 1.0)) for name in runs}
-    assert plan.fastest(runs, times) == "hierarchy"
+    assert plan.fastest(runs, times) == plan.CHOSEN
     plan.show_runs(runs, 1.0, times, Console(width=120))
     [row] = [line for line in capsys.readouterr().out.splitlines() if " last " in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:3] == ["last", "drafter, verifier", "-"] and float(cells[3]) == 100
-    assert cells[5:] == ["-", "-"]  # predicted
+    assert cells[5:] == ["-"]  # predicted
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
+    """No word and no figure is cut off; at 80 columns no name is broken."""
+    names = ("e2e_deep@1", "middle", "verifier")
+    calls = np.outer([0.1, 11.5, 123.4], np.linspace(1, 1.4, 17)) / 1000
+    squares = np.full((3, 3), 0.375)
+    candidates = Candidates(names, calls, squares, (27,), np.full(3, 0.0123), squares / 1000)
+    alone = PlannedHierarchy(names[-1:], (), "need", 0.1234, (1.0,))
+    pair = PlannedHierarchy((names[0], names[-1]), (5,), "need", 0.0615, (1.0, 0.3))
+    three = PlannedHierarchy(names, (2, 5), "need", 0.0567, (1.0, 0.3, 0.2))
+    runs = plan.runs_of({plan.CHOSEN: three, plan.PAIR: pair, plan.ALONE: alone}, Settings())
+    runs |= plan.adaptive_runs(pair, Settings(), 15)
+    times = dict.fromkeys(runs, plan.Measured(np.ones(4), 0.0618, (1.52, 11.98)))
+    screen = Console(width=width)
+    plan.show_candidates(candidates, screen)
+    plan.show_runs(runs, 1.0, times, screen)
+    printed = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    if width == 80:
+        figures = ("172.76", "12.30", "0.375", "56.700", "61.500", "61.800", "11.98)", "(2.18)", "up to 15")
+        assert [figure for figure in (*names, *figures) if figure not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/dates_drafter/export", "runs/dates_verifier/export"], ["dates_drafter", "dates_verifier"]),
+        (["runs/deep@2", "runs/deep@4", "runs/deep"], ["deep@2", "deep@4", "deep"]),
+        (["hf://a/small", "b/small", "b/large"], ["hf://a/small", "b/small", "b/large"]),
+        (["a/export"], ["export"]),
+    ],
+)
+def test_names_of_models_are_short_and_different(paths, names):
+    assert plan.short_names(paths) == dict(zip(names, paths, strict=True))
+
+
+def test_a_plan_in_words():
+    """A verifier alone is no hierarchy."""
+    settings = Settings(method="speculative")
+    alone, pair, three = (
+        PlannedHierarchy(("a", "b", "c")[:count], (2, 5)[: count - 1], "need", 1.0, (1.0,))
+        for count in (1, 2, 3)
+    )
+    assert plan.told(alone, settings) == "a alone"
+    assert plan.told(pair, settings) == "a, b; block size 2"
+    assert plan.told(three, settings) == "a, b, c; block sizes 2, 5"
+    adaptive = plan.adaptive_runs(pair, settings, 9)["adaptive, 0.25"]
+    assert plan.told(*adaptive) == "a, b; adaptive blocks of up to 9"
 
 
 @pytest.mark.full
@@ -292,7 +344,7 @@ def test_plan(run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(
         f" {name} " in printed
-        for name in ("hierarchy", "pair", "target", "middle", "adaptive, 0.25", "up to 2")
+        for name in (plan.CHOSEN, plan.PAIR, plan.ALONE, "middle", "adaptive, 0.25", "up to 2")
     )
     assert "a text besides" in " ".join(printed.split())
     planned = configs.load(out)

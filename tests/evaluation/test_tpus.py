@@ -173,8 +173,8 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
     assert all(one["fits"] and one["HBM in all, MB"] > one["arguments, MB"] > 0 for one in values.values())
     least = 3 * own["to be read: drafter pass, MB"] + own["to be read: verifier pass, MB"]
     assert own["to be read, MB"] == pytest.approx(least)
-    assert own["floor, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
-    assert not any(value for name, value in own.items() if name.startswith("faults"))
+    assert own["lower bound, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
+    assert not any(value for name, value in own.items() if name.startswith("in the loop"))
     assert {line["device"] for line in figures["run"].values()} == {"v5e:2x2"}
     assert "to be read, MB" in capsys.readouterr().out
 
