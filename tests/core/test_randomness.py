@@ -68,7 +68,7 @@ def test_tokens_drawn_by_the_table_follow_their_weights():
     """At every level, role and position; and two of these share no number."""
     weights = np.array([3.0, 0.0, 1.0, 4.0])
     keys = jax.vmap(jax.random.key)(jnp.arange(20_000))
-    table = np.stack(noise(keys, ((), ()), length=2).levels, axis=1)
+    table = jnp.stack(noise(keys, ((), ()), length=2).levels, axis=1)
     law = {(token,): weight / weights.sum() for token, weight in enumerate(weights) if weight}
     columns = table.reshape(len(table), -1).T
     for uniforms in columns:

@@ -1,4 +1,4 @@
-"""Drafts verified as a whole in the compiled loop: laws at every level, rows that differ, planted mistakes."""
+"""Drafts verified as a whole in the compiled loop: laws at each level, rows that differ, planted mistakes."""
 
 import jax
 import jax.numpy as jnp
@@ -131,17 +131,13 @@ def test_greedy_texts_are_those_of_verification_by_token():
         np.testing.assert_array_equal(x, y)
 
 
-def test_more_tokens_stand():
+def test_fewer_rounds_are_needed():
     """Of the same drafts and targets, at temperature 1."""
-    params = (TABLES[0], TABLES[1])
-    accepted, rounds = np.array(
-        [
-            (result.counts[1].accepted.sum(), result.counts[1].rounds.sum())
-            for way in (TOKEN, BLOCK)
-            for result, _ in [decoded(loop_sampler(["speculative"], (4,), way), params, 20_000, PLAIN, [0.0])]
-        ]
-    ).T
-    assert rounds[1] < 0.98 * rounds[0]
+    by_token, by_block = (
+        decoded(loop_sampler(["speculative"], (4,), way), (TABLES[0], TABLES[1]), 20_000, PLAIN, [0.0])[0]
+        for way in (TOKEN, BLOCK)
+    )
+    assert by_block.counts[1].rounds.sum() < 0.995 * by_token.counts[1].rounds.sum()
 
 
 @pytest.fixture
@@ -154,7 +150,7 @@ def fresh_programs():
 def test_numbers_of_positions_are_seen(monkeypatch, fresh_programs):
     """A position drawn again meets the number that decided how much was rolled back."""
     monkeypatch.setattr(loop, "by_round", lambda sampler, ways: jnp.zeros(ways.shape, bool))
-    assert p_value(["speculative"], [0.0], [3], rows=40_000, verification=BLOCK) < FAIL_BELOW
+    assert p_value(["speculative"], [0.0], [2], rows=100_000, verification=BLOCK) < FAIL_BELOW
 
 
 @pytest.mark.full

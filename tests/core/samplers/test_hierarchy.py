@@ -331,8 +331,8 @@ def hands_up(law, patch):
     """Every block leaves with law(sampler, draft, pi, verdict)."""
     step, verify, seen = Speculative.step, samplers.verify, {}
 
-    def verified(accept_u, draw_u, draft, pi):
-        seen["last"] = draft, pi, verify(accept_u, draw_u, draft, pi)
+    def verified(accept_u, draw_u, draft, pi, *ways):
+        seen["last"] = draft, pi, verify(accept_u, draw_u, draft, pi, *ways)
         return seen["last"][-1]
 
     def stepped(self, *args):
@@ -349,7 +349,7 @@ def one_uniform(patch):
     patch.setattr(
         samplers,
         "uniforms",
-        lambda rows, level, role, count: uniforms(rows, 1 if role == Role.ACCEPT else level, role, count),
+        lambda rows, level, role, *rest: uniforms(rows, 1 if role == Role.ACCEPT else level, role, *rest),
     )
 
 
