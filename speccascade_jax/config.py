@@ -93,7 +93,7 @@ class TrainConfig:
     # its file (or at gs://), trained on the task where it is missing; None: that of `init`
     tokenizer: str | None = None
     tokenizer_size: int = 4096  # pieces, if it has to be trained
-    tokenizer_pieces: str = "unigram"  # or bpe; or char, whose pieces are characters; rare ones are bytes
+    tokenizer_pieces: str = "unigram"  # or bpe, char or word: tokenizer.PIECES; rare characters are bytes
     init: str | None = None  # checkpoint to start from
     teacher: str | None = None  # checkpoint to learn from, in addition to the data
     distillation: float = 0.5  # weight of the divergence from the teacher; the rest is the data's loss

@@ -6,8 +6,9 @@ scheme in baselines: their fields here, and so flags, help, requests and checks,
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import tyro
 
@@ -23,6 +24,7 @@ from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 
 MOST_TOKENS = 2**17  # a text's
+MOST_MARKERS = 4  # of alpha_after
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
 """What each name of --method stands for. A config's `samplers` are further names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
@@ -43,6 +45,36 @@ def option(default: Any, low: float = -math.inf, high: float = math.inf, *, abov
 def _choices(table: Mapping[str, Any]) -> Any:
     """The help of a flag that takes a name of `table`, whose entries have a `summary`."""
     return tyro.conf.arg(help="; ".join(f"{name}: {entry.summary}" for name, entry in table.items()) + ".")
+
+
+def _markers_of(words: list[str]) -> dict[str, Any]:
+    """The value of --alpha-after MARKER ALPHA MARKER ALPHA ..; a + joins the leniences of several verifiers.
+    What is no number stays a text, which Settings.check() refuses."""
+
+    def lenience(word: str) -> float | tuple[float, ...] | str:
+        try:
+            numbers = tuple(map(float, word.split("+")))
+        except ValueError:
+            return word
+        return numbers if len(numbers) > 1 else numbers[0]
+
+    return dict(zip(words[::2], [*map(lenience, words[1::2]), ""], strict=False))
+
+
+def _words_of(markers: Mapping[str, Any]) -> list[str]:
+    return [word for marker, value in markers.items() for word in (marker, "+".join(map(str, _each(value))))]
+
+
+Markers = Annotated[
+    Mapping[str, float | tuple[float, ...]],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[MARKER ALPHA [MARKER ALPHA ...]]",
+        instance_from_str=_markers_of,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=_words_of,
+    ),
+]
 
 
 def _declared() -> Any:
@@ -81,6 +113,9 @@ class Settings(Declared):
 
     method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
     alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
+    # alpha after a marker's tokens have been written, such as "The answer is" 0.0; of several markers, the
+    # one written last decides
+    alpha_after: Markers = dataclasses.field(default_factory=dict, hash=False)
     # the tokens drafted per verifier call; adaptive: up to max_block_size
     block_size: int | Literal["adaptive"] | tuple[int, ...] = 5
     max_block_size: int = option(12, 1)  # of adaptive blocks
@@ -133,6 +168,28 @@ class Settings(Declared):
             )
         return values * levels if len(values) == 1 else values
 
+    def leniences_after(self, levels: int) -> dict[str, tuple[float, ...]]:
+        """The leniences of `levels` verifiers after each marker. Raises ValueError where there are values for
+        another number of them."""
+        leniences = {}
+        for marker, value in self.alpha_after.items():
+            values = _each(value)
+            if len(values) not in (1, levels):
+                raise FieldError(
+                    "alpha_after",
+                    value,
+                    f"give one value, or {levels}.",
+                    f"alpha_after[{marker[:40]!r}] has {len(values)} values; {levels + 1} models have "
+                    f"{levels} verifiers",
+                )
+            leniences[marker] = values * levels if len(values) == 1 else values
+        return leniences
+
+    def by(self, method: Any, known: Mapping[str, Any] = NAMED) -> Self:
+        """The settings with another method; without alpha_after where that reads no lenience."""
+        reads = any(_entry(one, known) is None or _reads_alpha(one, known) for one in _each(method))
+        return dataclasses.replace(self, method=method, alpha_after=self.alpha_after if reads else {})
+
     @property
     def adaptive(self) -> bool:
         return self.block_size == ADAPTIVE
@@ -178,6 +235,9 @@ class Settings(Declared):
             *(self.of_levels(field, depth) for field in fields), strict=True
         ):
             self._check_level(method, alpha, block_size, depth if levels is None else levels, known)
+        self._check_markers()
+        longest = max([depth, *(len(_each(value)) for value in self.alpha_after.values())])
+        self._check_spans(depth if levels is not None else longest, known)
         for name, truncation in TRUNCATIONS.items():
             truncation.check(name, getattr(self, name), vocab_size)
         for field in dataclasses.fields(Settings):
@@ -200,7 +260,7 @@ class Settings(Declared):
     def _check_level(
         self, method: Any, alpha: float, block_size: Any, levels: int, known: Mapping[str, Any]
     ) -> None:
-        entry = known.get(method) if isinstance(method, str) else entry_of(method)
+        entry = _entry(method, known)
         if isinstance(method, str) and entry is None:
             raise FieldError("method", method, f"known: {', '.join(known)}.", f"unknown method {method!r}")
         if entry is None:
@@ -223,6 +283,46 @@ class Settings(Declared):
         if not isinstance(block_size, str) and block_size < 1:
             raise FieldError("block_size", block_size, "it must be at least 1.")
 
+    def _check_markers(self) -> None:
+        """Raises FieldError for what is no marker, or no lenience of any method."""
+        spans = self.alpha_after
+        if not isinstance(spans, Mapping) or not all(isinstance(marker, str) for marker in spans):
+            raise FieldError("alpha_after", spans, 'give numbers by text, such as {"The answer is": 0.0}.')
+        if len(spans) > MOST_MARKERS:
+            raise FieldError(
+                "alpha_after",
+                spans,
+                f"at most {MOST_MARKERS} are looked for.",
+                f"alpha_after has {len(spans)} markers",
+            )
+        for marker, value in spans.items():
+            if not marker:
+                raise FieldError("alpha_after", spans, "name one.", "alpha_after has an empty marker")
+            if not all(_is_number(alpha) for alpha in _each(value)):
+                where = f"alpha_after[{marker[:40]!r}] is {reprlib.repr(value)}"
+                raise FieldError("alpha_after", value, "give a number.", where)
+
+    def _check_spans(self, levels: int, known: Mapping[str, Any]) -> None:
+        """Raises FieldError for a lenience after a marker that these methods cannot take."""
+        methods = self.of_levels("method", levels)
+        if self.alpha_after and not any(_reads_alpha(method, known) for method in methods):
+            raise FieldError(
+                "alpha_after",
+                self.alpha_after,
+                "leave it out, or take a rule of --list.",
+                f"alpha_after is for rules that read alpha at each position, and {self.name} does not",
+            )
+        for marker, values in self.leniences_after(levels).items():
+            for method, alpha in zip(methods, values, strict=True):
+                entry = _entry(method, known)
+                if isinstance(entry, Method) and not entry.low <= alpha <= entry.high:
+                    raise FieldError(
+                        "alpha_after",
+                        alpha,
+                        f"for {_name(method)} it must be in [{entry.low:g}, {entry.high:g}].",
+                        f"alpha_after[{marker[:40]!r}] is {alpha}",
+                    )
+
     def _check_scheme(self, scheme: Scheme, name: str, levels: int) -> None:
         if len(_each(self.method)) > 1:
             raise FieldError("method", name, "give it alone.", f"{name} is no rule for one level of several")
@@ -239,6 +339,21 @@ class Settings(Declared):
                 self.temperature,
                 f"{name} decodes greedily: make it 0, or take another method.",
             )
+
+
+def _entry(method: Any, known: Mapping[str, Any]) -> Method | Scheme | None:
+    """entry_of(), where a name is one of `known`."""
+    return known.get(method) if isinstance(method, str) else entry_of(method)
+
+
+def _reads_alpha(method: Any, known: Mapping[str, Any]) -> bool:
+    """Whether a method's target depends on the lenience at each position."""
+    entry = _entry(method, known)
+    return isinstance(entry, Method) and not entry.lossless
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def entry_of(method: Any) -> Method | Scheme | None:

@@ -1,6 +1,7 @@
 """The shipped pair: greedy exactness, methods that are the same in a limit, and its quality."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,23 @@ def test_the_small_pairs_write_about_the_facts(name):
     assert [o.tokens for o in drafter] != [o.tokens for o in verifier]
     for facts, out in zip(run.examples, verifier, strict=True):
         assert facts.split("[")[1].split("]")[0] in out.text
+
+
+@pytest.mark.full
+def test_the_word_problems_pair_writes_solutions():
+    """Lossless decoding of both, steps in their form; where they were trained."""
+    run = configs.load("word_problems")
+    if not all(Path(path).is_dir() for _, path in run.roles):
+        pytest.skip("the models of word_problems are not here: train them with scripts/finetune.py")
+    cascade = sc.load("word_problems")
+    verifier, speculative = (
+        list(cascade.generate(run.examples, method=method)) for method in ("verifier", "speculative")
+    )
+    assert [o.tokens for o in speculative] == [o.tokens for o in verifier]
+    for out in verifier:
+        assert re.fullmatch(r"(\w+( = \w+ [-+*] \w+){2} = \d+ \w+\. )+The answer is \d+\.", out.text), (
+            out.text
+        )
 
 
 @pytest.mark.full

@@ -109,8 +109,7 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
         lines = [json.dumps(dataclasses.asdict(output)) + "\n" for output in done]
         outputs = cascade.generate(
             texts[len(done) :],
-            run.settings,
-            method=method,
+            run.settings.by(method),
             truncate=run.truncate,
             batch_size=run.batch_size,
             first_index=begin + len(done),
@@ -124,7 +123,7 @@ def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: S
 
 def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequence[str]) -> str:
     """The JSON lines of `sources`, decoded by a cluster; shards that are complete are left as they are."""
-    run, settings = dataclasses.replace(arguments.run, method=method), settings_of(arguments, method)
+    run, settings = arguments.run.by(method), settings_of(arguments, method)
     shards = cut(sources, arguments.shard_size, Path(arguments.output or "") / f"{method}-shards")
     todo = [shard for shard in shards if finished(shard, settings) is None]
     if todo:
@@ -156,7 +155,7 @@ def check(arguments: Arguments, task: Task) -> None:
     if not arguments.methods:
         raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:
-        dataclasses.replace(arguments.run, method=method).check()
+        arguments.run.by(method).check()
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.ray is not None and (arguments.output is None or arguments.cluster is not None):
         if arguments.output is None:
@@ -196,7 +195,7 @@ def evaluate(arguments: Arguments) -> None:
     check(arguments, task)
     check_methods(
         arguments.run,
-        [dataclasses.replace(arguments.run.settings, method=method) for method in arguments.methods],
+        [arguments.run.settings.by(method) for method in arguments.methods],
     )
     if arguments.cluster is not None:
         connect(arguments.cluster)

@@ -92,7 +92,7 @@ def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
     if not arguments.methods:
         raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:
-        dataclasses.replace(run, method=method).check()
+        run.by(method).check()
     if arguments.output is None:
         return
     written = {
@@ -201,7 +201,7 @@ def evaluate(arguments: Arguments) -> None:
                 if not run.truncate:  # better now than after hours of decoding
                     cascade.encode(prompts.texts)
             part = None if arguments.output is None else part_of(arguments.output, method)
-            outputs = decode(cascade, dataclasses.replace(run, method=method), prompts.texts, part, kept)
+            outputs = decode(cascade, run.by(method), prompts.texts, part, kept)
             answers = [task.read(output.text) for output in outputs]
             marks = task.score(answers, prompts.examples)
             figures = figures_of(marks, outputs)

@@ -315,10 +315,7 @@ def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) ->
 def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, ...]) -> Runs:
     """A config's samplers, made of all the models: they are timed next to the plans, and not predicted."""
     whole = dataclasses.replace(target, models=names, block_sizes=())
-    return {
-        name: (whole, dataclasses.replace(run.settings, method=entry))
-        for name, entry in named(run.samplers).items()
-    }
+    return {name: (whole, run.settings.by(entry)) for name, entry in named(run.samplers).items()}
 
 
 class Measured(NamedTuple):
@@ -521,7 +518,7 @@ def short_names(paths: list[str]) -> dict[str, str]:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    run = dataclasses.replace(run, method="speculative", alpha=0.0, block_size=1, planned_for=())
+    run = dataclasses.replace(run.by("speculative"), alpha=0.0, block_size=1, planned_for=())
     return tyro.cli(
         Arguments, default=Arguments(run, name), args=argv, prog=program("plan"), description=__doc__
     )

@@ -20,6 +20,7 @@ from speccascade_jax.core.protocols import (
     AnyArray,
     Cache,
     Counts,
+    Markers,
     Origin,
     Params,
     Prefix,
@@ -28,6 +29,7 @@ from speccascade_jax.core.protocols import (
 )
 from speccascade_jax.core.randomness import noise
 from speccascade_jax.core.rounds import add, after, placed_at, rounds_of, step
+from speccascade_jax.core.spans import begun, committed, window
 from speccascade_jax.core.transforms import SamplingOptions
 
 Array = jax.Array
@@ -44,6 +46,7 @@ class Requests(NamedTuple):
     alphas: Float[Array, "B K"]
     methods: Int[Array, "B K"]  # which of each verifier's methods
     verifications: Int[Array, " B"]  # which of the sampler's ways to verify
+    markers: Markers | None = None  # None: no row has one
 
 
 class History(NamedTuple):
@@ -87,6 +90,7 @@ def requests(
     limits: Any,
     max_new_tokens: int,
     verifications: Any = None,
+    markers: Markers | None = None,
 ) -> Requests:
     """generate()'s arguments with a value for every row. Raises ValueError for arrays of other shapes."""
     rows, levels = input_length.shape[0], sampler.level
@@ -104,8 +108,16 @@ def requests(
     limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
     inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), inputs)
     ways = jnp.broadcast_to(jnp.asarray(0 if verifications is None else verifications, jnp.int32), (rows,))
+    options = options.of_rows(rows)
     return Requests(
-        keys, inputs, jnp.asarray(input_length), limit, options.of_rows(rows), **by_level, verifications=ways
+        keys,
+        inputs,
+        jnp.asarray(input_length),
+        limit,
+        options,
+        **by_level,
+        verifications=ways,
+        markers=markers,
     )
 
 
@@ -123,15 +135,17 @@ def begin(
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
     room = jnp.where(batch.input_length > 0, jnp.clip(batch.limit, 0, max_new_tokens), 0).astype(jnp.int32)
     blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
+    before = max(2**sampler.level, window(batch.markers, sampler.overhang))
     rows = Rows(
         noise(batch.keys, rounds_of(sampler), length, by_round(sampler, batch.verifications)),
         batch.options,
         batch.alphas,
         batch.methods,
         batch.verifications,
-        jnp.pad(last[:, None], ((0, 0), (2**sampler.level, 0)), constant_values=NO_TOKEN),
+        jnp.pad(last[:, None], ((0, 0), (before, 0)), constant_values=NO_TOKEN),
         prefix.length,
         room,
+        spans=None if batch.markers is None else begun(batch.markers, prefix.length),
     )
     shapes = jax.eval_shape(lambda: step(sampler, params, caches, rows, NO_TOKEN)[2])
     nothing = jnp.zeros_like(room)
@@ -177,6 +191,7 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
         start=state.rows.start + block.size,
         room=jnp.where(finished, 0, state.rows.room - block.size),
     )
+    rows = committed(rows)
     emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
     if history is not None:
         size = history.emitted.shape[1]
@@ -232,6 +247,7 @@ def generate(
     methods: Any = None,
     limits: Any = None,
     verifications: Any = None,
+    markers: Markers | None = None,
 ) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
 
@@ -239,13 +255,22 @@ def generate(
     sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas [K] or [B, K]
     holds the lenience of each verifier, from the smallest up (K = 0 for Autoregressive); methods [K] or [B,
     K] which of its methods each row follows, where it has several; limits [B] the most tokens of each row, no
-    more than max_new_tokens; verifications [B] in which of the sampler's ways each row is verified. All of
-    these, the keys and the options are traced: unlike rows share one program, and sweeping compiles once.
-
-    Raises ValueError for arrays of other shapes.
+    more than max_new_tokens; verifications [B] in which of the sampler's ways each row is verified; markers
+    the lenience after certain tokens (core.spans). All of these, the keys and the options are traced: unlike
+    rows share one program, and sweeping compiles once. Raises ValueError for arrays of other shapes.
     """
     batch = requests(
-        sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens, verifications
+        sampler,
+        keys,
+        inputs,
+        input_length,
+        options,
+        alphas,
+        methods,
+        limits,
+        max_new_tokens,
+        verifications,
+        markers,
     )
     state = begin(sampler, params, batch, max_new_tokens=max_new_tokens)
     state = run(sampler, params, state, len(batch.limit), eos_id=eos_id)

@@ -86,6 +86,21 @@ class Origin(IntEnum):
         return self + len(Origin) * level
 
 
+class Markers(NamedTuple):
+    """The tokens after which each row has another lenience: see core.spans."""
+
+    tokens: Int[AnyArray, "B M L"]  # a marker's are the last ones, NO_TOKEN before; only NO_TOKEN: no marker
+    alphas: Float[AnyArray, "B M K"]  # the lenience after it, of each verifier from the smallest up
+
+
+class Spans(NamedTuple):
+    """A row's markers, and which of them it has written."""
+
+    markers: Markers
+    first: Int[Array, " B"]  # the position of the first written token
+    latest: Int[Array, " B"]  # the marker that the committed tokens have completed last; -1: none
+
+
 class Rows(NamedTuple):
     """The request of each row and its state when a sampler writes the next block."""
 
@@ -99,6 +114,7 @@ class Rows(NamedTuple):
     room: Int[Array, " B"]  # how many tokens it may take; 0: the row is finished
     want: Int[Array, " B"] | None = None  # how many it can use; None: as many as it may take
     so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
+    spans: Spans | None = None  # None: no row has a marker
 
     @property
     def last(self) -> Int[Array, " B"]:

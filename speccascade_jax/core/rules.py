@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 from speccascade_jax.core.methods import Knob, Method, Sweep, Target
 
 Array = jax.Array
-Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
+Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1], or position [B, T, 1]
 
 
 class Scores(NamedTuple):

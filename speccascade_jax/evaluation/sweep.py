@@ -53,7 +53,7 @@ def block_size_of(point: Settings) -> Any:
 
 def alone(point: Settings, model: str) -> Settings:
     """One model (`verifier` or `drafter`) decoding as the point does."""
-    return dataclasses.replace(point, method=model, alpha=0.0, block_size=1)
+    return dataclasses.replace(point, method=model, alpha=0.0, alpha_after={}, block_size=1)
 
 
 class Contest(NamedTuple):
@@ -125,14 +125,14 @@ def grid(
             for block_size in block_sizes if method in METHODS else (1,):
                 leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
                 for alpha in (0.0,) if method in LOSSLESS else leniences:
-                    points[
-                        dataclasses.replace(
-                            chosen, method=method, block_size=block_size, alpha=_lenience(method, rule, alpha)
-                        )
-                    ] = None
+                    lenience = _lenience(method, rule, alpha)
+                    point = dataclasses.replace(
+                        chosen.by(method, known), block_size=block_size, alpha=lenience
+                    )
+                    points[point] = None
         for kind in truncations if temperature > 0 else ():
             for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
-                changed: dict[str, Any] = {kind: value, "alpha": 0.0}
+                changed: dict[str, Any] = {kind: value, "alpha": 0.0, "alpha_after": {}}
                 cuts = [
                     dataclasses.replace(chosen, **changed, method=method, block_size=size)
                     for method in LOSSLESS
@@ -205,8 +205,7 @@ def measure_quality(
         try:
             fields: dict[str, Any] = line["point"]
             whole: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Settings)}
-            whole |= {name: tuple(value) for name, value in whole.items() if isinstance(value, list)}
-            point = Settings(**whole)
+            point = Settings(**{name: _as_tuples(value) for name, value in whole.items()})
             known[point] = Quality(
                 _finite(line["statistics"], len(sources), METRICS[metric].sums),
                 {name: int(count) for name, count in line["counts"].items()},
@@ -224,6 +223,13 @@ def measure_quality(
             line = {"point": dataclasses.asdict(point), **dataclasses.asdict(quality)}
             file.add({**line, "statistics": quality.statistics.tolist()})
     return {point: known[point] for point in points}
+
+
+def _as_tuples(value: Any) -> Any:
+    """A field that JSON has held, with its lists as the tuples that they were."""
+    if isinstance(value, dict):
+        return {key: _as_tuples(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _finite(values: Any, *shape: int) -> np.ndarray:

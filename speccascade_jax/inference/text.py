@@ -43,6 +43,7 @@ from speccascade_jax.scheduling.scheduler import (
     Scheduler,
 )
 from speccascade_jax.settings import NAMED, Settings, named, resolved
+from speccascade_jax.tokenizers.markers import Spelled, spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.vocabularies import VOCABULARIES
 from speccascade_jax.vocabularies.joining import joined, readings
@@ -381,7 +382,12 @@ class Cascade:
                 f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
                 f"most {self.max_new_tokens}",
             )
+        self.spans(settings)
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
+
+    def spans(self, settings: Settings) -> Spelled:
+        """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""
+        return spelled(self.tokenizer, settings.leniences_after(self.levels))
 
     def _generate(
         self,
@@ -428,7 +434,15 @@ class Cascade:
             decode = partial(self._decode, batch_size=batch_size)
             read = self.foreign_readings([texts[n] for n in chosen])
             requests = [
-                Request(rows[n], each[n], begun + n, lanes[key].numbers(each[n]), each[n].stop, reading)
+                Request(
+                    rows[n],
+                    each[n],
+                    begun + n,
+                    lanes[key].numbers(each[n]),
+                    each[n].stop,
+                    reading,
+                    self.spans(each[n]),
+                )
                 for n, reading in zip(chosen, read, strict=True)
             ]
             results = (
@@ -524,6 +538,7 @@ class Cascade:
                     lane.numbers(settings),
                     settings.stop,
                     self.foreign_readings([text])[0],
+                    self.spans(settings),
                 )
             ]
         )
@@ -535,8 +550,8 @@ class Cascade:
             yield text_of(self.tokenizer, result.tokens, settings.stop)
 
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
-        """Compiles what generate() with these arguments will run, for every source length. alpha, seed
-        and the values of temperature, top_p and min_p do not matter."""
+        """Compiles what generate() with these arguments will run, for every source length. alpha, seed, the
+        markers and values of alpha_after, and the values of temperature, top_p and min_p do not matter."""
         settings = self.checked(settings or Settings(), changes)
         widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
         for lane in self.lanes([settings]).values():
@@ -581,6 +596,7 @@ class Cascade:
                 self.verifier.vocab_size,
                 *truncations_of(group),
                 history=LOOK_EVERY if any(s.stop for s in group) else 0,
+                spans=any(s.alpha_after for s in group),
             )
             lanes[key] = Lane(plan, params, methods)
         return lanes

@@ -17,10 +17,11 @@ from jaxtyping import Int
 
 from speccascade_jax.core import loop
 from speccascade_jax.core.nests import insert, insert_rows
-from speccascade_jax.core.protocols import Sampler
+from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.parallel import AXIS, shared_by
 from speccascade_jax.scheduling.chunks import Unread, read_chunk
+from speccascade_jax.tokenizers.markers import LONGEST, PLACES
 from speccascade_jax.vocabularies.joining import shapes_of
 
 GIGABYTE = 2**30
@@ -55,6 +56,7 @@ class Plan:
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
     ragged: bool = False  # each row has its own block size, up to the sampler's
     chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
+    spans: bool = False  # some row has another lenience after a marker
 
     def options(self, temperature: Any, values: Mapping[str, Any]) -> SamplingOptions:
         """SamplingOptions of this program with a value for each of its truncations."""
@@ -70,9 +72,11 @@ class Plan:
         options = self.options(numbers, {name: array(TRUNCATIONS[name].dtype) for name in self.truncations})
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         whole = array(jnp.int32)
+        markers = Markers._make((array(jnp.int32, PLACES, LONGEST), array(jnp.float32, PLACES, levels)))
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
+        by_level = array(jnp.float32, levels), array(jnp.int32, levels)
         return loop.Requests._make(
-            (keys, inputs, whole, whole, options, array(jnp.float32, levels), array(jnp.int32, levels), whole)
+            (keys, inputs, whole, whole, options, *by_level, whole, markers if self.spans else None)
         )
 
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.protocols import Origin, Sampler
+from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.settings import Settings
+from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
 from speccascade_jax.vocabularies.joining import inputs_of
 from speccascade_jax.vocabularies.translated import Translated
@@ -40,6 +41,7 @@ class Request(NamedTuple):
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
+    spans: Spelled = ()  # its settings' alpha_after, in tokens
 
     @property
     def size(self) -> int:
@@ -356,8 +358,7 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
     )
     inputs = inputs_of(plan.sampler.models, inputs, [request.foreign for request in requests])
     rows, levels = len(requests), plan.sampler.level
-    largest = np.finfo(np.float32).max  # 1e300 is as good as that
-    alphas = np.clip([s.of_levels("alpha", levels) for s in settings], -largest, largest).astype(np.float32)
+    alphas = as_floats([s.of_levels("alpha", levels) for s in settings])
     ways = verifications_of(plan.sampler)
     methods = np.array([request.methods or (0,) * levels for request in requests], np.int32)
     return Requests._make(
@@ -372,6 +373,7 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
             np.array(
                 [ways.index(s.verification) if s.verification in ways else 0 for s in settings], np.int32
             ),
+            markers_of([request.spans for request in requests], levels) if plan.spans else None,
         )
     )
 
@@ -379,6 +381,23 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
 def verifications_of(sampler: Sampler) -> tuple[str, ...]:
     """The ways to verify that rows of a program choose from; none for a sampler that does not say any."""
     return tuple(way.name for way in getattr(sampler, "verifications", ()))
+
+
+def as_floats(values: Any) -> np.ndarray:
+    """Float32; a number too large for it, such as 1e300, is the largest."""
+    largest = np.finfo(np.float32).max
+    return np.clip(values, -largest, largest).astype(np.float32)
+
+
+def markers_of(rows: Sequence[Spelled], levels: int) -> Markers:
+    """The rows' markers, as many places as every program with spans has."""
+    tokens = np.full((len(rows), PLACES, LONGEST), NO_TOKEN, np.int32)
+    alphas = np.zeros((len(rows), PLACES, levels), np.float32)
+    for row, spans in enumerate(rows):
+        for place, (marker, leniences) in enumerate(spans):
+            tokens[row, place, LONGEST - len(marker) :] = marker
+            alphas[row, place] = as_floats(leniences)
+    return Markers(tokens, alphas)
 
 
 def counts_at(history: Any, row: int, size: int) -> Any:

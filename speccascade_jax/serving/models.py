@@ -17,7 +17,7 @@ from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.scheduler import Request
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import ALONE, UNFINISHED, ParsedRequest, Refused
-from speccascade_jax.settings import Choice, Settings, resolved
+from speccascade_jax.settings import NAMED, Choice, Settings, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
@@ -72,7 +72,7 @@ class ServedModel:
         chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
         self.chats = chats[0] is not None
         if cascade.levels == 0:  # whatever its config says, it is the verifier
-            self.defaults, methods = dataclasses.replace(self.defaults, **ALONE), ()
+            self.defaults, methods = dataclasses.replace(self.defaults, alpha_after={}, **ALONE), ()
         choices: dict[str, Choice | tuple[Choice, ...]] = {
             self.defaults.name: self.defaults.method,
             **{method: method for method in methods},
@@ -106,7 +106,11 @@ class ServedModel:
         truncations: dict[str, Any] = {
             name: self.bounds.get(name, truncation.off) for name, truncation in TRUNCATIONS.items()
         }
-        settings = dataclasses.replace(self.defaults, method=method, stop=("\n",), **truncations)
+        known = {**NAMED, **self.cascade.named}
+        spans = dataclasses.replace(self.defaults, alpha_after={"\n": 0.0}).by(method, known).alpha_after
+        settings = dataclasses.replace(
+            self.defaults, method=method, stop=("\n",), alpha_after=spans, **truncations
+        )
         settings.of_levels("method", max(self.cascade.levels, 1))
         return resolved(settings, self.cascade.named)
 
@@ -130,7 +134,15 @@ class ServedModel:
             prompts,
             lane,
             [
-                Request(prompt.tokens, settings, number, methods, settings.stop, prompt.foreign)
+                Request(
+                    prompt.tokens,
+                    settings,
+                    number,
+                    methods,
+                    settings.stop,
+                    prompt.foreign,
+                    self.cascade.spans(settings),
+                )
                 if prompt.tokens
                 else None
                 for prompt in prompts
@@ -152,8 +164,11 @@ class ServedModel:
                 "leave it out.",
                 "stop holds U+FFFD, which stands for an unfinished character",
             )
+        defaults = self.defaults
+        if "method" in changes:  # another method than the server's may read no lenience
+            defaults = defaults.by(changes["method"], {**NAMED, **self.cascade.named})
         try:
-            settings = self.cascade.checked(self.defaults, changes)
+            settings = self.cascade.checked(defaults, changes)
         except FieldError as error:
             name = names.get(error.field, error.field)
             raise (error if name == error.field else FieldError(name, error.value, error.remedy)) from None

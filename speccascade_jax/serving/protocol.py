@@ -267,4 +267,6 @@ def setting_of(value: Any, field: Field) -> Any:
         return dialect.meaning
     if isinstance(value, list):
         return tuple(value)
+    if isinstance(value, dict):
+        return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
     return (value,) if field.several else value

@@ -40,6 +40,9 @@ def alternatives(annotation: Any, metadata: Mapping[str, Any]) -> list[Schema]:
     if get_origin(annotation) is tuple:
         items = alternatives(get_args(annotation)[0], metadata)
         return [{"type": "array", "items": items[0], "maxItems": MOST_ITEMS}] if items else []
+    if get_origin(annotation) is Mapping:
+        values = schema_of(get_args(annotation)[1], metadata)
+        return [{"type": "object", "additionalProperties": values, "maxProperties": MOST_ITEMS}]
     if annotation not in PLAIN:
         return []
     schema: Schema = {"type": PLAIN[annotation]}
@@ -111,16 +114,22 @@ def _check_object(field: str, value: Any, schema: Schema, place: str) -> None:
     for key in schema.get("required", ()):
         if key not in value:
             raise FieldError(field, value, "give one.", f"{place} has no {key}")
+    if len(value) > schema.get("maxProperties", len(value)):
+        limit = f"0 to {schema['maxProperties']} are allowed."
+        raise FieldError(field, value, limit, f"{place} has {len(value)} fields")
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
     for key, item in value.items():
-        if key not in schema["properties"]:
+        if others:
+            _check_string(field, key, {}, place)
+        elif key not in known:
             raise FieldError(
                 field,
                 value,
-                f"known: {', '.join(schema['properties'])}.",
+                f"known: {', '.join(known)}.",
                 f"{place} has no field {shown(key)}",
             )
         if item is not None:
-            check(field, item, schema["properties"][key], f"{place}.{key}")
+            check(field, item, known.get(key, others), f"{place}.{key[:LONGEST_TEXT]}")
 
 
 CHECKS = {

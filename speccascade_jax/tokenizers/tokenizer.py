@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,24 @@ SPACE = "\u2581"  # what SentencePiece writes for one
 TRIED = 1000  # tokens that are decoded when a tokenizer.json is read
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
 BYTE = re.compile("<0x[0-9A-F]{2}>")
+BYTES = 256  # pieces that stand for one
+WORD = re.compile(rf"{SPACE}?(?:\w+|[^\w{SPACE}])")
+
+
+class Pieces(NamedTuple):
+    """A way to find the pieces of a vocabulary."""
+
+    model_type: str  # SentencePiece's
+    words: bool = False  # whether the commonest words are pieces before it looks for any
+
+
+PIECES = {
+    "unigram": Pieces("unigram"),
+    "bpe": Pieces("bpe"),
+    "char": Pieces("char"),
+    "word": Pieces("char", words=True),
+}
+"""By the name that a config's tokenizer_pieces has."""
 
 
 class Surface(NamedTuple):
@@ -278,18 +297,24 @@ def train_tokenizer(
     texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False, pieces: str = "unigram"
 ) -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
-    Gemma's: <bos> 2 and <unk> 3. `pieces`: unigram, bpe, or char, the commonest characters. All others are
-    bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    Gemma's: <bos> 2 and <unk> 3. `pieces` is a name in PIECES: unigram; bpe; char, the commonest characters;
+    or word, the commonest words and numbers with the space before them, then the commonest characters. All
+    others are bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
         special = {"bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"}
+    kind = PIECES[pieces]
+    if kind.words:
+        texts = list(texts)
+        special["user_defined_symbols"] = common_words(texts, size - BYTES - (4 if bos else 3))
+        texts.append(".")  # SentencePiece needs a character that is in no word
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
             model_writer=model,
             vocab_size=size,
-            model_type=pieces,
+            model_type=kind.model_type,
             pad_id=0,
             eos_id=1,
             **special,
@@ -307,6 +332,14 @@ def train_tokenizer(
         path.write_bytes(model.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def common_words(texts: Iterable[str], room: int) -> list[str]:
+    """The space, and the commonest words and numbers of `texts`, each with the space before it: `room` pieces
+    together with the signs that are as common."""
+    counts = Counter(word for text in texts for word in WORD.findall(SPACE + text.replace(" ", SPACE)))
+    common = [word for word, _ in counts.most_common(max(room - 1, 0)) if len(word) > 1]
+    return [*common, SPACE]  # as bytes it would not be decoded to a space
 
 
 def too_few_pieces(size: int, said: str) -> ValueError:

@@ -27,12 +27,12 @@ from speccascade_jax.config import (
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
+from speccascade_jax.tokenizers.tokenizer import PIECES
 from speccascade_jax.training.data import SCHEMES
 from speccascade_jax.training.distillation import DIVERGENCES
 from speccascade_jax.training.exits import CURRICULA
 from speccascade_jax.training.lora import check_adapters
 
-PIECES = "unigram", "bpe", "char"
 LARGEST = 2**31 - 1  # what int32 counts
 NAMES = {
     "optimizer": ("adafactor", "adamw"),

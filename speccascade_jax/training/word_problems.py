@@ -1,17 +1,18 @@
 """Word problems about everyday objects, each with its solution written out, made from a seed.
 
-    made://word_problems?split=train&operations=2-6&distractors=0-2&examples=100000
+    made://word_problems?split=train&operations=2-6&distractors=0-2&order=forward&examples=100000
 
 A problem is a graph of quantities in the manner of i-GSM (Ye et al., arXiv 2407.20311): some are stated as
 numbers, every other is computed from one or two quantities, and the question is about one of them. The
-statements come in random order, and the distractors among them are not needed for the answer. The solution
-has one sentence an operation, in the order in which the operations become computable, and ends with the
-answer:
+statements come in random order or (`order=forward`) in one in which each stands after those it depends on.
+The distractors among them are not needed for the answer. The solution has one sentence an operation, in the
+order in which the operations become computable, and ends with the answer. A value stands before its object in
+both texts, so that finding it again is one and the same thing:
 
     There are 3 more pears than apples. There are 5 apples. There are twice as many nuts as pears. How many
     nuts are there?
 
-    pears = apples + 3 = 5 + 3 = 8. nuts = 2 * pears = 2 * 8 = 16. The answer is 16.
+    pears = apples + 3 = 5 + 3 = 8 pears. nuts = 2 * pears = 2 * 8 = 16 nuts. The answer is 16.
 
 No two splits share a graph with the same numbers, whatever its objects are called.
 """
@@ -78,12 +79,16 @@ class Problems:
     examples: int = 10_000
     largest: int = 30
     """No quantity is larger."""
+    order: str = "random"
+    """Of the statements: a name in ORDERS."""
     seed: int = 0
 
     def check(self) -> None:
         """Raises FieldError for what cannot be made."""
         if self.split not in SPLITS:
             raise FieldError("split", self.split, f"known: {', '.join(SPLITS)}.")
+        if self.order not in ORDERS:
+            raise FieldError("order", self.order, f"known: {', '.join(ORDERS)}.")
         for name, (low, high) in (("examples", (1, 10_000_000)), ("largest", (10, 1000))):
             if not low <= getattr(self, name) <= high:
                 raise FieldError(name, getattr(self, name), f"it must lie between {low} and {high}.")
@@ -144,9 +149,9 @@ def examples(problems: Problems) -> Iterator[dict[str, Any]]:
         quantities = numbered(rng, graph(rng, needed), problems.largest)
         if quantities is None or fingerprint(quantities) % 20 not in SPLITS[problems.split]:
             continue
-        yield written(rng, quantities, distracted(rng, quantities, others, problems.largest)) | {
-            "operations": needed
-        }
+        stated = distracted(rng, quantities, others, problems.largest)
+        order = ORDERS[problems.order](rng, stated)
+        yield written(rng, quantities, stated, order) | {"operations": needed}
         made += 1
 
 
@@ -234,11 +239,34 @@ def distracted(
     return more
 
 
-def written(rng: random.Random, needed: Sequence[Quantity], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """The two texts of a problem whose answer is the first quantity and needs the quantities of `needed`."""
+def shuffled(rng: random.Random, quantities: Sequence[Quantity]) -> list[int]:
+    """The numbers of the quantities, in any order."""
+    return rng.sample(range(len(quantities)), len(quantities))
+
+
+def forward(rng: random.Random, quantities: Sequence[Quantity]) -> list[int]:
+    """The numbers of the quantities, each after its operands."""
+    waiting, order = set(range(len(quantities))), list[int]()
+    while waiting:
+        ready = [n for n in sorted(waiting) if waiting.isdisjoint(quantities[n].operands)]
+        order.append(rng.choice(ready))
+        waiting.remove(order[-1])
+    return order
+
+
+ORDERS: dict[str, Callable[[random.Random, Sequence[Quantity]], list[int]]] = {
+    "random": shuffled,
+    "forward": forward,
+}
+"""The orders in which a problem's quantities may be stated."""
+
+
+def written(
+    rng: random.Random, needed: Sequence[Quantity], quantities: Sequence[Quantity], order: Sequence[int]
+) -> dict[str, Any]:
+    """The two texts of a problem whose answer is the first quantity and needs the quantities of `needed`;
+    `order` is that of its statements."""
     names, numbers = rng.sample(OBJECTS, len(quantities)), values(quantities)
-    order = list(range(len(quantities)))
-    rng.shuffle(order)
     source = [_statement(quantities[n], names[n], names) for n in order]
     source.append(f"How many {names[0]} are there?")
     known = {n for n, quantity in enumerate(needed) if quantity.operation is None}
@@ -249,7 +277,7 @@ def written(rng: random.Random, needed: Sequence[Quantity], quantities: Sequence
         waiting.remove(number)
         known.add(number)
         by_name, by_value = (_formula(needed[number], column) for column in (names, numbers))
-        target.append(f"{names[number]} = {by_name} = {by_value} = {numbers[number]}.")
+        target.append(f"{names[number]} = {by_name} = {by_value} = {numbers[number]} {names[number]}.")
     target.append(f"The answer is {numbers[0]}.")
     return {"source": " ".join(source), "target": " ".join(target)}
 

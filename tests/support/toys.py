@@ -213,18 +213,22 @@ def text_law(
     temperature: float = 1.0,
     **truncations: float | None,
 ) -> dict[tuple[int, ...], float]:
-    """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law."""
+    """As sequence_law, of models that are functions: (0, the prompt's tokens, those after it) -> law.
+
+    alphas may be a function of what is written before a token, too.
+    """
 
     @cache
     def law(context: tuple[int, ...]) -> tuple[float, ...]:
         own, sampled = None, None
+        leniences = alphas(context[1 + len(prompt) :]) if callable(alphas) else alphas
         for level, model in enumerate(laws):
             probs = model(context)
             shaped = transform(probs, temperature, **truncations)
             if level == 0:
                 own, sampled = probs, shaped
             else:
-                rule = (methods[level - 1], alphas[level - 1], temperature == 0)
+                rule = (methods[level - 1], leniences[level - 1], temperature == 0)
                 own, sampled = (
                     target(rule[0], own, probs, own, probs, *rule[1:]),
                     target(rule[0], own, probs, sampled, shaped, *rule[1:]),

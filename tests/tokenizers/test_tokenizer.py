@@ -74,6 +74,27 @@ def test_a_vocabulary_with_bos_begins_sources_with_it(gemma_vocabulary, tmp_path
         assert Tokenizer(tmp_path / "trained.model").framed([7, 8]) == expected
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_vocabulary_of_words(tmp_path, bos):
+    """Common words and numbers are one piece each; all else is characters or bytes."""
+    texts = ["There are 12 pears.", "There are 3 more nuts than pears."] * 3 + ["zinc"]
+    everything = ["There", "are", "12", "pears.", "3", "more", "nuts", "than"]
+    path = tmp_path / "words.model"
+    train_tokenizer(texts, path, 320, bos=bos, pieces="word")
+    tokenizer = Tokenizer(path)
+    for word in everything:
+        assert len(tokenizer.encode_batch([word])[0]) == 1 + word.endswith("."), word
+    for text in (*texts, "12 zincs and 3 pearls?", "Ö"):
+        assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+    size = 256 + 3 + bos + len([" There", " are", " pears", ".", " "])
+    train_tokenizer(texts, path, size, bos=bos, pieces="word")
+    tokenizer = Tokenizer(path)
+    assert tokenizer.size == size
+    assert [len(tokenizer.encode_batch([word])[0]) for word in ("There", "pears", "zinc")] == [1, 1, 5]
+    train_tokenizer(["no sign anywhere"], path, 320, bos=bos, pieces="word")
+    assert len(Tokenizer(path).encode_batch(["sign anywhere"])[0]) == 2
+
+
 def test_up_to_stop(gemma_vocabulary):
     tokenizer = Tokenizer(gemma_vocabulary)
     tokens = tokenizer.encode_batch(["the cat sat<end_of_turn> on the mat"])[0]

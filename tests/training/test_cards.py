@@ -8,6 +8,7 @@ from speccascade_jax.config import DEMO
 from speccascade_jax.training import cards
 from speccascade_jax.training.reporting import read_events
 
+LICENCES = {"e2e": "cc-by-sa-4.0", "word_problems": "apache-2.0"}  # by what a folder's name begins with
 FOLDERS = sorted(path.parent for path in DEMO.glob("*/metrics.jsonl"))
 LOG = [
     {
@@ -73,7 +74,7 @@ def test_shipped_weights_have_a_card(folder):
     """With a licence, the data, and the metrics of the log next to it."""
     text = (folder / "README.md").read_text(encoding="utf-8")
     licence = header(text)["license"]
-    assert licence == ("cc-by-sa-4.0" if folder.name.startswith("e2e") else "cc-by-2.0")
+    assert licence == next((LICENCES[name] for name in LICENCES if folder.name.startswith(name)), "cc-by-2.0")
     rows = re.findall(r"^\| [\d,]+ \|.*", text, re.MULTILINE)
     assert rows == [row for row in cards._table(read_events(folder / "metrics.jsonl")) if row[2:3].isdigit()]
     assert cards.kind_of(folder) in header(text)["library_name"] + text

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from speccascade_jax.config import load
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training import word_problems
 from speccascade_jax.training.checks import check_split
 from speccascade_jax.training.data import read_examples
@@ -42,7 +44,9 @@ def solved(source):
     return of(re.fullmatch(r"How many (\w+) are there\?", question.strip())[1]), taken
 
 
-@pytest.mark.parametrize("query", ["operations=1", "operations=2-6&distractors=3", "operations=8&largest=60"])
+@pytest.mark.parametrize(
+    "query", ["operations=1", "operations=2-6&distractors=3", "operations=8&largest=60&order=forward"]
+)
 def test_solutions_are_right(query):
     problems = parse(f"{query}&examples=300")
     for example in word_problems.examples(problems):
@@ -55,7 +59,9 @@ def test_solutions_are_right(query):
         values = {}
         for step in steps:
             name, by_name, by_value, value = step.split(" = ")
-            values[name] = int(value)
+            number, unit = value.split()
+            values[name] = int(number)
+            assert unit == name
             assert eval(by_value) == values[name] <= problems.largest
             for word in re.findall("[a-z]+", by_name):  # only what is known by then
                 if word in named:
@@ -80,6 +86,23 @@ def test_splits_have_no_problem_in_common():
     assert all(len(problems) > 400 for problems in made.values())
 
 
+@pytest.mark.parametrize("order,after", [("forward", True), ("random", False)])
+def test_the_order_of_statements(order, after):
+    """forward: a statement mentions only what an earlier one has introduced."""
+    in_order = []
+    for example in word_problems.examples(parse(f"operations=4-6&distractors=2&order={order}&examples=100")):
+        introduced = set()
+        for statement in re.findall(r"[^.?]+\.", example["source"]):
+            matches = [(re.fullmatch(p, statement.strip()), build) for p, build in STATEMENTS]
+            ((match, build),) = [(match, build) for match, build in matches if match]
+            taken = []
+            name, value = build(*match.groups())
+            value(lambda other, taken=taken: taken.append(other) or 0)
+            in_order.append(introduced.issuperset(taken))
+            introduced.add(name)
+    assert all(in_order) == after
+
+
 def test_a_seed_makes_the_same_problems():
     first, again, other = (
         list(read_examples(f"made://word_problems?examples=50&seed={seed}")) for seed in (1, 1, 2)
@@ -99,6 +122,7 @@ def test_a_seed_makes_the_same_problems():
         ("examples=0", "examples"),
         ("examples=-1", "examples"),
         ("largest=3", "largest"),
+        ("order=backward", "order"),
         ("size=3", "size"),
     ],
 )
@@ -106,6 +130,28 @@ def test_what_cannot_be_made_is_refused_before_the_run(query, field):
     with pytest.raises(FieldError) as error:
         check_split("train", f"made://word_problems?{query}")
     assert error.value.field == field
+
+
+def test_the_pair_reads_a_word_at_a_time(tmp_path):
+    """One token for each word and number; the longest problems of the test split are within the limits."""
+    config, decoding = load("word_problems_verifier"), load("word_problems")
+    task, path = config.task, tmp_path / "words.model"
+
+    def texts(split, count):
+        few = f"{split.rpartition('=')[0]}={count}"
+        return [(e["source"] + task.suffix, e["target"]) for e in read_examples(few)]
+
+    made = [text for pair in texts(task.train, 3000) for text in pair]
+    train_tokenizer(made, path, config.tokenizer_size, bos=True, pieces=config.tokenizer_pieces)
+    tokenizer = Tokenizer(path)
+    assert tokenizer.size <= config.model.vocab_size == load("word_problems_drafter").model.vocab_size
+    for source, target in texts(task.test, 500):
+        for text, limit in ((source, task.max_source_length), (target, task.max_target_length)):
+            tokens = tokenizer.encode_batch([text])[0]
+            assert len(tokens) == len(re.findall(r"\w+|[^\w\s]", text)) < limit
+            assert tokenizer.decode(tokens) == text
+    assert decoding.max_source_length == task.max_source_length
+    assert (decoding.max_new_tokens, decoding.suffix) == (task.max_target_length, task.suffix)
 
 
 def test_an_unknown_maker_is_refused():

@@ -38,6 +38,7 @@ from speccascade_jax.core.rounds import (
 )
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.spans import lenience
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import TOKEN, Draft, Verification, deferred_drafts, verify
 
@@ -193,7 +194,7 @@ class Speculative:
         self, scores: Scores, rows: Rows, draft: Draft
     ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
         """pi of each row's method, and at how many drafted positions it defers."""
-        alpha, chosen = rows.alphas[:, self.level - 1, None, None], rows.methods[:, self.level - 1]
+        alpha, chosen = lenience(rows, self.level, draft.tokens), rows.methods[:, self.level - 1]
         result: list[Array] = []
         for number, method in enumerate(self.methods):
             pi, delta = method.target(scores, alpha)
