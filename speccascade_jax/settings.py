@@ -21,6 +21,7 @@ from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 
 MOST_TOKENS = 2**17  # a text's
 MOST_MARKERS = 4  # of alpha_after
@@ -39,6 +40,11 @@ def option(default: Any, low: float = -math.inf, high: float = math.inf, *, abov
     """A field whose values lie in [low, high]; `low` is excluded with `above`. None, and values that are no
     numbers, are not compared."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+def _choices(table: Mapping[str, Any]) -> Any:
+    """The help of a flag that takes a name of `table`, whose entries have a `summary`."""
+    return tyro.conf.arg(help="; ".join(f"{name}: {entry.summary}" for name, entry in table.items()) + ".")
 
 
 def _markers_of(words: list[str]) -> dict[str, Any]:
@@ -117,6 +123,7 @@ class Settings(Declared):
     # 0: never, as with fixed blocks
     stop_below: float = option(STOP_BELOW, 0, 1)
     hand_over: HandOver = "need"  # need, truncate, keep: see core.samplers.Speculative; for three models on
+    verification: Annotated[str, _choices(VERIFICATIONS)] = TOKEN.name  # of drafts, at every level
     temperature: float = option(0.0, 0)  # 0 is greedy
     # together with the number of an input it determines the output, in any batch
     seed: int = option(0, -(2**63), 2**63 - 1)
@@ -241,6 +248,8 @@ class Settings(Declared):
                 )
         if self.hand_over not in get_args(HandOver):
             raise FieldError("hand_over", self.hand_over, f"known: {', '.join(get_args(HandOver))}.")
+        if self.verification not in VERIFICATIONS:
+            raise FieldError("verification", self.verification, f"known: {', '.join(VERIFICATIONS)}.")
         if isinstance(self.stop, str):
             raise FieldError("stop", self.stop, f"give a tuple of texts, such as ({self.stop!r},).")
         if "" in self.stop:

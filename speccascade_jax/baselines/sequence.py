@@ -44,7 +44,7 @@ class Scored:
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         block, caches, size = self.drafter.step(params, caches, rows, eos_id)
-        here = (jnp.arange(rows.noise.shape[-1]) == rows.start[:, None]) & (size > 0)[:, None]
+        here = (jnp.arange(rows.noise.length) == rows.start[:, None]) & (size > 0)[:, None]
         log_q = jnp.log(jnp.take_along_axis(block.untransformed[:, 0], block.tokens, axis=1))
         return block, caches, Trace(size, jnp.where(here, log_q, 0.0), here.astype(jnp.int32))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import each, fitted
@@ -29,7 +29,7 @@ from speccascade_jax.core.protocols import (
     Sampler,
 )
 from speccascade_jax.core.randomness import noise
-from speccascade_jax.core.rounds import add, after, placed_at, step
+from speccascade_jax.core.rounds import add, after, placed_at, rounds_of, step
 from speccascade_jax.core.spans import begun, committed, window
 from speccascade_jax.core.transforms import SamplingOptions
 
@@ -46,6 +46,7 @@ class Requests(NamedTuple):
     options: SamplingOptions  # every value [B]
     alphas: Float[Array, "B K"]
     methods: Int[Array, "B K"]  # which of each verifier's methods
+    verifications: Int[Array, " B"]  # which of the sampler's ways to verify
     markers: Markers | None = None  # None: no row has one
 
 
@@ -89,6 +90,7 @@ def requests(
     methods: Any,
     limits: Any,
     max_new_tokens: int,
+    verifications: Any = None,
     markers: Markers | None = None,
 ) -> Requests:
     """generate()'s arguments with a value for every row. Raises FieldError for arrays of other shapes."""
@@ -108,8 +110,18 @@ def requests(
         by_level[name] = jnp.broadcast_to(value, (rows, levels))
     limit = jnp.broadcast_to(jnp.asarray(max_new_tokens if limits is None else limits, jnp.int32), (rows,))
     inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), inputs)
+    ways = jnp.broadcast_to(jnp.asarray(0 if verifications is None else verifications, jnp.int32), (rows,))
     options = options.of_rows(rows)
-    return Requests(keys, inputs, jnp.asarray(input_length), limit, options, **by_level, markers=markers)
+    return Requests(
+        keys,
+        inputs,
+        jnp.asarray(input_length),
+        limit,
+        options,
+        **by_level,
+        verifications=ways,
+        markers=markers,
+    )
 
 
 def begin(
@@ -128,10 +140,11 @@ def begin(
     blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
     before = max(2**sampler.level, window(batch.markers, sampler.overhang))
     rows = Rows(
-        noise(batch.keys, sampler.level + 1, length),
+        noise(batch.keys, rounds_of(sampler), length, by_round(sampler, batch.verifications)),
         batch.options,
         batch.alphas,
         batch.methods,
+        batch.verifications,
         jnp.pad(last[:, None], ((0, 0), (before, 0)), constant_values=NO_TOKEN),
         prefix.length,
         room,
@@ -145,6 +158,12 @@ def begin(
 
     seen = History(nothing, jnp.zeros((len(room), history), jnp.int32), zeros(history)) if history else None
     return State(blank, blank, nothing, rows, caches, zeros(), seen)
+
+
+def by_round(sampler: Sampler, verifications: Int[Array, " B"]) -> Bool[Array, " B"] | None:
+    """Which rows are verified in a way that is `by_round`; None if all are, wherever any can be."""
+    ways = [way.by_round for way in getattr(sampler, "verifications", ())]
+    return None if all(ways) else jnp.array(ways)[verifications]
 
 
 def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) -> tuple[Prefix, Cache]:
@@ -230,6 +249,7 @@ def generate(
     eos_id: int,
     methods: Any = None,
     limits: Any = None,
+    verifications: Any = None,
     markers: Markers | None = None,
 ) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
@@ -238,12 +258,22 @@ def generate(
     sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas [K] or [B, K]
     holds the lenience of each verifier, from the smallest up (K = 0 for Autoregressive); methods [K] or [B,
     K] which of its methods each row follows, where it has several; limits [B] the most tokens of each row, no
-    more than max_new_tokens; markers the lenience after certain tokens (core.spans). All of these, the keys
-    and the options are traced: unlike rows share one program, and sweeping compiles once. Raises FieldError
-    for arrays of other shapes.
+    more than max_new_tokens; verifications [B] in which of the sampler's ways each row is verified; markers
+    the lenience after certain tokens (core.spans). All of these, the keys and the options are traced: unlike
+    rows share one program, and sweeping compiles once. Raises FieldError for arrays of other shapes.
     """
     batch = requests(
-        sampler, keys, inputs, input_length, options, alphas, methods, limits, max_new_tokens, markers
+        sampler,
+        keys,
+        inputs,
+        input_length,
+        options,
+        alphas,
+        methods,
+        limits,
+        max_new_tokens,
+        verifications,
+        markers,
     )
     state = begin(sampler, params, batch, max_new_tokens=max_new_tokens)
     state = run(sampler, params, state, len(batch.limit), eos_id=eos_id)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from speccascade_jax.core.randomness import Noise
 from speccascade_jax.core.transforms import SamplingOptions
 
 Array = jax.Array
@@ -103,10 +104,11 @@ class Spans(NamedTuple):
 class Rows(NamedTuple):
     """The request of each row and its state when a sampler writes the next block."""
 
-    noise: Float[Array, "B levels 2 L"]  # see sampling.noise
+    noise: Noise
     options: SamplingOptions  # a value for each row
     alphas: Float[Array, "B K"]  # lenience of each verifier, from the smallest up
     methods: Int[Array, "B K"]  # which of each verifier's methods
+    verifications: Int[Array, " B"]  # which of the ways to verify, at every level
     recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
     start: Int[Array, " B"]  # the position of the next one
     room: Int[Array, " B"]  # how many tokens it may take; 0: the row is finished

@@ -1,10 +1,12 @@
-"""Random numbers: one table a decoding, and how tokens are drawn by them."""
+"""Random numbers: tables that are made once a decoding, and how tokens are drawn by them."""
 
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from speccascade_jax.core.transforms import first
 
@@ -18,24 +20,96 @@ class Role(IntEnum):
     ACCEPT = 1
 
 
-def noise(keys: Key[Array, " B"], levels: int, length: int) -> Float[Array, "B levels 2 L"]:
-    """All the randomness of a decoding: a uniform in [0, 1) for each (row, level, Role, position).
+class Noise(NamedTuple):
+    """The uniform numbers of a decoding, or of the part of it that one round's draft takes.
 
-    `levels` counts the samplers, from the innermost drafter up. Keyed by position alone, a row's draws depend
-    neither on its batch nor on the number of rounds. A position drawn again after a rollback meets the same
-    number. That is exact: what was rolled back touched nothing that stays, so given the kept tokens the
-    number is still fresh. Made once, before the loop: hashing single keys inside it costs more than
-    everything else that a round does outside the models.
+    `levels[k]` belongs to the sampler of level k, the innermost drafter's being 0. Its axes after the row and
+    the Role are positions, from `begin` on, where a number belongs to its position; where it belongs to a
+    round, they are the round's first position and the offset in it, the outermost round's first.
     """
 
-    def uniform(key, role, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, role), position))
+    levels: tuple[Float[Array, "B 2 P ..."], ...]
+    begin: Int[Array, " B"]
 
-    roles, positions = jnp.arange(levels * len(Role)), jnp.arange(length)
-    by_position = jax.vmap(uniform, (None, None, 0))
-    by_role = jax.vmap(by_position, (None, 0, None))
-    table = jax.vmap(by_role, (0, None, None))(keys, roles, positions)
-    return table.reshape(-1, levels, len(Role), length)
+    @property
+    def length(self) -> int:
+        """How many positions there are numbers for."""
+        return self.levels[0].shape[2]
+
+    def at(
+        self, start: Int[Array, " B"], level: int, role: Role, count: int, by_round: bool
+    ) -> Float[Array, "B count"]:
+        """The numbers of the `count` positions from `start` on; `by_round`: of a round that begins there.
+
+        Raises ValueError where they belong to the other: a sampler around this one does not say what it
+        contains (`rounds`).
+        """
+        table, place = self.levels[level][:, role], (start - self.begin)[:, None]
+        if table.ndim != 2 + by_round:
+            raise ValueError(f"the random numbers of level {level} do not belong to its rounds.")
+        if by_round:
+            return _row(table, place)[:, :count]
+        return jnp.take_along_axis(table, place + jnp.arange(count), axis=1, mode="clip")
+
+    def within(self, level: int, start: Int[Array, " B"]) -> "Noise":
+        """What the drafter of a round has that this level begins at `start`."""
+        if self.levels[level].ndim == 3:
+            return self
+        place = (start - self.begin)[:, None, None]
+        return Noise((*(_row(table, place) for table in self.levels[:level]),), start)
+
+
+def _row(table: Array, place: Int[Array, "B ..."]) -> Array:
+    """The entries of a table [B, ..., P, *rest] at one position a row, given as `place` [B, ..., 1]: [B, ...,
+    *rest]."""
+    axis = place.ndim - 1
+    place = place.reshape(*place.shape, *(1,) * (table.ndim - place.ndim))
+    return jnp.squeeze(jnp.take_along_axis(table, place, axis=axis, mode="clip"), axis)
+
+
+def noise(
+    keys: Key[Array, " B"],
+    rounds: Sequence[tuple[int, ...]],
+    length: int,
+    by_round: Bool[Array, " B"] | None = None,
+) -> Noise:
+    """All the randomness of a decoding: uniforms in [0, 1), independent of each other.
+
+    `rounds` has an entry for each sampler, from the innermost drafter up: the most tokens of each round that
+    a number of its belongs to, the outermost round's first. () is a number for each (row, Role, position):
+    a position drawn again after a rollback meets the same number. That is exact where what was rolled back
+    touched nothing that stays. Where it decides how much stays, as in verification of blocks, a number is for
+    one round alone: its key is folded with the position at which each enclosing round began, and the offset.
+    Rows outside `by_round` [B] (None: all are inside) have the numbers of their positions there, too.
+
+    No number depends on a row's batch, on `length` or on the sizes of rounds. They are made once, before
+    the loop: hashing single keys inside it costs more than everything else that a round does outside the
+    models. A row takes 8 length prod(rounds[k]) bytes for each sampler k.
+    """
+
+    def uniforms(key: Array, sizes: tuple[int, ...]) -> Array:
+        if not sizes:
+            return jax.random.uniform(key)
+        return jax.vmap(lambda n: uniforms(jax.random.fold_in(key, n), sizes[1:]))(jnp.arange(sizes[0]))
+
+    def table(level: int, sizes: tuple[int, ...]) -> Array:
+        roles = level * len(Role) + jnp.arange(len(Role))
+        by_role = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, roles)
+        return jax.vmap(jax.vmap(lambda key: uniforms(key, (length, *sizes))))(by_role)
+
+    def of_positions(level: int, sizes: tuple[int, ...]) -> Array:
+        grid = jnp.indices((length, *sizes)).sum(axis=0)
+        return jnp.take(table(level, ()), grid, axis=2, mode="clip")
+
+    def of_level(level: int, sizes: tuple[int, ...]) -> Array:
+        numbers = table(level, sizes)
+        if by_round is None or not sizes:
+            return numbers
+        chosen = by_round.reshape(-1, *(1,) * (numbers.ndim - 1))
+        return jnp.where(chosen, numbers, of_positions(level, sizes))
+
+    levels = tuple(of_level(level, sizes) for level, sizes in enumerate(rounds))
+    return Noise(levels, jnp.zeros(keys.shape, jnp.int32))
 
 
 def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:

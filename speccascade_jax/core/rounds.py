@@ -26,10 +26,18 @@ def is_greedy(rows: Rows) -> Bool[Array, "B 1 1"]:
     return (rows.options.temperature < jnp.finfo(jnp.float32).tiny)[:, None, None]
 
 
-def uniforms(rows: Rows, level: int, role: Role, count: int) -> Float[Array, "B count"]:
-    """The rows' random numbers for the `count` positions from rows.start on."""
-    positions = rows.start[:, None] + jnp.arange(count)
-    return jnp.take_along_axis(rows.noise[:, level, role], positions, axis=1, mode="clip")
+def uniforms(
+    rows: Rows, level: int, role: Role, count: int, by_round: bool = False
+) -> Float[Array, "B count"]:
+    """The rows' random numbers for the `count` positions from rows.start on; `by_round`: those of a round
+    that begins there."""
+    return rows.noise.at(rows.start, level, role, count, by_round)
+
+
+def rounds_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
+    """For each sampler from the innermost drafter up to this one, what randomness.noise takes. A sampler that
+    contains others says it in `rounds`; without, all numbers belong to positions."""
+    return getattr(sampler, "rounds", ((),) * (sampler.level + 1))
 
 
 def read(

@@ -1,5 +1,13 @@
-"""Draft + target distribution -> how many tokens are accepted, and the one that follows them."""
+"""Draft + target distribution -> how many tokens are accepted, and the one that follows them.
 
+Two ways, of one law: whatever the drafter's distribution q~, what is written follows pi, given what is before
+it. By `token`, each drafted token is accepted or rejected by itself, up to the first that is rejected. By
+`block` (Sun et al., arXiv 2403.10444), the longest part of the draft stands that the whole of it can bear,
+which is as many tokens or more on average.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,17 +34,78 @@ class Verdict(NamedTuple):
     next_token: Int[Array, " B"]  # a correction if num_accepted < size, else the bonus
 
 
-def accepted_prefix(u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]) -> Int[Array, " B"]:
-    """The number of leading j with u_j q~_j(x_j) < pi_j(x_j).
+def by_token(
+    u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]
+) -> tuple[Int[Array, " B"], Float[Array, "B G+1"]]:
+    """The number of leading j with u_j q~_j(x_j) < pi_j(x_j), and weights of 1.
 
     Strict, so that u = 0 never accepts what pi gives no mass; a product, so that nothing divides.
     """
+    accepted = (u * _of_drafted(draft.probs, draft) < _of_drafted(pi, draft)) & draft.inside
+    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1), jnp.ones(pi.shape[:2])
 
-    def drafted(probs):
-        return jnp.take_along_axis(probs[:, :-1], draft.tokens[..., None], axis=-1)[..., 0]
 
-    accepted = (u * drafted(draft.probs) < drafted(pi)) & draft.inside
-    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1)
+def by_block(
+    u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]
+) -> tuple[Int[Array, " B"], Float[Array, "B G+1"]]:
+    """The largest j with u_j < h_j, 0 if there is none, and the weights w_0 .. w_G: see block_chances()."""
+    chances, weights = block_chances(draft, pi)
+    count = 1 + jnp.arange(u.shape[1])
+    return jnp.max(jnp.where((u < chances) & draft.inside, count, 0), axis=1, initial=0), weights
+
+
+def block_chances(
+    draft: Draft, pi: Float[Array, "B N V"]
+) -> tuple[Float[Array, "B N-1"], Float[Array, "B N"]]:
+    """h_1 .. h_G and w_0 .. w_G (Sun et al., Algorithm 2, with pi for their target). After j tokens of n,
+
+        w_0 = 1    w_j = min(1, w_{j-1} pi_j(x_j) / q~_j(x_j))
+        R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + 1 - w_j), and w_n for j = n
+
+    Given the first j tokens, at least j stand with probability w_j; what follows exactly j of them is drawn
+    from max(0, w_j pi_{j+1} - q~_{j+1}). Where both w_j = 1 and R_j = 0 any h_j serves.
+    """
+    weights = block_weights(draft, pi)
+    left = jnp.sum(jnp.maximum(weights[..., None] * pi - draft.probs, 0.0), axis=-1)[:, 1:]
+    w, total = weights[:, 1:], left + 1.0 - weights[:, 1:]
+    at_end = draft.size[:, None] == 1 + jnp.arange(w.shape[1])
+    return jnp.where(at_end, w, left / jnp.where(total > 0, total, 1.0)), weights
+
+
+def block_weights(draft: Draft, pi: Float[Array, "B N V"]) -> Float[Array, "B N"]:
+    """w_0 .. w_G of block_chances()."""
+    q = _of_drafted(draft.probs, draft)
+    ratios = jnp.where(q > 0, _of_drafted(pi, draft) / jnp.where(q > 0, q, 1.0), 0.0)
+    weights = [jnp.ones_like(pi[:, 0, 0])]
+    for ratio in ratios.T:
+        weights.append(jnp.minimum(1.0, weights[-1] * ratio))
+    return jnp.stack(weights, axis=1)
+
+
+def _of_drafted(probs: Float[Array, "B N V"], draft: Draft) -> Float[Array, "B N-1"]:
+    return jnp.take_along_axis(probs[:, :-1], draft.tokens[..., None], axis=-1)[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A way to verify a draft."""
+
+    accept: Callable[..., tuple[Array, Array]]
+    """(u, draft, pi) -> how many tokens are accepted [B], and pi's weight in the residual after each number
+    of them [B, G+1]."""
+    summary: str  # for people
+    by_round: bool = False  # each round needs numbers of its own: see randomness.noise
+    name: str = ""
+
+
+TOKEN = Verification(by_token, "each drafted token by itself, up to the first rejection", name="token")
+BLOCK = Verification(
+    by_block,
+    "the draft as a whole: the same law, and on average as many tokens a call or more",
+    by_round=True,
+    name="block",
+)
+VERIFICATIONS = {way.name: way for way in (TOKEN, BLOCK)}
 
 
 def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -46,23 +115,33 @@ def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B
 
 
 def verify(
-    accept_u: Float[Array, "B G"], draw_u: Float[Array, "B G+1"], draft: Draft, pi: Float[Array, "B G+1 V"]
+    accept_u: Float[Array, "B G"],
+    draw_u: Float[Array, "B G+1"],
+    draft: Draft,
+    pi: Float[Array, "B G+1 V"],
+    ways: Sequence[Verification] = (TOKEN,),
+    way: Int[Array, " B"] | None = None,
 ) -> Verdict:
     """Steps 4 and 5 of GenSpecSample (Narasimhan et al., Algorithm 4): the output follows pi.
 
     accept_u and draw_u are independent uniforms, one for each drafted position and one for each at which a
-    token may be drawn. The bonus position is a rejection of nothing: with q~ taken as zero there its
-    residual is pi itself.
+    token may be drawn. Of several `ways`, `way` is the index of each row's. The bonus position is a rejection
+    of nothing: with q~ taken as zero there its residual is pi itself.
     """
-    num_accepted = accepted_prefix(accept_u, draft, pi)
+    (num_accepted, weights), *others = (each.accept(accept_u, draft, pi) for each in ways)
+    for number, (accepted, other_weights) in enumerate(others, 1):
+        chosen = jnp.asarray(way) == number
+        num_accepted = jnp.where(chosen, accepted, num_accepted)
+        weights = jnp.where(chosen[:, None], other_weights, weights)
 
     def stopped(x):
         index = num_accepted.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
     bonus = (num_accepted == draft.size)[:, None]
-    weights = residual(stopped(pi), jnp.where(bonus, 0.0, stopped(draft.probs)))
-    return Verdict(num_accepted, draw(stopped(draw_u), weights))
+    target = jnp.where(bonus, 1.0, stopped(weights)[:, None]) * stopped(pi)
+    left = residual(target, jnp.where(bonus, 0.0, stopped(draft.probs)))
+    return Verdict(num_accepted, draw(stopped(draw_u), left))
 
 
 def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:

@@ -26,6 +26,7 @@ from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
+from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_method
 from speccascade_jax.learned import router
 from speccascade_jax.models import full_of
@@ -232,25 +233,38 @@ class Cascade:
         return 1 if self.mesh is None else self.mesh.size
 
     def sampler(
-        self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None = None
+        self,
+        settings: Settings,
+        methods: tuple[tuple[Method, ...], ...] | None = None,
+        verifications: Sequence[str] = (),
     ) -> tuple[Sampler, Any]:
         """What decodes these settings, and its parameters; methods: those that rows choose from at each
-        level, where they are several."""
+        level, where they are several; verifications likewise, the same at every level."""
         scheme = settings.scheme(self.levels)
-        sampler = scheme.sampler(self.models) if scheme else self._cascaded(settings, methods)
+        if scheme:
+            sampler = scheme.sampler(self.models)
+        else:
+            sampler = self._cascaded(settings, methods, verifications or (settings.verification,))
         return sampler, of_nest(self._params_of, sampler.models)
 
-    def _cascaded(self, settings: Settings, methods: tuple[tuple[Method, ...], ...] | None) -> Sampler:
+    def _cascaded(
+        self,
+        settings: Settings,
+        methods: tuple[tuple[Method, ...], ...] | None,
+        verifications: Sequence[str],
+    ) -> Sampler:
         """Each model but the smallest verifies what those below it draft."""
         levels = methods or tuple((rule,) for rule in settings.rules(self.levels))
         sizes = settings.block_sizes(self.levels)
+        ways = tuple(VERIFICATIONS[name] for name in verifications)
+        verification = ways if len(ways) > 1 else ways[0]
         if self.host_drafter is not None:
-            return self.host_drafter.sampler(self.verifier, levels[0], sizes[0])
+            return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
         sampler: Sampler = Autoregressive(self.drafter)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
         for model, several, size in zip(self.models[1:], levels, sizes, strict=True):
             method = several if len(several) > 1 else several[0]
-            sampler = kind(sampler, model, method, size, settings.hand_over)
+            sampler = kind(sampler, model, method, size, settings.hand_over, verification)
         return sampler
 
     def _params_of(self, model: Any) -> Any:
@@ -570,10 +584,11 @@ class Cascade:
         lanes = {}
         for key, group in groups.items():
             methods: tuple[tuple[Method, ...], ...] = ()
+            verifications = tuple(dict.fromkeys(settings.verification for settings in group))
             if type(key) is tuple:
                 rules = [settings.rules(self.levels) for settings in group]
                 methods = tuple(tuple(dict.fromkeys(level)) for level in zip(*rules, strict=True))
-            sampler, params = self.sampler(group[0], methods)
+            sampler, params = self.sampler(group[0], methods, verifications)
             plan = Plan(
                 sampler,
                 self.max_new_tokens,

@@ -77,7 +77,7 @@ class Plan:
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
         by_level = array(jnp.float32, levels), array(jnp.int32, levels)
         return loop.Requests._make(
-            (keys, inputs, whole, whole, options, *by_level, markers if self.spans else None)
+            (keys, inputs, whole, whole, options, *by_level, whole, markers if self.spans else None)
         )
 
 

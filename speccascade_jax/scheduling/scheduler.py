@@ -18,7 +18,7 @@ import numpy as np
 
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin
+from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
@@ -92,7 +92,13 @@ class Lane(NamedTuple):
     methods: tuple[tuple[Method, ...], ...]
 
     def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """The index of the method that these settings name at each level."""
+        """The index of the method that these settings name at each level.
+
+        Raises ValueError for a method, or a way to verify, that the lane does not have.
+        """
+        ways = verifications_of(self.plan.sampler)
+        if self.methods and settings.verification not in ways:
+            raise ValueError(f"verification {settings.verification} is not compiled into this program.")
         rules = settings.rules(len(self.methods)) if self.methods else ()
         return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
@@ -353,6 +359,7 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
     inputs = inputs_of(plan.sampler.models, inputs, [request.foreign for request in requests])
     rows, levels = len(requests), plan.sampler.level
     alphas = as_floats([s.of_levels("alpha", levels) for s in settings])
+    ways = verifications_of(plan.sampler)
     methods = np.array([request.methods or (0,) * levels for request in requests], np.int32)
     return Requests._make(
         (
@@ -363,9 +370,17 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
             options,
             alphas.reshape(rows, levels),
             methods.reshape(rows, levels),
+            np.array(
+                [ways.index(s.verification) if s.verification in ways else 0 for s in settings], np.int32
+            ),
             markers_of([request.spans for request in requests], levels) if plan.spans else None,
         )
     )
+
+
+def verifications_of(sampler: Sampler) -> tuple[str, ...]:
+    """The ways to verify that rows of a program choose from; none for a sampler that does not say any."""
+    return tuple(way.name for way in getattr(sampler, "verifications", ()))
 
 
 def as_floats(values: Any) -> np.ndarray:

@@ -24,6 +24,7 @@ from speccascade_jax.core.protocols import AnyArray, Cache, Params
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.proposals import Matched, Proposals, Proposed
+from speccascade_jax.core.verification import TOKEN, Verification
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, pad
 from speccascade_jax.vocabularies.strategy import Strategy
 from speccascade_jax.vocabularies.translated import CHUNK, Translated, TranslatedParams
@@ -171,11 +172,17 @@ class TextDrafter:
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
         self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
 
-    def sampler(self, verifier: Any, methods: tuple[Method, ...], block_size: int) -> Matched:
+    def sampler(
+        self,
+        verifier: Any,
+        methods: tuple[Method, ...],
+        block_size: int,
+        verification: Verification | tuple[Verification, ...] = TOKEN,
+    ) -> Matched:
         """What verifies its drafts."""
         drafts = Proposed(verifier.vocab_size, block_size, self.translated.start_id)
         method = methods if len(methods) > 1 else methods[0]
-        return Matched(Autoregressive(drafts), verifier, method, block_size)
+        return Matched(Autoregressive(drafts), verifier, method, block_size, verification=verification)
 
     def proposer(self, programs: Any, batch_size: int) -> "TextProposer":
         """What drafts for a scheduler's rows."""

@@ -1,12 +1,14 @@
 """Random numbers: what they depend on, and how tokens are drawn by them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toys import chi_square
 
-from speccascade_jax.core.randomness import draw, noise
+from speccascade_jax.core.randomness import Role, draw, noise
 
 
 @pytest.mark.parametrize("u", [0.0, 0.3, 1 - 2**-24])
@@ -27,15 +29,46 @@ def test_draw_inverts_the_distribution():
 
 def test_noise_depends_on_key_role_and_position_only():
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
-    table = noise(keys, levels=2, length=10)
-    np.testing.assert_array_equal(table[1:, :1, :, :4], noise(keys[1:], levels=1, length=4))
-    assert len(np.unique(table)) == table.size
+    table = noise(keys, ((), ()), length=10).levels
+    np.testing.assert_array_equal(table[0][1:, :, :4], noise(keys[1:], ((),), length=4).levels[0])
+    assert len(np.unique(np.stack(table))) == 3 * 2 * 2 * 10
+
+
+def test_noise_of_rounds_depends_on_where_they_began_and_no_size():
+    keys = jax.vmap(jax.random.key)(jnp.arange(3))
+    table = noise(keys, ((5, 3), (5, 3), (5,)), length=6).levels
+    smaller = noise(keys[1:], ((2, 2), (2, 2), (4,)), length=4).levels
+    for whole, part in zip(table, smaller, strict=True):
+        np.testing.assert_array_equal(whole[1:][tuple(slice(n) for n in part.shape)], part)
+    numbers = np.concatenate([np.ravel(x) for x in table])
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+def test_rows_by_position_have_their_positions_numbers():
+    """In a program that has rounds' numbers, too; a round finds them by its start and the offset."""
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    mixed = noise(keys, ((4,), (4,)), length=8, by_round=jnp.array([False, True]))
+    plain, rounds = noise(keys, ((), ()), length=8), noise(keys, ((4,), (4,)), length=8)
+    start = jnp.array([2, 2])
+    for level, role in itertools.product(range(2), Role):
+        ours, by_position, fresh = (
+            (
+                x.at(start, level, role, 4, by_round)
+                if level
+                else x.within(1, start).at(start, 0, role, 4, False)
+            )
+            for x, by_round in ((mixed, True), (plain, False), (rounds, True))
+        )
+        np.testing.assert_array_equal(ours[0], by_position[0])
+        np.testing.assert_array_equal(ours[1], fresh[1])
+        assert not np.any(by_position[1] == fresh[1])
 
 
 def test_tokens_drawn_by_the_table_follow_their_weights():
     """At every level, role and position; and two of these share no number."""
     weights = np.array([3.0, 0.0, 1.0, 4.0])
-    table = noise(jax.vmap(jax.random.key)(jnp.arange(20_000)), levels=2, length=2)
+    keys = jax.vmap(jax.random.key)(jnp.arange(20_000))
+    table = jnp.stack(noise(keys, ((), ()), length=2).levels, axis=1)
     law = {(token,): weight / weights.sum() for token, weight in enumerate(weights) if weight}
     columns = table.reshape(len(table), -1).T
     for uniforms in columns:

@@ -7,7 +7,7 @@ import pytest
 from toys import chi_square
 
 from speccascade_jax.core.randomness import draw
-from speccascade_jax.core.verification import Draft, accepted_prefix, deferred_drafts, residual, verify
+from speccascade_jax.core.verification import VERIFICATIONS, Draft, deferred_drafts, residual, verify
 
 Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
 
@@ -15,8 +15,9 @@ Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
 def test_zero_never_accepts_what_the_target_excludes():
     draft = Draft(jnp.array([[2]]), jnp.array([[Q, Q]]), jnp.array([1]))
     pi = jnp.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
-    assert accepted_prefix(jnp.zeros((1, 1)), draft, pi) == 0
-    assert verify(jnp.zeros((1, 1)), jnp.zeros((1, 2)), draft, pi).next_token in (0, 1)
+    for way in VERIFICATIONS.values():
+        assert way.accept(jnp.zeros((1, 1)), draft, pi)[0] == 0
+        assert verify(jnp.zeros((1, 1)), jnp.zeros((1, 2)), draft, pi, (way,)).next_token in (0, 1)
 
 
 def test_residual_without_mass_falls_back_to_the_target():
@@ -33,15 +34,16 @@ def test_verify_by_hand():
     assert verdict.next_token.tolist() == [2, 2, 0]  # residual; bonus at u = .5; bonus at u = .1
 
 
+@pytest.mark.parametrize("way", VERIFICATIONS.values(), ids=VERIFICATIONS)
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_what_is_emitted_follows_the_target(size):
+def test_what_is_emitted_follows_the_target(size, way):
     """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place."""
     rows, pi = 40_000, np.array([[0.2, 0.3, 0.5], [0.7, 0.0, 0.3], [0.1, 0.8, 0.1]], np.float32)
     uniforms = jax.random.uniform(jax.random.key(size), (3, rows, 3))
     laws = jnp.tile(jnp.asarray(Q), (rows, 3, 1))
     tokens = jnp.stack([draw(uniforms[0, :, n], laws[:, n]) for n in range(2)], axis=1)
     draft = Draft(tokens, laws, jnp.full(rows, size))
-    verdict = verify(uniforms[1, :, :2], uniforms[2], draft, jnp.tile(jnp.asarray(pi), (rows, 1, 1)))
+    verdict = verify(uniforms[1, :, :2], uniforms[2], draft, jnp.tile(jnp.asarray(pi), (rows, 1, 1)), (way,))
     number = np.asarray(verdict.num_accepted)
     assert number.max() == size
     emitted = np.where(number > 0, np.asarray(tokens)[:, 0], np.asarray(verdict.next_token))

@@ -13,6 +13,7 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import TOKEN
 from speccascade_jax.evaluation.rates import check_identities
 
 VOCAB, EOS, STEPS = 4, 3, 4
@@ -112,22 +113,25 @@ def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
     return result, which
 
 
-def texts(methods, alphas, block_sizes, *, rows, seed=0, hand_over="need", **options):
+def texts(
+    methods, alphas, block_sizes, *, rows, seed=0, hand_over="need", verification=TOKEN, ways=None, **options
+):
     """Tokens [rows, STEPS] of the compiled loop, and the prompt number of each row."""
     models = [TableLM(VOCAB)] * (len(methods) + 1)
-    sampler = hierarchy(models, [METHODS[m] for m in methods], block_sizes, hand_over)
+    rules = [METHODS[m] for m in methods]
+    sampler = hierarchy(models, rules, block_sizes, hand_over, verification)
     params = TABLES[0]
     for larger in TABLES[1 : len(models)]:
         params = (params, larger)
     options = SamplingOptions(**{"temperature": 1.0, **options})
-    result, which = decoded(sampler, params, rows, options, alphas, seed)
+    result, which = decoded(sampler, params, rows, options, alphas, seed, verifications=ways)
     return np.asarray(result.tokens), which
 
 
 def p_value(methods, alphas, block_sizes, *, rows, **options):
     """The smaller p-value of the two prompts, times two (Bonferroni)."""
     tokens, which = texts(methods, alphas, block_sizes, rows=rows, **options)
-    for name in ("seed", "hand_over"):
+    for name in ("seed", "hand_over", "verification", "ways"):
         options.pop(name, None)
     names = [oracle(method) for method in methods]
     laws = [

@@ -240,8 +240,8 @@ def not_renormalised(monkeypatch):
     """The drafts' laws as they were before what only the drafter has was left out."""
     verify = verification.verify
 
-    def wrong(accept_u, draw_u, draft, pi):
-        return verify(accept_u, draw_u, draft._replace(probs=0.7 * draft.probs), pi)
+    def wrong(accept_u, draw_u, draft, pi, *ways):
+        return verify(accept_u, draw_u, draft._replace(probs=0.7 * draft.probs), pi, *ways)
 
     monkeypatch.setattr(samplers, "verify", wrong)
 

@@ -135,6 +135,7 @@ class Adaptive(Narrowed):
         return block, caches, (seen, counts)
 
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         lossless = jnp.array([method.lossless and self.spares for method in self.methods])
         spared = lossless[rows.methods[:, self.level - 1]]
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)

@@ -31,6 +31,7 @@ from speccascade_jax.core.rounds import (
     cut_after,
     is_greedy,
     read,
+    rounds_of,
     step,
     uniforms,
     written,
@@ -39,7 +40,7 @@ from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.spans import lenience
 from speccascade_jax.core.transforms import token_probs
-from speccascade_jax.core.verification import Draft, deferred_drafts, verify
+from speccascade_jax.core.verification import TOKEN, Draft, Verification, deferred_drafts, verify
 
 Array = jax.Array
 HandOver = Literal["need", "truncate", "keep"]
@@ -50,7 +51,8 @@ class Speculative:
     """GenSpecSample (Narasimhan et al., Algorithm 4): `drafter` writes, `verifier` scores.
 
     The output follows method.target of the drafter's and the verifier's distributions; of several methods,
-    rows.methods says which. Counts (the drafter's counts, its own Counters).
+    rows.methods says which, and of several ways to verify rows.verifications. Counts (the drafter's counts,
+    its own Counters).
 
     A drafter that verifies itself writes blocks of unknown length until `block_size` tokens stand (Mohri et
     al., arXiv 2510.19705). `hand_over` is what becomes of a surplus: "need" drafts no more than is needed,
@@ -62,6 +64,7 @@ class Speculative:
     method: Method | tuple[Method, ...]
     block_size: int
     hand_over: HandOver = "need"
+    verification: Verification | tuple[Verification, ...] = TOKEN
     behind: int = 0  # as Autoregressive's
 
     @property
@@ -77,6 +80,20 @@ class Speculative:
     @property
     def methods(self) -> tuple[Method, ...]:
         return self.method if isinstance(self.method, tuple) else (self.method,)
+
+    @property
+    def verifications(self) -> tuple[Verification, ...]:
+        return self.verification if isinstance(self.verification, tuple) else (self.verification,)
+
+    @property
+    def by_round(self) -> bool:
+        """Whether random numbers belong to rounds, in some rows: see randomness.noise."""
+        return any(way.by_round for way in self.verifications)
+
+    @property
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        size = (self.width,) if self.by_round else ()
+        return (*((*size, *sizes) for sizes in rounds_of(self.drafter)), size)
 
     def plain(self, counts: Counts) -> dict[str, Any]:
         """Its own counts and the passes of the smallest model; with a hierarchy as drafter also `below`, the
@@ -154,10 +171,12 @@ class Speculative:
         untransformed, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
 
         verdict = verify(
-            uniforms(rows, self.level, Role.ACCEPT, size),
-            uniforms(rows, self.level, Role.DRAW, size + 1),
+            uniforms(rows, self.level, Role.ACCEPT, size, self.by_round),
+            uniforms(rows, self.level, Role.DRAW, size + 1, self.by_round),
             draft,
             pi,
+            self.verifications,
+            rows.verifications,
         )
         tokens, origin = written(draft, drafted.origin, verdict, self.level)
         emitted = jnp.minimum(cut_after(tokens, verdict.num_accepted + 1, eos_id), rows.room)
@@ -188,6 +207,7 @@ class Speculative:
         """The draft with its laws, its size in each row, and one more token that is never submitted: its law
         serves the bonus position, and reading its place leaves the drafter's cache complete. Where that
         pass is spared, the last place is scratch."""
+        rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
         extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
@@ -249,6 +269,7 @@ def hierarchy(
     methods: Sequence[Method | tuple[Method, ...]],
     block_sizes: Sequence[int],
     hand_over: HandOver = "need",
+    verification: Verification | tuple[Verification, ...] = TOKEN,
 ) -> Sampler:
     """Models from smallest to largest; each but the first verifies what those before it draft.
 
@@ -262,7 +283,7 @@ def hierarchy(
         )
     sampler: Sampler = Autoregressive(models[0])
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
-        sampler = Speculative(sampler, verifier, method, block_size, hand_over)
+        sampler = Speculative(sampler, verifier, method, block_size, hand_over, verification)
     return sampler
 
 

@@ -174,7 +174,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None):
     result = generate(
         sampler, params, keys, inputs, lengths, *asked, max_new_tokens=LONG, eos_id=eos, limits=limits
     )
-    table = np.asarray(noise(keys, len(sizes) + 1, 160))
+    table = np.stack(noise(keys, ((),) * (len(sizes) + 1), 160).levels, axis=1)
     recursion = Hierarchy(
         [whole_table(n + 1) for n in range(len(sizes) + 1)],
         methods,
@@ -331,8 +331,8 @@ def hands_up(law, patch):
     """Every block leaves with law(sampler, draft, pi, verdict)."""
     step, verify, seen = Speculative.step, samplers.verify, {}
 
-    def verified(accept_u, draw_u, draft, pi):
-        seen["last"] = draft, pi, verify(accept_u, draw_u, draft, pi)
+    def verified(accept_u, draw_u, draft, pi, *ways):
+        seen["last"] = draft, pi, verify(accept_u, draw_u, draft, pi, *ways)
         return seen["last"][-1]
 
     def stepped(self, *args):
@@ -349,7 +349,7 @@ def one_uniform(patch):
     patch.setattr(
         samplers,
         "uniforms",
-        lambda rows, level, role, count: uniforms(rows, 1 if role == Role.ACCEPT else level, role, count),
+        lambda rows, level, role, *rest: uniforms(rows, 1 if role == Role.ACCEPT else level, role, *rest),
     )
 
 

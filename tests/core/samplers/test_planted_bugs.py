@@ -32,7 +32,7 @@ def with_p(monkeypatch, wrong):
     step, verify = Speculative.step, samplers.verify
 
     def patched(self, params, caches, rows, eos_id):
-        def knowing_p(accept_u, draw_u, draft, pi):
+        def knowing_p(accept_u, draw_u, draft, pi, *ways):
             tokens = jnp.concatenate([rows.last[:, None], draft.tokens], axis=1)
             logits, _ = self.verifier.extend(params[1], tokens, caches[1])
             return wrong(verify, samplers.token_probs(logits, rows.options), accept_u, draw_u, draft, pi)
@@ -96,9 +96,12 @@ def one_uniform(monkeypatch):
 def shared_key(monkeypatch):
     """Drafting and accepting share a random number."""
     noise = loop.noise
-    monkeypatch.setattr(
-        loop, "noise", lambda *args: jnp.broadcast_to((table := noise(*args))[:, :1, :1], table.shape)
-    )
+
+    def shared(*args):
+        made = noise(*args)
+        return made._replace(levels=tuple(jnp.broadcast_to(x[:, :1], x.shape) for x in made.levels))
+
+    monkeypatch.setattr(loop, "noise", shared)
 
 
 def own_of_sampled_p(monkeypatch):

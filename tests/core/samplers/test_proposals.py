@@ -64,8 +64,8 @@ def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
 def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch):
     """At a mismatch the verifier's own token counts; the wrong version draws once more from p."""
 
-    def wrong(accept_u, draw_u, draft, pi):
-        verdict = verify(accept_u, draw_u, draft, pi)
+    def wrong(accept_u, draw_u, draft, pi, *ways):
+        verdict = verify(accept_u, draw_u, draft, pi, *ways)
         at = verdict.num_accepted[:, None]
         u, law = jnp.take_along_axis(draw_u, at, axis=1), jnp.take_along_axis(pi, at[..., None], axis=1)
         return verdict._replace(next_token=draw(u[:, 0], law[:, 0]))
