@@ -8,7 +8,7 @@ import pytest
 from speccascade_jax.core.divergences import BLEND, DIVERGENCES, target_law
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, Scores, token_v3
-from speccascade_jax.core.verification import Draft, accepted_prefix
+from speccascade_jax.core.verification import Draft, by_token
 
 RULES = {name: method for name, method in METHODS.items() if method.by_prefix and not method.trained}
 
@@ -108,7 +108,7 @@ def test_lk_is_the_log_of_what_verification_accepts(rule, alpha):
         draft = Draft(
             jnp.full((cells, 1), token), jnp.broadcast_to(q, (cells, 2, 5)), jnp.ones(cells, jnp.int32)
         )
-        taken = accepted_prefix(uniforms, draft, jnp.broadcast_to(pi, (cells, 2, 5)))
+        taken, _ = by_token(uniforms, draft, jnp.broadcast_to(pi, (cells, 2, 5)))
         accepted += chance * float(jnp.mean(taken))
     np.testing.assert_allclose(value("lk", target, drafter)[0], -np.log(accepted), atol=3 / cells)
     assert 0.3 < accepted < 0.99
