@@ -83,6 +83,7 @@ def test_what_is_compiled_into_a_lane_is_refused_by_its_field():
     model = toy_model()
     for field, value in (
         ("hand_over", "keep"),
+        ("verification", "block"),
         ("block_size", 3),
         ("block_size", "adaptive"),
         ("max_tokens", 4),

@@ -1,0 +1,47 @@
+"""Settings.verification: how drafts are verified, from settings to texts, in batches and refilled rows."""
+
+import dataclasses
+
+import pytest
+from toys import Digits, TableLM, table
+
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.verification import VERIFICATIONS
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.settings import Settings
+
+
+def cascade(models=2):
+    tables = tuple(table(39 + n, 4) for n in range(models))
+    return Cascade((TableLM(4),) * models, tables, Digits(), max_source_length=16, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("models,sizes", [(2, 3), (3, (1, 3)), (2, "adaptive")])
+def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
+    """Also in rows that have been another text's: there are more texts than rows."""
+    each = [
+        Settings(
+            temperature=1.0,
+            block_size=sizes,
+            seed=n,
+            max_new_tokens=3 + n % 6,
+            verification=way,
+            max_block_size=3,
+        )
+        for n, way in enumerate(list(VERIFICATIONS) * 24)
+    ]
+    texts = ["201", "1", "10"] * (len(each) // 3)
+    many = [output.tokens for output in cascade(models).generate(texts, each, batch_size=4)]
+    alone = cascade(models)
+    for n, (text, settings) in enumerate(zip(texts, each, strict=True)):
+        [output] = alone.generate([text], settings, first_index=n)
+        assert many[n] == output.tokens
+    first = next(iter(VERIFICATIONS))
+    same = [dataclasses.replace(settings, verification=first) for settings in each]
+    assert many != [output.tokens for output in alone.generate(texts, same, batch_size=4)]  # the control
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(FieldError) as error:
+        Settings(verification="whole").check()
+    assert (error.value.field, error.value.value) == ("verification", "whole")
