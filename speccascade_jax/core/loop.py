@@ -29,7 +29,7 @@ from speccascade_jax.core.protocols import (
     Sampler,
 )
 from speccascade_jax.core.randomness import noise
-from speccascade_jax.core.rounds import add, after, placed_at, rounds_of, step
+from speccascade_jax.core.rounds import add, after, noise_sizes_of, placed_at, step
 from speccascade_jax.core.spans import begun, committed, window
 from speccascade_jax.core.transforms import SamplingOptions
 
@@ -140,7 +140,7 @@ def begin(
     blank = jnp.zeros((len(room), max_new_tokens + sampler.width), jnp.int32)
     before = max(2**sampler.level, window(batch.markers, sampler.overhang))
     rows = Rows(
-        noise(batch.keys, rounds_of(sampler), length, by_round(sampler, batch.verifications)),
+        noise(batch.keys, noise_sizes_of(sampler), length, by_round(sampler, batch.verifications)),
         batch.options,
         batch.alphas,
         batch.methods,

@@ -42,7 +42,7 @@ class Noise(NamedTuple):
         """The numbers of the `count` positions from `start` on; `by_round`: of a round that begins there.
 
         Raises ValueError where they belong to the other: a sampler around this one does not say what it
-        contains (`rounds`).
+        contains (`noise_sizes`).
         """
         table, place = self.levels[level][:, role], (start - self.begin)[:, None]
         if table.ndim != 2 + by_round:
@@ -69,22 +69,23 @@ def _row(table: Array, place: Int[Array, "B ..."]) -> Array:
 
 def noise(
     keys: Key[Array, " B"],
-    rounds: Sequence[tuple[int, ...]],
+    sizes: Sequence[tuple[int, ...]],
     length: int,
     by_round: Bool[Array, " B"] | None = None,
 ) -> Noise:
     """All the randomness of a decoding: uniforms in [0, 1), independent of each other.
 
-    `rounds` has an entry for each sampler, from the innermost drafter up: the most tokens of each round that
-    a number of its belongs to, the outermost round's first. () is a number for each (row, Role, position):
-    a position drawn again after a rollback meets the same number. That is exact where what was rolled back
-    touched nothing that stays. Where it decides how much stays, as in verification of blocks, a number is for
-    one round alone: its key is folded with the position at which each enclosing round began, and the offset.
-    Rows outside `by_round` [B] (None: all are inside) have the numbers of their positions there, too.
+    `sizes` has an entry for each sampler, from the innermost drafter up. () gives a number to each (row,
+    Role, position): a position drawn again after a rollback meets the same number, which is exact where what
+    was rolled back touched nothing that stays. Verification of a whole draft is not so: what is rolled back
+    decides how much stays. There an entry holds the width of each round that encloses the sampler's draws,
+    the outermost first, and a number serves one round alone: its key is folded with the position at which
+    each of these rounds began, and with the offset. Rows outside `by_round` [B] (None: no row is outside)
+    have the numbers of their positions there, too.
 
     No number depends on a row's batch, on `length` or on the sizes of rounds. They are made once, before
     the loop: hashing single keys inside it costs more than everything else that a round does outside the
-    models. A row takes 8 length prod(rounds[k]) bytes for each sampler k.
+    models. A row takes 8 length prod(sizes[k]) bytes for each sampler k.
     """
 
     def uniforms(key: Array, sizes: tuple[int, ...]) -> Array:
@@ -108,7 +109,7 @@ def noise(
         chosen = by_round.reshape(-1, *(1,) * (numbers.ndim - 1))
         return jnp.where(chosen, numbers, of_positions(level, sizes))
 
-    levels = tuple(of_level(level, sizes) for level, sizes in enumerate(rounds))
+    levels = tuple(of_level(level, widths) for level, widths in enumerate(sizes))
     return Noise(levels, jnp.zeros(keys.shape, jnp.int32))
 
 

@@ -34,10 +34,10 @@ def uniforms(
     return rows.noise.at(rows.start, level, role, count, by_round)
 
 
-def rounds_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
+def noise_sizes_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
     """For each sampler from the innermost drafter up to this one, what randomness.noise takes. A sampler that
-    contains others says it in `rounds`; without, all numbers belong to positions."""
-    return getattr(sampler, "rounds", ((),) * (sampler.level + 1))
+    contains others says it in `noise_sizes`; without, all numbers belong to positions."""
+    return getattr(sampler, "noise_sizes", ((),) * (sampler.level + 1))
 
 
 def read(

@@ -2,8 +2,8 @@
 
 Two ways, of one law: whatever the drafter's distribution q~, what is written follows pi, given what is before
 it. By `token`, each drafted token is accepted or rejected by itself, up to the first that is rejected. By
-`block` (Sun et al., arXiv 2403.10444), the longest part of the draft stands that the whole of it can bear,
-which is as many tokens or more on average.
+`block` (Sun et al., arXiv 2403.10444), the draft is judged as a whole, and on average at least as many of its
+tokens are accepted.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from speccascade_jax.core.loop import State
 from speccascade_jax.core.nests import each, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Counts, Params, Prefix, Rows, Sampler
-from speccascade_jax.core.rounds import rounds_of, step
+from speccascade_jax.core.rounds import noise_sizes_of, step
 from speccascade_jax.vocabularies.translated import Translated
 
 
@@ -71,8 +71,8 @@ class Unread:
         return self.sampler.overhang
 
     @property
-    def rounds(self) -> tuple[tuple[int, ...], ...]:
-        return rounds_of(self.sampler)
+    def noise_sizes(self) -> tuple[tuple[int, ...], ...]:
+        return noise_sizes_of(self.sampler)
 
     @property
     def verifications(self) -> Any:

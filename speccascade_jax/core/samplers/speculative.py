@@ -30,8 +30,8 @@ from speccascade_jax.core.rounds import (
     append,
     cut_after,
     is_greedy,
+    noise_sizes_of,
     read,
-    rounds_of,
     step,
     uniforms,
     written,
@@ -91,9 +91,9 @@ class Speculative:
         return any(way.by_round for way in self.verifications)
 
     @property
-    def rounds(self) -> tuple[tuple[int, ...], ...]:
+    def noise_sizes(self) -> tuple[tuple[int, ...], ...]:
         size = (self.width,) if self.by_round else ()
-        return (*((*size, *sizes) for sizes in rounds_of(self.drafter)), size)
+        return (*((*size, *sizes) for sizes in noise_sizes_of(self.drafter)), size)
 
     def plain(self, counts: Counts) -> dict[str, Any]:
         """Its own counts and the passes of the smallest model; with a hierarchy as drafter also `below`, the

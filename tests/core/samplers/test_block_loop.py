@@ -180,7 +180,7 @@ def test_a_sampler_that_hides_its_rounds_is_refused():
     """It would meet the numbers of positions."""
 
     class Hiding(Speculative):
-        rounds = ((), ())
+        noise_sizes = ((), ())
 
     sampler = Hiding(Autoregressive(MODEL), MODEL, METHODS["speculative"], 3, verification=BLOCK)
     with pytest.raises(ValueError, match="level 1"):
