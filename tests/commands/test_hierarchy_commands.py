@@ -337,7 +337,8 @@ def test_a_plan_in_words():
 
 
 @pytest.mark.full
-def test_plan(run, tmp_path, capsys):
+def test_plan(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # no cell of a table wraps
     out = tmp_path / "planned.py"
     flags = [f"--config={run}", "--limit", "3", "--max-block", "2", "--repetitions", "1"]
     assert plan.main([*flags, f"--output={out}", "--check"]) == 0
