@@ -60,6 +60,8 @@ MOST_MAPS = 8_000
 
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
 LONGEST = (
+    "tests/core/samplers/test_block_loop.py",
+    "tests/commands/test_finetune.py",
     "tests/test_fuzz.py",
     "tests/core/samplers/test_hierarchy.py",
     "tests/core/samplers/test_speculative.py",
