@@ -131,7 +131,7 @@ class TrainConfig:
     steps: int = 10_000
     batch_tokens: int = 2048  # positions a batch, of the longer side, padding included
     accumulate: int = 1  # batches a step
-    optimizer: str = "adafactor"  # or adamw, its updates scaled by each array's RMS
+    optimizer: str = "adafactor"  # or adamw or muon, whose updates are scaled by each array's RMS
     learning_rate: float = 1e-3
     warmup_steps: int = 0
     decay: str = "constant"  # or linear, to zero

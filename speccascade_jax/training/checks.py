@@ -33,10 +33,11 @@ from speccascade_jax.tokenizers.tokenizer import PIECES
 from speccascade_jax.training.data import SCHEMES
 from speccascade_jax.training.exits import CURRICULA
 from speccascade_jax.training.lora import check_adapters
+from speccascade_jax.training.optimizer import OPTIMIZERS
 
 LARGEST = 2**31 - 1  # what int32 counts
 NAMES = {
-    "optimizer": ("adafactor", "adamw"),
+    "optimizer": OPTIMIZERS,
     "decay": ("constant", "linear"),
     "divergence": DIVERGENCES,
     "method": METHODS,

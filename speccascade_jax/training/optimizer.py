@@ -1,8 +1,18 @@
-"""The optimizers: Adafactor as the T5 papers set it, and AdamW with Adafactor's scaling."""
+"""The optimizers: Adafactor as the T5 papers set it; AdamW and Muon with Adafactor's scaling of updates."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from speccascade_jax.config import TrainConfig
+
+ADAM_RMS = 0.2
+"""The root mean square of Adam's updates as training goes on: what Muon's are scaled to, so that both take
+the same learning rates (Moonlight, arXiv 2502.16982, section 2.2)."""
 
 
 def scale_by_parameter_rms() -> optax.GradientTransformation:
@@ -14,12 +24,69 @@ def scale_by_parameter_rms() -> optax.GradientTransformation:
     return optax.scale_by_param_block_rms(min_scale=1e-3)
 
 
+def _adam() -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=0.9, b2=0.98)
+
+
+def _kinds(params: Any) -> Any:
+    """Of each array, whether it is a layer's matrix or another (embeddings, the head, scales, biases)."""
+
+    def kind(path: tuple[Any, ...], array: jax.Array) -> str:
+        names = jax.tree_util.keystr(path)
+        return "matrix" if array.ndim == 2 and "kernel" in names and "head" not in names else "other"
+
+    return jax.tree_util.tree_map_with_path(kind, params)
+
+
+def _muon() -> optax.GradientTransformation:
+    """Momentum made orthogonal (Jordan et al. 2024), for the layers' matrices; Adam for the rest.
+
+    An orthogonal matrix [m, n] has a root mean square of max(m, n)^-1/2.
+    """
+
+    def as_large_as_adams(updates: Any, params: Any) -> Any:
+        return jax.tree.map(lambda x: ADAM_RMS * jnp.sqrt(max(x.shape)) * x, updates)
+
+    def dimensions(params: Any) -> Any:
+        return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
+
+    matrices = optax.chain(
+        contrib.scale_by_muon(weight_dimension_numbers=dimensions), optax.stateless(as_large_as_adams)
+    )
+    return optax.partition({"matrix": matrices, "other": _adam()}, _kinds)
+
+
+def _with_decay(direction: Callable[[], optax.GradientTransformation]) -> Callable[..., Any]:
+    """An optimizer with decoupled weight decay, whose updates are scaled by their arrays where `scaled`."""
+
+    def make(config: TrainConfig, rate: optax.Schedule, scaled: bool) -> optax.GradientTransformation:
+        return optax.chain(
+            direction(),
+            scale_by_parameter_rms() if scaled else optax.identity(),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(rate),
+        )
+
+    return make
+
+
+def _adafactor(config: TrainConfig, rate: optax.Schedule, scaled: bool) -> optax.GradientTransformation:
+    """Set as in the T5 papers: parameter scaling, no momentum."""
+    return optax.adafactor(rate, multiply_by_parameter_scale=scaled, clipping_threshold=1.0)
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adafactor": _adafactor,
+    "adamw": _with_decay(_adam),
+    "muon": _with_decay(_muon),
+}
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The config's optimizer. Adafactor is set as in the T5 papers: parameter scaling, no momentum.
+    """The config's optimizer, after its gradients are clipped.
 
     Adapters' updates are not scaled by their arrays' size: half of these begin at 0.
     """
-    scaled = not config.lora_rank
     end = 0.0 if config.decay == "linear" else config.learning_rate
     rate = optax.linear_schedule(config.learning_rate, end, max(config.steps - config.warmup_steps, 1))
     if config.warmup_steps:
@@ -27,15 +94,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
         )
         rate = optax.join_schedules([warmup, rate], [config.warmup_steps])
-    if config.optimizer == "adafactor":
-        optimizer = optax.adafactor(rate, multiply_by_parameter_scale=scaled, clipping_threshold=1.0)
-    else:
-        optimizer = optax.chain(
-            optax.scale_by_adam(b1=0.9, b2=0.98),
-            scale_by_parameter_rms() if scaled else optax.identity(),
-            optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(rate),
-        )
+    optimizer = OPTIMIZERS[config.optimizer](config, rate, scaled=not config.lora_rank)
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
