@@ -204,7 +204,7 @@ def parameter_names(config: Gemma4Config) -> Iterator[tuple[tuple[Any, ...], str
         yield ("per_layer", "projection", "kernel"), "model.per_layer_model_projection.weight", True
         yield ("per_layer", "norm", "scale"), "model.per_layer_projection_norm.weight", False
     for section in sections(config):
-        for n in range(section.size * section.count):
+        for n in range(section.size * section.groups):
             layer = section.name, n // section.size, "layers", n % section.size
             for path, name, transposed in layer_names(config, section.first + n):
                 yield (*layer, *path), f"model.layers.{section.first + n}.{name}", transposed
@@ -228,9 +228,9 @@ def layer_names(config: Gemma4Config, number: int) -> Iterator[tuple[tuple[Any, 
         if config.is_local(number) or not config.keys_are_values:
             kernels.append((("attention", "value"), "self_attn.v_proj"))
     if config.per_layer_width is not None:
-        norms.append((("input_post_norm",), "post_per_layer_input_norm"))
-        kernels.append((("input_gate",), "per_layer_input_gate"))
-        kernels.append((("input_out",), "per_layer_projection"))
+        norms.append((("input", "norm"), "post_per_layer_input_norm"))
+        kernels.append((("input", "narrow"), "per_layer_input_gate"))
+        kernels.append((("input", "widen"), "per_layer_projection"))
     yield from (((*ours, "scale"), f"{theirs}.weight", False) for ours, theirs in norms)
     for ours, theirs in kernels:
         yield (*ours, "kernel"), f"{theirs}.weight", True

@@ -154,7 +154,7 @@ class Section(NamedTuple):
     name: str  # of the network's field
     first: int  # layer
     size: int  # of a group
-    count: int  # of groups
+    groups: int
 
 
 def sections(config: Gemma4Config) -> tuple[Section, Section]:
@@ -218,6 +218,21 @@ class Attention(nnx.Module):
         return whole(self.out(mixed(self.shape, query, keys, values, mask)))
 
 
+class LayerInput(nnx.Module):
+    """What a layer adds of its own input, gated by the stream."""
+
+    def __init__(self, config: Gemma4Config, width: int, *, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        self.narrow = Linear(c.d_model, width, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
+        self.widen = Linear(width, c.d_model, std=width**-0.5, dtype=dtype, rngs=rngs)
+        self.norm = Norm(c)
+        self.activation = c.activation
+
+    def __call__(self, x: Array, extra: Array) -> Array:
+        """The stream x [B, T, D] and the input `extra` [B, T, W] -> [B, T, D]."""
+        return self.norm(self.widen(ACTIVATIONS[self.activation](self.narrow(x)) * extra))
+
+
 class Layer(nnx.Module):
     """Attention, an MLP and the layer's own input, each with a norm after it; then a scale."""
 
@@ -229,21 +244,15 @@ class Layer(nnx.Module):
         self.attention = Attention(shape, writes, has_values, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(shape, dtype=dtype, rngs=rngs)
         width = c.per_layer_width
-        self.input_gate = (
-            Linear(c.d_model, width, std=c.d_model**-0.5, dtype=dtype, rngs=rngs) if width else None
-        )
-        self.input_out = Linear(width, c.d_model, std=width**-0.5, dtype=dtype, rngs=rngs) if width else None
-        self.input_post_norm = Norm(c) if width else None
+        self.input = LayerInput(c, width, dtype=dtype, rngs=rngs) if width else None
         self.scalar = nnx.Param(jnp.ones((1,)))
-        self.activation = c.activation
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, extra: Array | None) -> Array:
         """As Attention's; `extra` [B, T, W] is the layer's own input."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), remember, turn, mask))
         x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
-        if self.input_gate is not None and self.input_out is not None and self.input_post_norm is not None:
-            gated = ACTIVATIONS[self.activation](self.input_gate(x)) * extra
-            x = x + self.input_post_norm(self.input_out(gated))
+        if self.input is not None and extra is not None:
+            x = x + self.input(x, extra)
         return x * self.scalar[...].astype(jnp.float32)
 
 
@@ -305,12 +314,12 @@ class Pass(NamedTuple):
     remat: bool
 
     def layer(
-        self, layer: Layer, number: Any, local: bool, remember: Remember, x: Array, *held: Array
-    ) -> tuple[Array, ...]:
+        self, layer: Layer, number: Any, local: bool, remember: Remember, x: Array, *held: Any
+    ) -> tuple[Any, ...]:
         """The output of the `number`-th layer, and the buffers `held` after it. `remember` reads and writes
         a list of those."""
 
-        def call(x: Array, *held: Array) -> tuple[Array, ...]:
+        def call(x: Array, *held: Any) -> tuple[Any, ...]:
             buffers = list(held)
             extra = None if self.extras is None else nth(self.extras, number)
             return layer(x, partial(remember, buffers), *self.kinds[local], extra), *buffers
@@ -339,8 +348,8 @@ class Gemma4(Ends):
             return Group([Layer(c, first + n, dtype=dtype, stacked=stacked, rngs=rngs) for n in range(size)])
 
         self.writers, self.readers = (
-            layers_of([group(first + size * n, size) for n in range(count)], stacked)
-            for _, first, size, count in sections(c)
+            layers_of([group(first + size * n, size) for n in range(groups)], stacked)
+            for _, first, size, groups in sections(c)
         )
         width = c.per_layer_width
         self.per_layer = PerLayerInputs(c, width, dtype=dtype, rngs=rngs) if width else None
@@ -372,11 +381,11 @@ class Gemma4(Ends):
         back = steps_back(cache.length, count, entries(cache.global_keys), branches)
         extras = None if self.per_layer is None else self.per_layer(tokens, x)
         made = Pass(kinds_of(self.config, positions, back), extras, after, self.remat)
-        buffers = (cache.global_keys, cache.global_values), (cache.local_keys, cache.local_values)
-        x, buffers = each_layer(self.writers, partial(self.write, made, cache.length), (x, buffers))
-        last = [tuple(nth(each, len(each) - 1) for each in kind if len(each)) for kind in buffers]
+        full, near = (cache.global_keys, cache.global_values), (cache.local_keys, cache.local_values)
+        x, (full, near) = each_layer(self.writers, partial(self.write, made, cache.length), (x, (full, near)))
+        last = [tuple(nth(each, len(each) - 1) for each in kind if len(each)) for kind in (full, near)]
         x = each_layer(self.readers, partial(self.read, made, last), x)
-        return x, LocalCache(*buffers[0], *buffers[1], cache.length + count)
+        return x, LocalCache._make((*full, *near, cache.length + count))
 
     def write(self, made: Pass, start: Array, number: Any, group: Group, carry: Any) -> Any:
         """`carry`, a stream [B, T, D] and the buffers of both kinds of layers, after the `number`-th group of
