@@ -363,6 +363,25 @@ class Decoder(Ends):
         return x, cache._replace(keys=keys, values=values, length=cache.length + count)
 
 
+def in_chunks(
+    advance: Callable[[AnyArray, Any], tuple[Any, Any]], inputs: AnyArray, cache: Any, limit: int
+) -> Any:
+    """The cache after advance(tokens, cache) of all of `inputs` [B, S], at most `limit` tokens at a time."""
+
+    def read(cache: Any, part: AnyArray) -> tuple[Any, None]:
+        return advance(part, cache)[1], None
+
+    rows, size = inputs.shape
+    chunk = even(size, limit)
+    first = size % chunk
+    if first:
+        cache, _ = read(cache, inputs[:, :first])
+    if size > first:
+        chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, chunk), 1, 0)
+        cache, _ = lax.scan(read, cache, chunks)
+    return cache
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyModel(SingleModel):
     """A network with start(), advance() and logits() as a LanguageModel that continues its prompt."""
@@ -395,21 +414,10 @@ class DecoderOnlyModel(SingleModel):
     ) -> tuple[Prefix, Any]:
         """Reads the prompts, which are padded on the right. The padding is scratch past each row's length."""
         network = self.merged(params)
-        rows, size = inputs.shape
-        cache = network.start(rows, max_length, self.cache_dtype)
-
-        def read(cache: Any, part: AnyArray) -> tuple[Any, None]:
-            return network.advance(part, cache, after=after)[1], None
-
-        chunk = even(size, self.chunk)
-        first = size % chunk
-        if first:
-            cache, _ = read(cache, inputs[:, :first])
-        if size > first:
-            chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, chunk), 1, 0)
-            cache, _ = lax.scan(read, cache, chunks)
+        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
+        cache = in_chunks(partial(network.advance, after=after), inputs, cache, self.chunk)
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
+        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
 
     def extend(
         self,

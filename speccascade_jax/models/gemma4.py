@@ -44,6 +44,8 @@ from speccascade_jax.models.stacking import each_layer, layers_of, nth
 Array = jax.Array
 Remember = Callable[..., tuple[Array, ...]]
 """A layer's new keys and values [B, H_kv, T, K], none for a reader -> what it attends to [B, H_kv, L, K]."""
+Held = tuple[tuple[Array, ...], ...]
+"""The keys and values [B, H_kv, L, K] of the last global writer, and of the last local one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,8 +340,8 @@ def only_read(buffers: list[Array]) -> tuple[Array, ...]:
     return tuple(buffers)
 
 
-class Gemma4(Ends):
-    """The network."""
+class Layered(Ends):
+    """Writers and readers between the ends of a network."""
 
     def add_layers(self, *, dtype: Any, stacked: bool, rngs: nnx.Rngs) -> None:
         c = self.config
@@ -353,6 +355,20 @@ class Gemma4(Ends):
         )
         width = c.per_layer_width
         self.per_layer = PerLayerInputs(c, width, dtype=dtype, rngs=rngs) if width else None
+
+    def read(self, made: Pass, held: Held, number: Any, group: Group, x: Array) -> Array:
+        """The stream [B, T, D] after the `number`-th group of readers, which read `held`."""
+        first = self.config.num_writers
+        for place, layer in enumerate(group.layers):
+            local = self.config.is_local(first + place)
+            x, *_ = made.layer(
+                layer, first + number * len(group.layers) + place, local, only_read, x, *held[local]
+            )
+        return x
+
+
+class Gemma4(Layered):
+    """The network."""
 
     def start(self, rows: int, max_length: int, dtype: Any) -> LocalCache:
         """An empty cache in `dtype`."""
@@ -383,9 +399,8 @@ class Gemma4(Ends):
         made = Pass(kinds_of(self.config, positions, back), extras, after, self.remat)
         full, near = (cache.global_keys, cache.global_values), (cache.local_keys, cache.local_values)
         x, (full, near) = each_layer(self.writers, partial(self.write, made, cache.length), (x, (full, near)))
-        last = [tuple(nth(each, len(each) - 1) for each in kind if len(each)) for kind in (full, near)]
-        x = each_layer(self.readers, partial(self.read, made, last), x)
-        return x, LocalCache._make((*full, *near, cache.length + count))
+        cache = LocalCache._make((*full, *near, cache.length + count))
+        return each_layer(self.readers, partial(self.read, made, self.last(cache)), x), cache
 
     def write(self, made: Pass, start: Array, number: Any, group: Group, carry: Any) -> Any:
         """`carry`, a stream [B, T, D] and the buffers of both kinds of layers, after the `number`-th group of
@@ -405,16 +420,10 @@ class Gemma4(Ends):
             buffers[local] = tuple(held)
         return x, tuple(buffers)
 
-    def read(self, made: Pass, last: list[tuple[Array, ...]], number: Any, group: Group, x: Array) -> Array:
-        """The stream [B, T, D] after the `number`-th group of readers, which read the keys and values `last`
-        of each kind."""
-        first = self.config.num_writers
-        for place, layer in enumerate(group.layers):
-            local = self.config.is_local(first + place)
-            x, *_ = made.layer(
-                layer, first + number * len(group.layers) + place, local, only_read, x, *last[local]
-            )
-        return x
+    def last(self, cache: LocalCache) -> Held:
+        """What readers read."""
+        buffers = (cache.global_keys, cache.global_values), (cache.local_keys, cache.local_values)
+        return tuple(tuple(nth(each, len(each) - 1) for each in kind if len(each)) for kind in buffers)
 
 
 @dataclasses.dataclass(frozen=True)
