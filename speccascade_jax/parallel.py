@@ -217,7 +217,10 @@ def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple
         return NamedSharding(mesh, P())
     count = getattr(config, "num_heads", devices)  # exits have none
     heads = {"query": count, "out": count}
-    heads |= dict.fromkeys(("key", "value"), getattr(config, "num_kv_heads", count))
+    kv_heads = getattr(config, "num_kv_heads", count)
+    if name in ("key", "value") and hasattr(config, "kv_heads_at"):  # not the same in all layers
+        kv_heads = config.kv_heads_at(path)
+    heads |= dict.fromkeys(("key", "value"), kv_heads)
     if heads.get(name, shape[CUT_AXIS[name]]) % devices:
         return NamedSharding(mesh, P())
     return NamedSharding(mesh, P(*(TENSOR_AXIS if n == CUT_AXIS[name] else None for n in range(len(shape)))))

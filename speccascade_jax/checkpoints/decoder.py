@@ -313,15 +313,35 @@ def parameter_names(
                 yield (*layer, *ours, "bias"), f"{base}.{theirs}.bias", False
 
 
+class TextPart(NamedTuple):
+    """The text model within a model that also sees or hears."""
+
+    model_type: str
+    usual: dict[str, Any]  # what its part of config.json leaves out, where that is not the family's
+
+
+TEXT_PARTS = {
+    "gemma3": TextPart("gemma3_text", {"num_attention_heads": presets.GEMMA3.num_heads}),
+    "gemma4": TextPart("gemma4_text", {}),
+    "gemma4_unified": TextPart(
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144},
+    ),
+}
+
+
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's content; for a Gemma 3 that also sees pictures, the content for its text model."""
-    text = content.get("text_config")
-    if content.get("model_type") != "gemma3" or not isinstance(text, dict):
+    """A config.json's content; for a model that also sees or hears, the content for its text model."""
+    text, kind = content.get("text_config"), content.get("model_type")
+    if not isinstance(text, dict) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         return content
-    outer = {
-        name: content[name] for name in ("eos_token_id", "bos_token_id", "pad_token_id") if name in content
+    part = TEXT_PARTS[kind]
+    ends = {
+        name: content[name]
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id")
+        if content.get(name) is not None
     }
-    return {**outer, "num_attention_heads": presets.GEMMA3.num_heads, **text, "model_type": "gemma3_text"}
+    return {**part.usual, **text, **ends, "model_type": part.model_type}
 
 
 def canonical(name: str) -> str | None:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from speccascade_jax.checkpoints import decoder, deepmind, networks, t5, t5gemma, t5x
+from speccascade_jax.checkpoints import decoder, deepmind, gemma4, networks, t5, t5gemma, t5x
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
 from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig, SingleConfig
+from speccascade_jax.models import gemma4 as gemma4_models
 from speccascade_jax.models import presets as decoders
 from speccascade_jax.models import t5 as t5_models
 from speccascade_jax.models import t5gemma as t5gemma_models
@@ -41,8 +42,8 @@ class Family(NamedTuple):
     """The content of config.json. Raises ValueError for a model that the format cannot hold."""
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]
     """(path in our parameters, name of theirs, whether theirs is transposed) of every array."""
-    unused: Set[str] = frozenset()
-    """Arrays that may be there and are not read."""
+    unused: Callable[[Any], Set[str]] = lambda config: frozenset()
+    """The arrays that may be there and are not read."""
     canonical: Callable[[str], str | None] = str
     """Maps an array's name in a folder to its name in parameter_names(); None for an array that is not
     read."""
@@ -98,7 +99,7 @@ def decoder_row(spelling: decoder.Spelling) -> Family:
         read_config=decoder.read_config,
         describe=decoder.describe,
         parameter_names=decoder.parameter_names,
-        unused=frozenset({"lm_head.weight"}),
+        unused=lambda config: {"lm_head.weight"},
         canonical=decoder.canonical,
     )
 
@@ -118,10 +119,25 @@ MODEL_FAMILIES = {
             read_config=t5.read_config,
             describe=t5.describe,
             parameter_names=t5.parameter_names,
-            unused=t5.UNUSED,
+            unused=lambda config: t5.UNUSED,
             stand_ins=t5.STAND_INS,
         ),
         *map(decoder_row, decoder.DECODER_SPELLINGS.values()),
+        Family(
+            gemma4_models.GEMMA4,
+            gemma4_models.PRESETS,
+            bos=True,
+            check=gemma4.check,
+            formats=("huggingface", "native"),
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
+            read_config=gemma4.read_config,
+            describe=gemma4.describe,
+            parameter_names=gemma4.parameter_names,
+            unused=gemma4.unused,
+            canonical=gemma4.canonical,
+        ),
         Family(
             t5gemma_models.T5GemmaConfig(),
             t5gemma_models.PRESETS,
@@ -134,7 +150,7 @@ MODEL_FAMILIES = {
             read_config=t5gemma.read_config,
             describe=t5gemma.describe,
             parameter_names=t5gemma.parameter_names,
-            unused=t5gemma.UNUSED,
+            unused=lambda config: t5gemma.UNUSED,
             parts=("encoder", "decoder"),
         ),
         network(ExitsConfig(), ("full",), networks.check_exits, networks.exits_names),

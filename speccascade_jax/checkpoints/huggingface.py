@@ -106,7 +106,7 @@ def place_arrays(
                 f"{folder}: the array {name} is missing; the checkpoint is incomplete or not config.json's."
             )
         places.append((path, name, stored, transposed))
-    for name in sorted(headers.keys() - {stored for _, _, stored, _ in places} - family.unused):
+    for name in sorted(headers.keys() - {stored for _, _, stored, _ in places} - family.unused(config)):
         raise ValueError(
             f"{folder}: {name} has no place in the model that config.json describes: "
             "fetch both again from one place."

@@ -5,19 +5,22 @@ from typing import Any
 
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
+from speccascade_jax.models.gemma4 import Gemma4Config, Gemma4Model
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
-SingleConfig = T5Config | DecoderConfig | T5GemmaConfig
+DecoderOnlyConfig = DecoderConfig | Gemma4Config
+SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
 NetworkConfig = ExitsConfig | SharedEncoderConfig
 """Of several models that share parameters."""
 Config = SingleConfig | NetworkConfig
 NetworkModel = ExitsModel | SharedEncoderModel
-Model = T5Model | DecoderModel | T5GemmaModel | NetworkModel
+Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel
 MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,
+    Gemma4Config: Gemma4Model,
     T5GemmaConfig: T5GemmaModel,
     ExitsConfig: ExitsModel,
     SharedEncoderConfig: SharedEncoderModel,

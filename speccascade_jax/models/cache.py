@@ -48,17 +48,30 @@ class DecoderCache(NamedTuple):
     length: Array  # [B]
 
 
+class LocalCache(NamedTuple):
+    """The cache of a decoder-only model whose local layers have heads of another size. Entries at or past
+    `length` are scratch; layers that read another one's keys and values have none."""
+
+    global_keys: Buffers  # a layer: [B, H_kv, L, K], rotated to their positions
+    global_values: Buffers
+    local_keys: Buffers
+    local_values: Buffers
+    length: Array  # [B]
+
+
 def empty(rows: int, heads: int, size: int, width: int, dtype: Any) -> Array:
     """A buffer to write() into."""
     return jnp.zeros((heads, size, width) if rows == 1 else (rows, heads, size, width), dtype)
 
 
-def blank(layers: Any, rows: int, heads: int, size: int, width: int, dtype: Any) -> Buffers:
-    """empty() for each of a network's layers. The buffer of stacked layers has a multiple of TILE entries.
-    With other numbers accelerators would store the axes in a different order from the one that they compute
-    in, and copy the whole buffer."""
+def blank(
+    layers: Any, rows: int, heads: int, size: int, width: int, dtype: Any, count: int | None = None
+) -> Buffers:
+    """empty() for each of a network's layers, or for `count` of them. The buffer of stacked layers has a
+    multiple of TILE entries. With other numbers accelerators would store the axes in a different order from
+    the one that they compute in, and copy the whole buffer."""
     size = -(-size // TILE) * TILE if isinstance(layers, Stacked) else size
-    return repeated(empty(rows, heads, size, width, dtype), layers)
+    return repeated(empty(rows, heads, size, width, dtype), layers, count)
 
 
 def entries(buffers: Buffers) -> int:
@@ -66,9 +79,19 @@ def entries(buffers: Buffers) -> int:
     return jax.tree.leaves(buffers)[0].shape[-2]
 
 
-def lengthened(buffers: Buffers, more: int) -> Buffers:
-    """The buffers [..., L, K] with room for `more` entries."""
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]), buffers)
+def lengthened(cache: Any, more: int) -> Any:
+    """The cache with room for `more` tokens. Cross-attention reads no tokens."""
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
+
+    return cache._replace(
+        **{
+            name: jax.tree.map(padded, buffers)
+            for name, buffers in cache._asdict().items()
+            if name.endswith(("keys", "values")) and not name.startswith("cross")
+        }
+    )
 
 
 def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
@@ -87,7 +110,7 @@ def insert_layers(old: Buffers, new: Buffers, slots: AnyArray, like_fresh: bool)
 
 
 def insert(cache: Any, fresh: Any, slots: AnyArray, like_fresh: bool) -> Any:
-    """core.nests.insert for a T5Cache or a DecoderCache."""
+    """core.nests.insert for a T5Cache, a DecoderCache or a LocalCache."""
     old, new = cache._asdict(), fresh._asdict()
     buffers = {
         name: insert_layers(old[name], new[name], slots, like_fresh)

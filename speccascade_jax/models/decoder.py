@@ -117,17 +117,21 @@ def even(count: int, limit: int) -> int:
     return next((size for size in range(limit, limit // 2, -1) if count % size == 0), limit)
 
 
-class Norm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale, or with unit_offset * (1 + scale), as checkpoints store it."""
+def unscaled(x: Array, epsilon: float) -> Array:
+    """x / sqrt(mean(x^2) + epsilon)."""
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
-    def __init__(self, config: DecoderConfig, features: int | None = None):
+
+class Norm(nnx.Module):
+    """unscaled(x) * scale, or with unit_offset * (1 + scale), as checkpoints store it."""
+
+    def __init__(self, config: Any, features: int | None = None):
         self.offset = float(config.unit_offset)
         self.scale = nnx.Param(jnp.full((features or config.d_model,), 1.0 - self.offset))
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x: Array) -> Array:
-        norm = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return x * norm * (self.offset + self.scale[...].astype(jnp.float32))
+        return unscaled(x, self.epsilon) * (self.offset + self.scale[...].astype(jnp.float32))
 
 
 class Affine(Linear):
@@ -239,12 +243,13 @@ class Layer(nnx.Module):
         return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made))
 
 
-class Decoder(nnx.Module):
-    """The network. `dtype` is the matrix products'; sums and logits are float32."""
+class Ends(nnx.Module):
+    """What every decoder-only network has around its layers: an embedding, a last norm, and a head unless the
+    embedding is the head. `dtype` is the matrix products'; sums and logits are float32."""
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: Any,
         *,
         dtype: Any = jnp.float32,
         remat: bool = False,
@@ -256,9 +261,7 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(
             c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model))
         )
-        self.layers = layers_of(
-            [self.new_layer(dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(c.num_layers)], stacked
-        )
+        self.add_layers(dtype=dtype, stacked=stacked, rngs=rngs)
         self.norm = Norm(c)
         self.head = (
             None
@@ -266,8 +269,9 @@ class Decoder(nnx.Module):
             else Linear(c.d_model, c.vocab_size, std=c.d_model**-0.5, dtype=dtype, rngs=rngs)
         )
 
-    def new_layer(self, **fields: Any) -> Layer:
-        return Layer(self.config, **fields)
+    def add_layers(self, *, dtype: Any, stacked: bool, rngs: nnx.Rngs) -> None:
+        """Gives the network its layers."""
+        raise NotImplementedError
 
     def new_norm(self) -> Norm:
         return Norm(self.config)
@@ -286,6 +290,41 @@ class Decoder(nnx.Module):
             return x
         scale = jnp.sqrt(jnp.float32(self.config.d_model)).astype(self.norm.scale.dtype)  # as in training
         return x * scale.astype(jnp.float32)
+
+    def logits(
+        self,
+        x: Array,
+        norm: Callable[[Array], Array] | None = None,
+        head: Linear | None = None,
+        table: Any = None,
+    ) -> Array:
+        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may replace the
+        network's, or a kernel [D, I] the embedding."""
+        x = self.norm(x) if norm is None else norm(x)
+        head = self.head if head is None and table is None else head
+        if head is not None:
+            return softcap(head(x), self.config.logit_softcap)
+        table = tied_kernel(self.embedding.get_value()) if table is None else table
+        return softcap(project(x, table, self.dtype), self.config.logit_softcap)
+
+
+class Decoder(Ends):
+    """The network."""
+
+    def add_layers(self, *, dtype: Any, stacked: bool, rngs: nnx.Rngs) -> None:
+        layers = [
+            self.new_layer(dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(self.config.num_layers)
+        ]
+        self.layers = layers_of(layers, stacked)
+
+    def new_layer(self, **fields: Any) -> Layer:
+        return Layer(self.config, **fields)
+
+    def start(self, rows: int, max_length: int, dtype: Any) -> DecoderCache:
+        """An empty cache in `dtype`."""
+        c = self.config
+        buffers = blank(self.layers, rows, c.num_kv_heads, max_length, c.d_kv, dtype)
+        return DecoderCache(buffers, buffers, jnp.zeros((rows,), jnp.int32))
 
     def beside(self, cache: Any, number: Any) -> tuple[Any, ...]:
         """The inputs of the `number`-th layer that differ between layers."""
@@ -323,35 +362,31 @@ class Decoder(nnx.Module):
         x, keys, values = each_layer(self.layers, apply_layer, begun, depth)
         return x, cache._replace(keys=keys, values=values, length=cache.length + count)
 
-    def logits(
-        self,
-        x: Array,
-        norm: Callable[[Array], Array] | None = None,
-        head: Linear | None = None,
-        table: Any = None,
-    ) -> Array:
-        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may replace the
-        network's, or a kernel [D, I] the embedding."""
-        x = self.norm(x) if norm is None else norm(x)
-        head = self.head if head is None and table is None else head
-        if head is not None:
-            return softcap(head(x), self.config.logit_softcap)
-        table = tied_kernel(self.embedding.get_value()) if table is None else table
-        return softcap(project(x, table, self.dtype), self.config.logit_softcap)
+
+def in_chunks(
+    advance: Callable[[AnyArray, Any], tuple[Any, Any]], inputs: AnyArray, cache: Any, limit: int
+) -> Any:
+    """The cache after advance(tokens, cache) of all of `inputs` [B, S], at most `limit` tokens at a time."""
+
+    def read(cache: Any, part: AnyArray) -> tuple[Any, None]:
+        return advance(part, cache)[1], None
+
+    rows, size = inputs.shape
+    chunk = even(size, limit)
+    first = size % chunk
+    if first:
+        cache, _ = read(cache, inputs[:, :first])
+    if size > first:
+        chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, chunk), 1, 0)
+        cache, _ = lax.scan(read, cache, chunks)
+    return cache
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderModel(SingleModel):
-    """A DecoderConfig's model as the decoding core's LanguageModel. Fresh parameters give every layer's input
-    and output, and the logits, unit variance."""
+class DecoderOnlyModel(SingleModel):
+    """A network with start(), advance() and logits() as a LanguageModel that continues its prompt."""
 
-    config: DecoderConfig
     chunk: int = 512  # prompts are read so many tokens at a time: bounds the scores' memory
-
-    def network(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(
-            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
-        )
 
     def forced(
         self,
@@ -376,35 +411,36 @@ class DecoderModel(SingleModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
         after: AfterLayer = last_written,
-    ) -> tuple[Prefix, DecoderCache]:
+    ) -> tuple[Prefix, Any]:
         """Reads the prompts, which are padded on the right. The padding is scratch past each row's length."""
-        c, network = self.config, self.merged(params)
-        rows, size = inputs.shape
-        buffers = blank(network.layers, rows, c.num_kv_heads, max_length, c.d_kv, self.cache_dtype)
-        cache = DecoderCache(buffers, buffers, jnp.zeros((rows,), jnp.int32))
-
-        def read(cache: DecoderCache, part: AnyArray) -> tuple[DecoderCache, None]:
-            return network.advance(part, cache, after=after)[1], None
-
-        chunk = even(size, self.chunk)
-        first = size % chunk
-        if first:
-            cache, _ = read(cache, inputs[:, :first])
-        if size > first:
-            chunks = jnp.moveaxis(inputs[:, first:].reshape(rows, -1, chunk), 1, 0)
-            cache, _ = lax.scan(read, cache, chunks)
+        network = self.merged(params)
+        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
+        cache = in_chunks(partial(network.advance, after=after), inputs, cache, self.chunk)
         prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, cache._replace(length=jnp.maximum(prefix.length - 1, 0))
+        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
 
     def extend(
         self,
         params: nnx.State,
         tokens: Int[AnyArray, "B T"],
-        cache: DecoderCache,
+        cache: Any,
         after: AfterLayer = last_written,
         table: Any = None,
-    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+    ) -> tuple[Float[Array, "B T V"], Any]:
         """`table`, a kernel [D, V], replaces the embedding in the logits."""
         network = self.merged(params)
         x, cache = network.advance(tokens, cache, after=after)
         return network.logits(x, table=table), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel(DecoderOnlyModel):
+    """A DecoderConfig's model as the decoding core's LanguageModel. Fresh parameters give every layer's input
+    and output, and the logits, unit variance."""
+
+    config: DecoderConfig
+
+    def network(self, rngs: nnx.Rngs) -> Decoder:
+        return Decoder(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )

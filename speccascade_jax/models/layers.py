@@ -226,9 +226,8 @@ def steps_back(length: Array, count: int, size: int, branches: Branches | None =
 def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches) -> Array:
     """A network's logits [B, M, V] after each node of a tree of texts; the cache stays as it is."""
     rows, count = cache.length.shape[0], len(tokens)
-    keys, values = (lengthened(x, count) for x in (cache.keys, cache.values))
     x, _ = network.advance(
-        jnp.broadcast_to(tokens, (rows, count)), cache._replace(keys=keys, values=values), branches=branches
+        jnp.broadcast_to(tokens, (rows, count)), lengthened(cache, count), branches=branches
     )
     return network.logits(x)
 

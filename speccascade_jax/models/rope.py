@@ -60,6 +60,12 @@ def powers(theta: float, half: int) -> np.ndarray:
     return (1 / np.float32(theta) ** (np.arange(half, dtype=np.float32) / half)).astype(np.float32)
 
 
+def partial_powers(theta: float, half: int, share: float) -> np.ndarray:
+    """powers() of the first pairs, a `share` of all; the others are never turned."""
+    turned = int(share * 2 * half // 2)  # as transformers rounds it
+    return np.where(np.arange(half) < turned, powers(theta, half), np.float32(0))
+
+
 def frequencies(config: Any) -> np.ndarray:
     """The angle between two positions, float32 [K/2]; of `dynamic`, within the trained length."""
     half = config.d_kv // 2

@@ -68,11 +68,11 @@ def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
     return lax.map(lambda params: call(layer_of(params)), state)
 
 
-def repeated(array: Array, layers: Any) -> Any:
-    """The array once for each layer."""
+def repeated(array: Array, layers: Any, count: int | None = None) -> Any:
+    """The array once for each layer, or for `count` layers kept as `layers` are."""
     if isinstance(layers, Stacked):
-        return jnp.broadcast_to(array, (layers.count, *array.shape))
-    return (array,) * len(layers)
+        return jnp.broadcast_to(array, (layers.count if count is None else count, *array.shape))
+    return (array,) * (len(layers) if count is None else count)
 
 
 def nth(values: Any, number: Any) -> Any:

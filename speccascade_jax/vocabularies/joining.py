@@ -9,8 +9,7 @@ import numpy as np
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import each
-from speccascade_jax.models import full_of
-from speccascade_jax.models.decoder import DecoderConfig
+from speccascade_jax.models import DecoderOnlyConfig, full_of
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 from speccascade_jax.vocabularies.matching import matched, spellings
@@ -101,7 +100,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
         )
     full, result = full_of(verifier.config), Joined([], [], {})
     # A decoder-only model continues its prompt.
-    start = None if isinstance(full, DecoderConfig) else getattr(full, "start_id", full.pad_id)
+    start = None if isinstance(full, DecoderOnlyConfig) else getattr(full, "start_id", full.pad_id)
     for n, (model, params, tokenizer) in enumerate(smaller):
         if n in foreign:
             model, params = translated(
@@ -127,7 +126,7 @@ def resized(model: Any, size: int, known: int) -> Any:
     If a model has that many rows already, those past its tokenizer are padding if it is decoder-only (T5 has
     sentinels there). Members of a network are left as they are.
     """
-    pads = isinstance(full_of(model.config), DecoderConfig) and not hasattr(model, "member_of")
+    pads = isinstance(full_of(model.config), DecoderOnlyConfig) and not hasattr(model, "member_of")
     known = min(known, model.vocab_size)
     return model if model.vocab_size == size and not (pads and known < size) else Resized(model, size, known)
 

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Int
 
 from speccascade_jax.core.protocols import Params
-from speccascade_jax.models.decoder import DecoderModel
+from speccascade_jax.models.decoder import DecoderOnlyModel
 from speccascade_jax.models.quantization import columns_of, tied_kernel
 from speccascade_jax.models.t5 import T5Model
 from speccascade_jax.vocabularies.strategy import Strategy
@@ -16,12 +16,12 @@ from speccascade_jax.vocabularies.strategy import Strategy
 def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
     """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams'
     `drafter` and `head`; False if the model's head cannot be cut, and gives all columns."""
-    if isinstance(model, T5Model | DecoderModel) and not model.config.tied_embeddings:
+    if isinstance(model, T5Model | DecoderOnlyModel) and not model.config.tied_embeddings:
         flat = dict(nnx.to_flat_state(params))
         kernel = flat["head", "kernel"]
         flat["head", "kernel"] = kernel.replace(columns_of(kernel.get_value(), keep))
         return nnx.from_flat_state(flat), None, True
-    if isinstance(model, T5Model | DecoderModel):
+    if isinstance(model, T5Model | DecoderOnlyModel):
         return params, columns_of(tied_kernel(params["embedding"].get_value()), keep), True
     return params, None, False
 

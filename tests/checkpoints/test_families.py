@@ -13,7 +13,7 @@ import pytest
 from corpora import SENTENCES, shuffled
 from flax import nnx
 from processes import run
-from shapes import DECODERS, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
+from shapes import DECODERS, GEMMA4S, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
@@ -45,6 +45,7 @@ UNLIKE = {
 }
 UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
 UNLIKE |= {
+    "gemma4_text": list(GEMMA4S.values()),
     "t5gemma": [
         TINY_T5GEMMA,
         dataclasses.replace(

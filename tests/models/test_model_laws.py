@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
+from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax.core.nests import insert
@@ -18,6 +18,7 @@ SHAPES = {
     "gemma": TINY_GEMMA,
 }
 TODAY = {name: shape for name, shape in DECODERS.items() if name != "gemma2"} | {"t5gemma": TINY_T5GEMMA}
+TODAY |= GEMMA4S
 
 
 @pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)

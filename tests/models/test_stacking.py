@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
+from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
 
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core.nests import insert
@@ -25,6 +25,7 @@ SHAPES = {
     "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"),
     "t5gemma": TINY_T5GEMMA,
     **DECODERS,
+    **GEMMA4S,
 }
 
 
@@ -68,6 +69,8 @@ def decoded(model, params, rows):
         ("a decoder's exits", 3),
         ("t5gemma", 1),
         ("gemma3_text", 3),
+        ("gemma4", 1),
+        ("gemma4, unlike groups", 3),
     ],
 )
 def test_logits_are_those_of_layers_one_by_one(name, rows):

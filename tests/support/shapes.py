@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.models.t5gemma import T5GemmaConfig
@@ -104,6 +105,41 @@ TINY_T5GEMMA = T5GemmaConfig(
         logit_softcap=2.5,
     ),
 )
+TINY_GEMMA4 = dataclasses.replace(  # two groups of writers, one of readers
+    GEMMA4,
+    **SMALL | {"num_layers": 6},
+    d_kv_global=16,
+    num_readers=2,
+    keys_are_values=True,
+    num_kv_heads_global=2,
+    per_layer_width=6,
+    local=(1, 0),
+    window=5,
+    rope_theta=100.0,
+    local_rope_theta=50.0,
+    logit_softcap=3.0,
+)
+GEMMA4S = {
+    "gemma4": TINY_GEMMA4,
+    "gemma4, dense": dataclasses.replace(  # as 31B: nothing is shared, no inputs for layers
+        TINY_GEMMA4, num_readers=None, wide_readers=False, per_layer_width=None, num_layers=3, local=(1, 1, 0)
+    ),
+    "gemma4, unlike groups": dataclasses.replace(  # writers 10110, readers 0110
+        TINY_GEMMA4,
+        num_kv_heads=2,
+        num_layers=9,
+        num_readers=4,
+        wide_readers=False,
+        keys_are_values=False,
+        local=(1, 0, 1, 1, 0, 0, 1),
+        attention_bias=True,
+        tied_embeddings=False,
+        logit_softcap=None,
+        rope_share=0.6,
+        activation="silu",
+        more_eos=(5, 3),
+    ),
+}
 SOURCE = np.random.default_rng(0).integers(2, 97, (3, 20)).astype(np.int32)
 LENGTH = np.array([20, 13, 1], np.int32)
 TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)

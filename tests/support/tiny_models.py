@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE
 
-from speccascade_jax.checkpoints import Checkpoint, decoder, t5
+from speccascade_jax.checkpoints import Checkpoint, decoder, gemma4, t5
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
@@ -103,6 +103,24 @@ def transformers_t5(config, seed=0):
         model.shared.weight.copy_(torch.randn_like(model.shared.weight))
         if not config.tied_embeddings:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+    return model.eval()
+
+
+def transformers_gemma4(config, seed=0):
+    """transformers' Gemma 4 of that shape, with random weights: scales of layers are no parameters there."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    described = gemma4.describe(config)
+    del described["architectures"]
+    model = transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(**described, attn_implementation="eager")
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * parameter)
+        for layer in model.model.layers:
+            layer.layer_scalar.copy_(0.5 + torch.rand(1))
     return model.eval()
 
 
