@@ -8,7 +8,7 @@ Every call is timed, and how often each model accepts another's tokens is read o
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,10 +348,12 @@ def measured_times(
     return now, times
 
 
-def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Console) -> None:
+def show_runs(
+    runs: Runs, plans: Collection[str], pace: float, times: dict[str, Measured], screen: Console
+) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
-    at that pace: what is left between the two is not the machine's. Adaptive blocks and a config's samplers
-    have none."""
+    at that pace: what is left between the two is not the machine's. Only `plans` have one, not adaptive
+    blocks and a config's samplers."""
     table = whole_words(
         "plan",
         "models",
@@ -364,7 +366,7 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
     for name, (plan, settings) in runs.items():
         sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
         measured, predicted = list[str](), "-"
-        if settings.lossless and not settings.adaptive:
+        if name in plans:
             sizes = ", ".join(map(str, plan.block_sizes)) or "-"
             milliseconds = 1e3 * pace * plan.seconds_per_token
             predicted = f"{milliseconds:.3f} ({whole / plan.seconds_per_token:.2f})"
@@ -473,7 +475,7 @@ def plan(arguments: Arguments) -> None:
             runs |= adaptive_runs(plans[PAIR], run.settings, arguments.max_block)
         runs |= sampler_runs(run, plans[ALONE], names)
         now, times = measured_times(runs, cascade, names, texts, step, screen)
-    show_runs(runs, now / candidates.call_seconds[-1, 1], times, screen)
+    show_runs(runs, plans, now / candidates.call_seconds[-1, 1], times, screen)
     if len(plans[CHOSEN].models) == 1:
         screen.print("No drafter is worth its time here: the verifier alone is predicted to be fastest.")
     if arguments.output is not None:
