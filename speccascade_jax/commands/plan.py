@@ -32,13 +32,14 @@ from speccascade_jax.commands.commandline import (
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
+from speccascade_jax.planning.costs import WIDTHS, call_seconds, reading, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
 from speccascade_jax.settings import Settings, named
@@ -140,7 +141,7 @@ def measured(
             console=screen,
         )
     )
-    accepted = acceptances(cascade, outputs, settings)
+    read = reading(cascade, outputs, settings)
     rows = cascade.encode(texts, truncate=True)[0]
     widest = arguments.max_block + 1
     widths = sorted({width for width in WIDTHS if width < widest} | {widest})
@@ -158,8 +159,10 @@ def measured(
         return watch(), None
 
     pace, once = text_seconds(cascade, names, seconds, besides, settings, texts, step, screen)
-    lengths = tuple(len(output.tokens) for output in outputs if output.tokens)
-    return Candidates(names, pace * seconds, accepted, lengths, once, pace * besides), step
+    way, last = VERIFICATIONS[settings.verification], len(names) - 1
+    runs = {(j, last): read.runs(j, way, arguments.max_block) for j in range(last)}
+    lengths = tuple(map(int, read.lengths))
+    return Candidates(names, pace * seconds, read.acceptance, lengths, once, pace * besides, runs), step
 
 
 def text_seconds(
