@@ -41,7 +41,13 @@ from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.costs import WIDTHS, call_seconds, reading, step_watch
 from speccascade_jax.planning.planner import best
-from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
+from speccascade_jax.planning.prediction import (
+    Candidates,
+    PlannedHierarchy,
+    even_acceptance,
+    predict,
+    triangle_violations,
+)
 from speccascade_jax.settings import Settings, named
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -390,14 +396,15 @@ def show_runs(
 
 
 def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
-    """The knobs of the method lookahead for a pair: its acceptance, and a round's time in verifier steps."""
+    """The knobs of the method lookahead for a pair: its acceptance, which depends on how drafts are verified,
+    and a round's time in verifier steps."""
     if len(plan.models) != 2:
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)
     seconds, (size,) = candidates.call_seconds, plan.block_sizes
     cost = (size + 1) * seconds[drafter, 1] + candidates.round_seconds[drafter, verifier, size]
     return {
-        "acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
+        "acceptance": round(even_acceptance(candidates.survival[drafter, verifier, : size + 1]), 3),
         "round_cost": round(float(cost / seconds[verifier, 1]), 3),
     }
 

@@ -180,6 +180,17 @@ def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
     return sum(np.asarray(a, np.float64) ** x for x in range(n + 1))
 
 
+def even_acceptance(survives: Float[Array, " L"]) -> float:
+    """The a at which expected_tokens(a, L - 1) are those of a verification that emits more than x tokens with
+    chance survives[x]: as if each drafted token stood with one chance, whatever the others do."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        enough = expected_tokens(middle, len(survives) - 1) >= survives.sum()
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
 def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
     """gamma(a, n, m): how many verifications of n drafts each it takes to collect at least m tokens, in mean.
 
