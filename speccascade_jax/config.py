@@ -272,6 +272,10 @@ class DecodeConfig(Settings):
         """How each text is decoded."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
+    @property
+    def _known(self) -> Mapping[str, Any]:
+        return {**NAMED, **named(self.samplers)}
+
     def check(
         self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
     ) -> None:
@@ -285,7 +289,7 @@ class DecodeConfig(Settings):
                 "plan for these with scripts/plan.py.",
                 f"this is a plan for the models {', '.join(self.planned_for)}, not for {', '.join(paths)}",
             )
-        super().check(vocab_size, levels, {**known, **named(self.samplers)})
+        super().check(vocab_size, levels, {**known, **self._known})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError(
                 "method", min(untrained), NO_FILE, f"method {min(untrained)} is a trained network"

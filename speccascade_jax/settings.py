@@ -150,7 +150,12 @@ class Settings(Declared):
     @property
     def _entries(self) -> list[Method | Scheme | None]:
         """What the method of each level stands for, None for an unknown name."""
-        return [entry_of(method) for method in _each(self.method)]
+        return [_entry(method, self._known) for method in _each(self.method)]
+
+    @property
+    def _known(self) -> Mapping[str, Any]:
+        """What names of methods stand for; a config has names of its own."""
+        return NAMED
 
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
         """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none

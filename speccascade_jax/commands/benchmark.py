@@ -34,6 +34,7 @@ from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation import other_libraries, profiling
 from speccascade_jax.evaluation.profiling import Contestant, slope
 from speccascade_jax.evaluation.rates import position_acceptance, relative_cost, summarize
@@ -85,6 +86,8 @@ class Arguments:
     """The method to time."""
     alpha: float = 0.0
     """The lenience of the timed method."""
+    verification: str = TOKEN.name
+    """How drafts are verified, as in decode.py."""
     block_sizes: tuple[int, ...] = (5,)
     """The block sizes to time."""
     batch_sizes: tuple[int, ...] = (1,)
@@ -121,6 +124,7 @@ def time_parts(
                 verifier,
                 params,
                 METHODS[arguments.method],
+                verification=VERIFICATIONS[arguments.verification],
                 block_size=block_size,
                 batch_size=batch_size,
                 alpha=arguments.alpha,
@@ -152,7 +156,11 @@ def time_parts(
             }
             report.table(f"parts, batch {batch_size}, {arguments.method}, block size {block_size}", figures)
     sampler = Speculative(
-        Autoregressive(drafter), verifier, METHODS[arguments.method], arguments.block_sizes[-1]
+        Autoregressive(drafter),
+        verifier,
+        METHODS[arguments.method],
+        arguments.block_sizes[-1],
+        verification=VERIFICATIONS[arguments.verification],
     )
     inputs, lengths = jnp.ones((1, run.max_source_length), jnp.int32), jnp.full(1, run.max_source_length)
     anew, fetched, memory = profiling.compilation(
@@ -279,7 +287,9 @@ def time_decodings(
 ) -> None:
     """Whole decodings of --input: every block size against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
-    base = Settings(temperature=arguments.temperature, hand_over=run.hand_over)
+    base = Settings(
+        temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
+    )
     block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
     settings |= {
@@ -432,7 +442,13 @@ def check(arguments: Arguments) -> DecodeConfig:
     if a.method not in METHODS:
         raise FieldError("method", a.method, f"known: {', '.join(METHODS)}.", f"unknown method {a.method!r}")
     points = [
-        Settings(method=a.method, alpha=a.alpha, block_size=block_size, temperature=a.temperature)
+        Settings(
+            method=a.method,
+            alpha=a.alpha,
+            block_size=block_size,
+            temperature=a.temperature,
+            verification=a.verification,
+        )
         for block_size in a.block_sizes
     ]
     for point in points:

@@ -49,6 +49,7 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
             rows,
             devices,
             dtype,
+            verification=a.verification,
         )
         for devices in a.tensor_parallel or (run.tensor_parallel,)
         for length in a.source_length or (run.max_source_length,)

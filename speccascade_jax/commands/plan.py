@@ -8,7 +8,7 @@ Every call is timed, and how often each model accepts another's tokens is read o
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,15 +32,22 @@ from speccascade_jax.commands.commandline import (
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.costs import WIDTHS, acceptances, call_seconds, step_watch
+from speccascade_jax.planning.costs import WIDTHS, call_seconds, reading, step_watch
 from speccascade_jax.planning.planner import best
-from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy, predict, triangle_violations
+from speccascade_jax.planning.prediction import (
+    Candidates,
+    PlannedHierarchy,
+    even_acceptance,
+    predict,
+    triangle_violations,
+)
 from speccascade_jax.settings import Settings, named
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
@@ -140,7 +147,7 @@ def measured(
             console=screen,
         )
     )
-    accepted = acceptances(cascade, outputs, settings)
+    read = reading(cascade, outputs, settings)
     rows = cascade.encode(texts, truncate=True)[0]
     widest = arguments.max_block + 1
     widths = sorted({width for width in WIDTHS if width < widest} | {widest})
@@ -158,8 +165,10 @@ def measured(
         return watch(), None
 
     pace, once = text_seconds(cascade, names, seconds, besides, settings, texts, step, screen)
-    lengths = tuple(len(output.tokens) for output in outputs if output.tokens)
-    return Candidates(names, pace * seconds, accepted, lengths, once, pace * besides), step
+    way, last = VERIFICATIONS[settings.verification], len(names) - 1
+    runs = {(j, last): read.runs(j, way, arguments.max_block) for j in range(last)}
+    lengths = tuple(map(int, read.lengths))
+    return Candidates(names, pace * seconds, read.acceptance, lengths, once, pace * besides, runs), step
 
 
 def text_seconds(
@@ -348,10 +357,12 @@ def measured_times(
     return now, times
 
 
-def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Console) -> None:
+def show_runs(
+    runs: Runs, plans: Collection[str], pace: float, times: dict[str, Measured], screen: Console
+) -> None:
     """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
-    at that pace: what is left between the two is not the machine's. Adaptive blocks and a config's samplers
-    have none."""
+    at that pace: what is left between the two is not the machine's. Only `plans` have one, not adaptive
+    blocks and a config's samplers."""
     table = whole_words(
         "plan",
         "models",
@@ -364,7 +375,7 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
     for name, (plan, settings) in runs.items():
         sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
         measured, predicted = list[str](), "-"
-        if settings.lossless and not settings.adaptive:
+        if name in plans:
             sizes = ", ".join(map(str, plan.block_sizes)) or "-"
             milliseconds = 1e3 * pace * plan.seconds_per_token
             predicted = f"{milliseconds:.3f} ({whole / plan.seconds_per_token:.2f})"
@@ -385,14 +396,15 @@ def show_runs(runs: Runs, pace: float, times: dict[str, Measured], screen: Conso
 
 
 def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
-    """The knobs of the method lookahead for a pair: its acceptance, and a round's time in verifier steps."""
+    """The knobs of the method lookahead for a pair: its acceptance, which depends on how drafts are verified,
+    and a round's time in verifier steps."""
     if len(plan.models) != 2:
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)
     seconds, (size,) = candidates.call_seconds, plan.block_sizes
     cost = (size + 1) * seconds[drafter, 1] + candidates.round_seconds[drafter, verifier, size]
     return {
-        "acceptance": round(float(candidates.acceptance[drafter, verifier]), 3),
+        "acceptance": round(even_acceptance(candidates.survival[drafter, verifier, : size + 1]), 3),
         "round_cost": round(float(cost / seconds[verifier, 1]), 3),
     }
 
@@ -473,7 +485,7 @@ def plan(arguments: Arguments) -> None:
             runs |= adaptive_runs(plans[PAIR], run.settings, arguments.max_block)
         runs |= sampler_runs(run, plans[ALONE], names)
         now, times = measured_times(runs, cascade, names, texts, step, screen)
-    show_runs(runs, now / candidates.call_seconds[-1, 1], times, screen)
+    show_runs(runs, plans, now / candidates.call_seconds[-1, 1], times, screen)
     if len(plans[CHOSEN].models) == 1:
         screen.print("No drafter is worth its time here: the verifier alone is predicted to be fastest.")
     if arguments.output is not None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.randomness import draw
@@ -86,6 +87,25 @@ def _of_drafted(probs: Float[Array, "B N V"], draft: Draft) -> Float[Array, "B N
     return jnp.take_along_axis(probs[:, :-1], draft.tokens[..., None], axis=-1)[..., 0]
 
 
+def standing_by_token(ratios: Float[np.ndarray, "*B G"]) -> Float[np.ndarray, "*B G+1"]:
+    """prod_{i <= j} min(1, r_i) for j = 0 .. G: see Verification.standing."""
+    return _from_one(np.minimum(ratios, 1), np.multiply)
+
+
+def standing_by_block(ratios: Float[np.ndarray, "*B G"]) -> Float[np.ndarray, "*B G+1"]:
+    """min_{k <= j} prod_{i <= k} r_i for j = 0 .. G: see Verification.standing.
+
+    It is q~(x_1..x_j) w_j / pi(x_1..x_j), where w_j = min_{k <= j} prod_{k < i <= j} 1 / r_i.
+    """
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(ratios, dtype=np.float64)  # whose sums do not overflow
+    return _from_one(np.exp(np.minimum(np.cumsum(logarithms, axis=-1), 0)), np.minimum)
+
+
+def _from_one(values: Float[np.ndarray, "*B G"], operation: np.ufunc) -> Float[np.ndarray, "*B G+1"]:
+    return operation.accumulate(np.insert(np.asarray(values, np.float64), 0, 1.0, axis=-1), axis=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Verification:
     """A way to verify a draft."""
@@ -93,14 +113,23 @@ class Verification:
     accept: Callable[..., tuple[Array, Array]]
     """(u, draft, pi) -> how many tokens are accepted [B], and pi's weight in the residual after each number
     of them [B, G+1]."""
+    standing: Callable[[np.ndarray], np.ndarray]
+    """Given a text x that is written, the chance that the first j = 0 .. G drafted tokens of a round stand
+    and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i): what plans and expected numbers of calls rest on."""
     summary: str  # for people
     by_round: bool = False  # each round needs numbers of its own: see randomness.noise
     name: str = ""
 
 
-TOKEN = Verification(by_token, "each drafted token by itself, up to the first rejection", name="token")
+TOKEN = Verification(
+    by_token,
+    standing_by_token,
+    "each drafted token by itself, up to the first rejection",
+    name="token",
+)
 BLOCK = Verification(
     by_block,
+    standing_by_block,
     "the draft as a whole: the same law, and on average as many tokens a call or more",
     by_round=True,
     name="block",

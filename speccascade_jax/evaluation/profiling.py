@@ -22,6 +22,7 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import TOKEN, Verification
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.quantization import wants_packing
 from speccascade_jax.models.stacking import stacked, wants_stacking
@@ -44,6 +45,7 @@ def measure(
     params: tuple[Any, Any],
     method: Method,
     *,
+    verification: Verification = TOKEN,
     block_size: int,
     batch_size: int,
     source_length: int,
@@ -62,7 +64,7 @@ def measure(
     idle_model: LanguageModel = FixedLogits(verifier.vocab_size)
     logits = jax.random.normal(jax.random.key(0), (max_new_tokens, verifier.vocab_size))
     sampler, idle = (
-        Speculative(Autoregressive(small), large, method, block_size)
+        Speculative(Autoregressive(small), large, method, block_size, verification=verification)
         for small, large in ((drafter, verifier), (idle_model, idle_model))
     )
     requests = loop.requests(

@@ -31,6 +31,7 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
 from speccascade_jax.models import Config, model_of
@@ -72,6 +73,7 @@ class Shapes:
     devices: int = 1  # that share each model's parameters
     dtype: str = "bfloat16"
     stacked: bool = True  # layers in a loop, as accelerators have them
+    verification: str = TOKEN.name
 
 
 def checked(name: str) -> Chip:
@@ -169,7 +171,11 @@ class Pair:
 
         self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
         self.sampler = Speculative(
-            Autoregressive(self.models[0]), self.models[1], METHODS[a.method], a.block_size
+            Autoregressive(self.models[0]),
+            self.models[1],
+            METHODS[a.method],
+            a.block_size,
+            verification=VERIFICATIONS[a.verification],
         )
         self.programs = Described(
             Plan(self.sampler, a.max_new_tokens, a.verifier.eos_id, a.verifier.vocab_size),

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
@@ -17,13 +17,16 @@ from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, 
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_probs
+from speccascade_jax.core.verification import Verification
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.planning.runs import Runs
 from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.joining import inputs_of
 from speccascade_jax.vocabularies.translated import Translated
 
+Array = jax.Array
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; other widths are interpolated
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
 
@@ -141,11 +144,24 @@ def options_of(settings: Settings) -> SamplingOptions:
     return SamplingOptions(settings.temperature, **{name: getattr(settings, name) for name in TRUNCATIONS})
 
 
-def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> Float[np.ndarray, "M M"]:
+class Reading(NamedTuple):
+    """What all models say of texts of the largest."""
+
+    acceptance: Float[np.ndarray, "M M"]
     """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
-    sum_v min(p_j(v), p_i(v)) over the positions of `outputs`, texts of the largest model, which all models
-    read. Raises FieldError where these are empty.
-    """
+    sum_v min(p_j(v), p_i(v)) over the positions of the texts."""
+    probs: Float[np.ndarray, "M T L"]  # of each text's tokens, by each model; 1 after the end
+    lengths: Int[np.ndarray, " T"]
+
+    def runs(self, drafter: int, verification: Verification, most: int) -> Runs:
+        """How far a model's drafts of up to `most` tokens stand."""
+        q, p = self.probs[drafter], self.probs[-1]
+        ratios = np.where(p > 0, q / np.where(p > 0, p, 1), q > 0)
+        return Runs.of(ratios, self.lengths, verification, most)
+
+
+def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> Reading:
+    """What the models say of `outputs`. Raises FieldError where these are empty."""
     kept = [output for output in outputs if output.tokens]
     if not kept:
         raise FieldError(
@@ -161,7 +177,7 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings)
     needed = [model.needs(len(ids)) for reading in readings for model, ids in reading.items()]
     width = cascade.bucket(max([*map(len, rows), *needed]))
 
-    def overlaps(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> jax.Array:
+    def read_text(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> tuple[Array, Array]:
         laws = []
         models: tuple[Any, ...] = cascade.models
         for model, weights, read in zip(models, params, inputs, strict=True):
@@ -174,12 +190,17 @@ def acceptances(cascade: Cascade, outputs: Sequence[Output], settings: Settings)
                 logits, _ = model.extend(weights, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
             laws.append(token_probs(logits, options))
         inside = jnp.arange(size) < count[:, None]
-        return jnp.array([[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws])
+        overlaps = [[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws]
+        probs = jnp.take_along_axis(jnp.stack(laws), tokens[None, ..., None], axis=-1)[..., 0]
+        return jnp.array(overlaps), jnp.where(inside, probs, 1.0)[:, 0]
 
-    program, total = jax.jit(overlaps), np.zeros((len(cascade.models),) * 2)
-    for row, reading, output in zip(rows, readings, kept, strict=True):
+    program, total, probs = jax.jit(read_text), np.zeros((len(cascade.models),) * 2), []
+    for row, foreign, output in zip(rows, readings, kept, strict=True):
         tokens, length = pad([row], width, cascade.tokenizer.pad_id)
-        inputs = tuple(inputs_of(model, tokens, [reading]) for model in cascade.models)
+        inputs = tuple(inputs_of(model, tokens, [foreign]) for model in cascade.models)
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
-        total += np.asarray(program(cascade.params, inputs, length, tokens, count))
-    return np.clip(total / sum(len(output.tokens) for output in kept), 0, 1)
+        overlaps, of_text = program(cascade.params, inputs, length, tokens, count)
+        total += np.asarray(overlaps)
+        probs.append(np.asarray(of_text))
+    lengths = np.array([len(output.tokens) for output in kept])
+    return Reading(np.clip(total / lengths.sum(), 0, 1), np.stack(probs, axis=1), lengths)

@@ -69,7 +69,7 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
     chain for each r, are a bound that no chain is below, and rarely far from the best.
     """
     verifier, sizes = len(candidates.names) - 1, range(1, max_block + 1)
-    rounds = np.stack([renewals(candidates.acceptance, size, max_block) for size in sizes], axis=-2)
+    rounds = np.stack([renewals(candidates.survival[..., : size + 1], max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1 : max_block + 1]
     alone, once = ones[:, None] * np.array(sizes), candidates.once
     bounds = _least(hand_over, rounds, calls, alone, max_models)
@@ -96,13 +96,7 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
 
     if verifier and max_models > 1:
         per_token = np.array(
-            [
-                [
-                    candidates.rounds(candidates.acceptance[j, verifier] ** np.arange(size + 1))
-                    for size in sizes
-                ]
-                for j in range(verifier)
-            ]
+            [[candidates.rounds(j, np.ones(size + 1)) for size in sizes] for j in range(verifier)]
         )
         spent = calls[:verifier, verifier] * per_token + once[verifier]
         look(cheapest, spent, per_token[..., None] * np.eye(max_block))

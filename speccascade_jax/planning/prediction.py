@@ -6,8 +6,12 @@ emits itself until it has as many tokens as the model above asks for. The last i
 output follows; every level is lossless. Here the models of a chain are 0 .. K, s_i is how many tokens model
 i + 1 asks model i for (the block size), a_i is the probability that model i accepts a token of model i - 1,
 and c_i is the seconds of one call of model i and of what a round takes besides where model i - 1 drafts: its
-weights have to come back into the processor's caches. The predictions take a_i to be the same everywhere;
-where some passages are easy to draft and others hard, they are too low.
+weights have to come back into the processor's caches.
+
+How many tokens of a draft stand depends on how drafts are verified, and on whether some passages are easy to
+draft and others hard. For the verifier both are known from its texts (runs.py). Between the models below it
+each token is taken to stand with the chance a_i, whatever the others do: with hard and easy passages, or
+verified as blocks, a few more stand than that.
 
 A hand-over rule says what a model does with tokens beyond those it was asked for:
 
@@ -22,7 +26,7 @@ lost. Given the texts' lengths and what they cost besides, both are part of the 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -31,6 +35,7 @@ from jaxtyping import Float
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import HandOver
+from speccascade_jax.planning.runs import Runs, chances
 
 Array = np.ndarray
 HAND_OVER = get_args(HandOver)
@@ -47,6 +52,8 @@ class Candidates:
     besides its calls and those of model j < i that drafts; entries with j >= i are not read. lengths: the
     tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
     where model i takes part, the verifier's with all that every text costs; read where there are lengths.
+    runs[j, i]: how far drafts of model j stand in texts of model i; for a pair that has none, each token
+    stands with the chance acceptance[j, i], whatever the others do.
     Raises FieldError for other shapes, a name twice, seconds that are not positive numbers, acceptances
     outside [0, 1], lengths below 1.
     """
@@ -57,6 +64,9 @@ class Candidates:
     lengths: tuple[int, ...] = ()
     text_seconds: Any = None  # [M]; None: nothing
     besides: Any = None  # [M, M]; None: nothing
+    runs: Mapping[tuple[int, int], Runs] = dataclasses.field(default_factory=dict)
+    survival: Float[Array, "M M N"] = dataclasses.field(init=False)
+    """[j, i, x]: the chance that the first x tokens that model j drafts stand where model i verifies them."""
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
@@ -115,8 +125,22 @@ class Candidates:
             ("acceptance", acceptance),
             ("text_seconds", once),
             ("besides", besides),
+            ("survival", self._survival(acceptance, seconds.shape[1] - 1)),
         ):
             object.__setattr__(self, field, value)
+
+    def _survival(self, acceptance: Float[Array, "M M"], timed: int) -> Float[Array, "M M N"]:
+        survival = acceptance[..., None] ** np.arange(timed)
+        for pair, runs in self.runs.items():
+            if (longest := runs.stands.shape[-1] - 1) < timed - 1:
+                raise FieldError(
+                    "runs",
+                    longest,
+                    f"calls of {timed} tokens read drafts of {timed - 1}.",
+                    f"{self.names[pair[0]]}'s drafts have {longest} tokens",
+                )
+            survival[pair] = runs.survival[:timed]
+        return survival
 
     @property
     def round_seconds(self) -> Float[Array, "M M columns"]:
@@ -128,12 +152,16 @@ class Candidates:
         """Of text_seconds, a token's share."""
         return self.text_seconds / (np.mean(self.lengths) if self.lengths else np.inf)
 
-    def rounds(self, survives: Float[Array, "*A L"]) -> Float[Array, "*A"]:
-        """The verifier's calls per token, where P(one emits more than x tokens) is survives[x]."""
+    def rounds(self, drafter: int, at_least: Float[Array, " n"]) -> float:
+        """The verifier's calls per token, where P(a draft has x tokens or more) is at_least[x]."""
+        last = len(self.names) - 1
+        if (drafter, last) in self.runs:
+            return self.runs[drafter, last].calls_per_token(at_least)
+        survives = self.survival[drafter, last, : len(at_least)] * at_least
         if not self.lengths:
-            return 1 / survives.sum(axis=-1)
-        rounds = _renewals(_law(survives), max(self.lengths))[..., self.lengths]
-        return rounds.mean(axis=-1) / np.mean(self.lengths)
+            return float(1 / survives.sum())
+        rounds = renewals(survives, max(self.lengths))[..., self.lengths]
+        return float(rounds.mean() / np.mean(self.lengths))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +180,17 @@ def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
     return sum(np.asarray(a, np.float64) ** x for x in range(n + 1))
 
 
+def even_acceptance(survives: Float[Array, " L"]) -> float:
+    """The a at which expected_tokens(a, L - 1) are those of a verification that emits more than x tokens with
+    chance survives[x]: as if each drafted token stood with one chance, whatever the others do."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        enough = expected_tokens(middle, len(survives) - 1) >= survives.sum()
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
 def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
     """gamma(a, n, m): how many verifications of n drafts each it takes to collect at least m tokens, in mean.
 
@@ -161,27 +200,18 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
     if n < 0 or m < 0:
         field, value = ("n", n) if n < 0 else ("m", m)
         raise FieldError(field, value, "neither may be negative.", f"{n} drafts and {m} tokens")
-    return renewals(np.asarray(a, np.float64), n, m)[..., m]
+    return renewals(np.asarray(a, np.float64)[..., None] ** np.arange(n + 1), m)[..., m]
 
 
-def renewals(a: Float[Array, "*A"], n: int, tokens: int) -> Float[Array, "*A columns"]:
-    """renewal(a, n, m) for m = 0 .. most."""
-    return _renewals(_law(a[..., None] ** np.arange(n + 1)), tokens)
-
-
-def _renewals(law: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
-    """How many draws of X it takes until their sum is at least m, in mean, for m = 0 .. most; P(X = x) is
-    law[x], P(X = 0) = 0."""
+def renewals(survives: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
+    """How many draws of X it takes until their sum is at least m, in mean, for m = 0 .. tokens; P(X > x) is
+    survives[x], and survives[0] = 1."""
+    law = chances(survives)
     rounds = np.zeros((*law.shape[:-1], tokens + 1))
     for m in range(1, tokens + 1):
         x = np.arange(1, min(law.shape[-1], m))
         rounds[..., m] = 1 + np.sum(law[..., x] * rounds[..., m - x], axis=-1)
     return rounds
-
-
-def _law(survives: Float[Array, "*A L"]) -> Float[Array, "*A L+1"]:
-    """P(X = x) for x = 0 .. L from P(X > x)."""
-    return -np.diff(survives, axis=-1, prepend=1.0, append=0.0)
 
 
 def triangle_violations(
@@ -254,8 +284,8 @@ def check_rule(hand_over: HandOver) -> None:
 def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> PlannedHierarchy:
     """predict() without its checks."""
     chosen, sizes = chain
-    acceptances = np.array([candidates.acceptance[pair] for pair in pairwise(chosen)])
-    passes = _passes(acceptances, sizes, hand_over, candidates.rounds)
+    survival = [candidates.survival[pair] for pair in pairwise(chosen)]
+    passes = _passes(survival, sizes, hand_over, lambda at_least: candidates.rounds(chosen[-2], at_least))
     once = candidates.once[list(chosen)].sum()
     seconds = float(
         candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes
@@ -275,7 +305,10 @@ def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
 
 
 def _passes(
-    a: Float[Array, " K"], sizes: tuple[int, ...], hand_over: str, rounds_per_token: Any
+    survival: Sequence[Float[Array, " N"]],
+    sizes: tuple[int, ...],
+    hand_over: str,
+    rounds_per_token: Callable[[Float[Array, " n"]], float],
 ) -> Float[Array, " K+1"]:
     """Each model's calls per committed token."""
     unit = np.eye(len(sizes) + 1)
@@ -284,29 +317,26 @@ def _passes(
     if hand_over == "keep":
         calls, at_least = sizes[0] * unit[0], np.ones(sizes[0] + 1)  # P(a block holds x tokens or more)
         for i in range(1, len(sizes)):
-            number, at_least = _first_passage(_survives(a[i - 1], at_least), sizes[i])
+            stands = survival[i - 1][: len(at_least)] * at_least
+            number, at_least = _first_passage(stands, sizes[i])
             calls = number * (unit[i] + calls)
-        return (unit[-1] + calls) * rounds_per_token(_survives(a[-1], at_least))
+        return (unit[-1] + calls) * rounds_per_token(at_least)
     largest = max(sizes)
     calls = np.arange(largest + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
     for i in range(1, len(sizes)):
-        rounds, drafts = renewals(a[i - 1], sizes[i - 1], largest), sizes[i - 1]
+        drafts = sizes[i - 1]
+        rounds = renewals(survival[i - 1][: drafts + 1], largest)
         if hand_over == "need":
             below = begins(rounds) @ calls[np.minimum(drafts, np.arange(largest))]
             calls = rounds[:, None] * unit[i] + np.pad(below, ((1, 0), (0, 0)))
         else:
             calls = rounds[:, None] * (unit[i] + calls[drafts])
-    return (unit[-1] + calls[sizes[-1]]) * rounds_per_token(_survives(a[-1], np.ones(sizes[-1] + 1)))
-
-
-def _survives(a: float, at_least: Float[Array, " L"]) -> Float[Array, " L"]:
-    """P(a verification emits more than x tokens): the block has x drafts or more and the first x pass."""
-    return a ** np.arange(len(at_least)) * at_least
+    return (unit[-1] + calls[sizes[-1]]) * rounds_per_token(np.ones(sizes[-1] + 1))
 
 
 def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Float[Array, " D"]]:
     """The mean number of verifications until `need` tokens are there, and P(there are x or more then)."""
-    law = _law(survives)
+    law = chances(survives)
     visits = np.zeros(need + len(law) - 1)  # [x]: the probability of ever having x tokens
     visits[0] = 1.0
     for x in range(need):

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from speccascade_jax import config as configs
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import costs
@@ -274,16 +275,39 @@ def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
     config = dataclasses.replace(
         configs.load(run), samplers={"last": lambda models: Autoregressive(models[-1])}
     )
-    runs = plan.runs_of({plan.CHOSEN: pair, plan.PAIR: pair, plan.ALONE: target}, Settings())
+    plans = {plan.CHOSEN: pair, plan.PAIR: pair, plan.ALONE: target}
+    runs = plan.runs_of(plans, Settings())
     runs |= plan.sampler_runs(config, target, names)
     assert runs["last"][0].models == names and runs["last"][1].name == "last"
     times = {name: plan.Measured(np.ones(4), 0.1 if name == "last" else 1.0, (1.0, 1.0)) for name in runs}
     assert plan.fastest(runs, times) == plan.CHOSEN
-    plan.show_runs(runs, 1.0, times, Console(width=120))
-    [row] = [line for line in capsys.readouterr().out.splitlines() if " last " in line]
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[:3] == ["last", "drafter, verifier", "-"] and float(cells[3]) == 100
-    assert cells[5:] == ["-"]  # predicted
+    plan.show_runs(runs, plans, 1.0, times, Console(width=120))
+    printed = capsys.readouterr().out.splitlines()
+    last, alone = (
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for name in ("last", plan.ALONE)
+        for line in printed
+        if line.startswith(f"│ {name} ")
+    )
+    assert last[:3] == ["last", "drafter, verifier", "-"] and float(last[3]) == 100
+    assert last[5:] == ["-"]  # predicted
+    assert alone[5:] == ["1.000 (1.00)"]
+
+
+def test_a_config_whose_method_is_a_lossless_rule_of_its_own_is_planned(run, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import dataclasses\n\nfrom speccascade_jax.config import load\n"
+        "from speccascade_jax.core.rules import METHODS\n\n"
+        "mine, lenient = (dataclasses.replace(METHODS[name], name=own) "
+        "for name, own in (('speculative', 'mine'), ('opt', 'lenient')))\n"
+        f"config = dataclasses.replace(load({str(run)!r}), method=mine, samplers={{'lenient': lenient}})\n"
+    )
+    for flags in [], ["--method=mine"]:
+        plan.check(plan.parse([f"--config={own}", *flags]))
+    with pytest.raises(FieldError) as refused:
+        plan.check(plan.parse([f"--config={own}", "--method=lenient"]))
+    assert (refused.value.field, refused.value.value) == ("method", "lenient")
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -296,12 +320,13 @@ def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
     alone = PlannedHierarchy(names[-1:], (), "need", 0.1234, (1.0,))
     pair = PlannedHierarchy((names[0], names[-1]), (5,), "need", 0.0615, (1.0, 0.3))
     three = PlannedHierarchy(names, (2, 5), "need", 0.0567, (1.0, 0.3, 0.2))
-    runs = plan.runs_of({plan.CHOSEN: three, plan.PAIR: pair, plan.ALONE: alone}, Settings())
+    plans = {plan.CHOSEN: three, plan.PAIR: pair, plan.ALONE: alone}
+    runs = plan.runs_of(plans, Settings())
     runs |= plan.adaptive_runs(pair, Settings(), 15)
     times = dict.fromkeys(runs, plan.Measured(np.ones(4), 0.0618, (1.52, 11.98)))
     screen = Console(width=width)
     plan.show_candidates(candidates, screen)
-    plan.show_runs(runs, 1.0, times, screen)
+    plan.show_runs(runs, plans, 1.0, times, screen)
     printed = capsys.readouterr().out
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
     if width == 80:

@@ -17,7 +17,7 @@ from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.members import Member
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.planning.costs import acceptances
+from speccascade_jax.planning.costs import reading
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 
@@ -242,7 +242,9 @@ def test_a_drafter_that_reads_states(spiece):
     alone = tokens(sees, method="verifier")
     assert alone == tokens(sees, block_size=3) == tokens(sees, block_size=3, batch_size=4)
     outputs = list(sees.generate(SENTENCES[:3], method="verifier"))
-    found, without = (acceptances(cascade, outputs, Settings(temperature=1.0)) for cascade in (sees, not_))
+    found, without = (
+        reading(cascade, outputs, Settings(temperature=1.0)).acceptance for cascade in (sees, not_)
+    )
     assert found[1, 1] == pytest.approx(1) and abs(found[0, 1] - without[0, 1]) > 1e-5
     source, length = pad(sees.encode(SENTENCES[:3])[0], 32, 0)
     target, count = pad([output.tokens for output in outputs], 24, 0)

@@ -13,6 +13,7 @@ from speccascade_jax.planning.prediction import (
     HAND_OVER,
     Candidates,
     PlannedHierarchy,
+    even_acceptance,
     expected_tokens,
     predict,
     renewal,
@@ -210,6 +211,13 @@ def test_renewal_by_counting(a, n, m):
     rounds = (np.cumsum(emitted, axis=1) < m).sum(1) + 1
     assert abs(rounds.mean() - renewal(a, n, m)) < 4 * rounds.std() / np.sqrt(rows)
     assert abs(emitted.mean() - expected_tokens(a, n)) < 4 * emitted.std() / np.sqrt(emitted.size)
+
+
+def test_even_acceptance_emits_as_many_tokens():
+    survives = np.array([1, 0.9, 0.5, 0.45, 0.1])
+    assert expected_tokens(even_acceptance(survives), 4) == pytest.approx(survives.sum())
+    for a in (0.0, 0.3, 1.0):
+        assert even_acceptance(a ** np.arange(5)) == pytest.approx(a, abs=1e-12)
 
 
 def test_a_pair_is_the_classical_formula():

@@ -1,0 +1,72 @@
+"""How far drafts stand, found along texts that were written, without a draft being made.
+
+A text x of the verifier's law pi says how its rounds began. Where a round begins at position s, its drafted
+tokens 1 .. j stand and are those of the text with a chance that is known from the ratios q~/pi of the text's
+tokens (core.verification.Verification.standing). So, given the text, the rounds are a Markov chain over its
+positions, and the expected number of them is exact for every block size and way to verify.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.verification import Verification
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runs:
+    """The drafts of a model along texts of the model that verifies them."""
+
+    stands: Float[np.ndarray, "T L N+1"]
+    """[t, s, j]: the chance that the first j tokens of a draft stand, where a round begins after s tokens of
+    text t; as if all text after its end were drafted and stood."""
+    lengths: Int[np.ndarray, " T"]
+
+    @classmethod
+    def of(
+        cls,
+        ratios: Float[np.ndarray, "T L"],
+        lengths: Int[np.ndarray, " T"],
+        verification: Verification,
+        most: int,
+    ) -> "Runs":
+        """From the ratios q~/pi of each text's tokens, for drafts of up to `most` tokens."""
+        inside = np.arange(ratios.shape[1]) < lengths[:, None]
+        padded = np.pad(np.where(inside, ratios, 1.0), ((0, 0), (0, most)), constant_values=1.0)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, most, axis=1)[:, :-1]
+        return cls(verification.standing(windows), lengths)
+
+    def calls(self, at_least: Float[np.ndarray, " n"]) -> Float[np.ndarray, " T"]:
+        """Of the verifier, expected in each text, where a draft has x tokens or more with chance
+        at_least[x]."""
+        size = len(at_least)
+        law = chances(self.stands[..., :size] * at_least)
+        texts, length = law.shape[:2]
+        begins = np.zeros((texts, length + size + 1))  # [t, s]: the chance that a round begins there
+        begins[:, 0] = 1.0
+        for s in range(length):
+            begins[:, s : s + size + 1] += begins[:, s, None] * law[:, s]
+        inside = np.arange(length) < self.lengths[:, None]
+        return np.sum(begins[:, :length] * inside, axis=1)
+
+    def calls_per_token(self, at_least: Float[np.ndarray, " n"]) -> float:
+        return float(self.calls(at_least).sum() / self.lengths.sum())
+
+    @property
+    def survival(self) -> Float[np.ndarray, " N+1"]:
+        """The chance that the first j tokens of a draft stand, over all positions of all texts. Each step is
+        a share of the positions that have j tokens after them (as Kaplan and Meier estimate survival)."""
+        left = self.lengths[:, None] - np.arange(self.stands.shape[1])
+        share, chance = 1.0, [1.0]
+        for j in range(1, self.stands.shape[2]):
+            among = self.stands[left >= j]
+            if among.size and (before := among[:, j - 1].sum()) > 0:
+                share = float(among[:, j].sum() / before)
+            chance.append(chance[-1] * share)
+        return np.array(chance)
+
+
+def chances(survives: Float[np.ndarray, "*A L"]) -> Float[np.ndarray, "*A L+1"]:
+    """P(X = x) for x = 0 .. L from P(X > x)."""
+    return -np.diff(survives, axis=-1, prepend=1.0, append=0.0)
