@@ -159,7 +159,7 @@ def raised(p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
 
 
 def cactus_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
-    """The law Cactus emits (Hao and Mou, arXiv 2604.04987, Algorithm 1 and Theorem 2).
+    """The law Cactus emits (Hao and Mou, arXiv 2604.04987, Theorem 2).
 
     A drafted n is verified towards a distribution of its own: h_n(n) = raised(p)(n), and the other tokens'
     p times s_n = (1 - h_n(n)) / (1 - p(n)). With R_n = max(0, q(n) - h_n(n)), the mass that is rejected,

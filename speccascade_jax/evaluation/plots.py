@@ -34,8 +34,10 @@ COLOURS = (
     "#2F4B7C",
     "#C2185B",
     "#6B8E23",
+    "#E69F00",
+    "#17A2B8",
 )  # distinct for most kinds of colour blindness; markers
-MARKERS = "osD^vXPphd<>"  # tell the rest
+MARKERS = (*"osD^vXPphd<>", (4, 1, 0), (3, 1, 0))  # tell the rest; the last two are stars
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 

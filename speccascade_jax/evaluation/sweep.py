@@ -36,6 +36,8 @@ COMPARED = (
     "sequence",
     "mixture",
     "typical",
+    "cactus",
+    "relaxed",
 )  # what a sweep compares unless told otherwise
 LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
