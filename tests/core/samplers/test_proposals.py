@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from joint_laws import quick
 from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax.core.loop import generate
@@ -15,7 +16,7 @@ from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.samplers.proposals import Matched, Proposed
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.core.verification import verify
+from speccascade_jax.core.verification import BLOCK, TOKEN, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Fixed(Matched):
         return super().step(params, (proposals, cache), rows, eos_id)
 
 
-def proposed(method, alpha, rows, logits, steps):
+def proposed(method, alpha, rows, logits, steps, verification=TOKEN):
     """What the compiled loop writes with these drafts."""
-    sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
+    sampler = Fixed(
+        Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3, verification=verification
+    )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
     found = generate(
         sampler,
@@ -47,12 +50,28 @@ def proposed(method, alpha, rows, logits, steps):
     return np.asarray(found.tokens)
 
 
-@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4), ("token_v3", 0.9)])
-def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
+@pytest.mark.parametrize(
+    "method,alpha,verification",
+    quick(
+        ("speculative", 0.0, TOKEN),
+        ("token_v3", 0.4, TOKEN),
+        ("token_v3", 0.9, TOKEN),
+        ("speculative", 0.0, BLOCK),
+        ("token_v3", 0.4, BLOCK),
+        ("token_v3", 0.9, BLOCK),
+        among=[
+            ("speculative", 0.0, TOKEN),
+            ("token_v3", 0.4, TOKEN),
+            ("token_v3", 0.9, TOKEN),
+            ("token_v3", 0.9, BLOCK),
+        ],
+    ),
+)
+def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, verification, rows):
     """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated. At 0.9 it takes
     many candidates, and those at the bonus position must not be among them: that is p's."""
     logits, steps = table(40, 4), 3
-    found = proposed(method, alpha, rows, logits, steps)
+    found = proposed(method, alpha, rows, logits, steps, verification)
     law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
     if method == "token_v3":
         assert chi_square(found, law) < 1e-6
