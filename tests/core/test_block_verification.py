@@ -66,7 +66,7 @@ class Joined(Case):
                 self.q[prefix] = np.eye(VOCAB)[only]
                 self.ends[prefix] = size == LONGEST or rng.random() < 0.3
             else:
-                law = np.where(np.arange(VOCAB) == only, 0.0, cut[prefix])
+                law = np.where(np.arange(VOCAB) == only, 0.0, cut[prefix] + 1e-3)
                 cut[prefix] = law / law.sum()
 
 

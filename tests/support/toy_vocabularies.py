@@ -190,9 +190,10 @@ class Pair:
         seed=0,
         steps=STEPS,
         verification=TOKEN,
+        markers=None,
         **options,
     ):
-        """The compiled loop: its result, and which prompt each row has."""
+        """The compiled loop: its result, and which prompt each row has. markers: of every row."""
         (drafter, verifier), (own, params) = self.models(union, slrs)
         params = own, params
         which = np.arange(rows) % len(prompts)
@@ -222,4 +223,5 @@ class Pair:
             jnp.array(alphas),
             max_new_tokens=steps,
             eos_id=self.target.eos_id,
+            markers=markers and jax.tree.map(lambda x: np.repeat(x, rows, axis=0), markers),
         ), which

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from joint_laws import FAIL_BELOW, FAMILIES, quick
+from joint_laws import FAIL_BELOW, FAMILIES, after, quick, table_of
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5
 from tiny_models import in_blocks, prefilled
 from toy_vocabularies import END, PADDING, PROMPTS, Pair
@@ -124,6 +124,28 @@ def test_drafts_verified_as_a_whole_follow_the_law(methods, way, transform, rows
     options = {"verification": verification.BLOCK, "above": above, **way, **transform}
     alphas = [FAMILIES[method] for method in methods]
     assert p_value(PAIR, methods, alphas, [3] + [2] * len(above), rows, **options) > FAIL_BELOW
+
+
+@pytest.mark.full(quick=["tli"])
+@pytest.mark.parametrize(
+    "way", [{}, {"slrs": True}, {"verification": verification.BLOCK}], ids=["tli", "slrs", "block"]
+)
+def test_lenience_by_span_with_a_foreign_drafter(way, rows):
+    """A marker is one of the verifier's tokens, whoever drafts them: "ab" in both of its spellings, of which
+    the drafter has one."""
+    spellings = [((4,), (5.0,)), ((1, 2), (5.0,))]
+    leniences = after(spellings, (0.0,))
+
+    def law(prompt, alphas=leniences):
+        return PAIR.law(["opt"], alphas, prompt, slrs="slrs" in way)
+
+    options = {"markers": table_of([spellings]), **way}
+    assert p_value(PAIR, ["opt"], [0.0], [3], rows, law=law, **options) > FAIL_BELOW
+    for wrong in ((0.0,), after(spellings[:1], (0.0,)), after(spellings[1:], (0.0,))):  # the controls
+        assert (
+            p_value(PAIR, ["opt"], [0.0], [3], rows, law=lambda p, wrong=wrong: law(p, wrong), **options)
+            < FAIL_BELOW
+        )
 
 
 @pytest.mark.full
