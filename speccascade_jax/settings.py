@@ -93,7 +93,7 @@ def _declared() -> Any:
 
     fields = [
         *(field(name, entry, entry.kind | None, None) for name, entry in TRUNCATIONS.items()),
-        *(field(name, knob, float, knob.default) for name, knob in KNOBS.items()),
+        *(field(name, knob, knob.kind, knob.default) for name, knob in KNOBS.items()),
     ]
     return dataclasses.make_dataclass("Declared", fields, frozen=True, kw_only=True)
 

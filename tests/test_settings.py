@@ -1,5 +1,7 @@
 """What a person may choose: what the settings say of themselves, and what they refuse."""
 
+import typing
+
 import pytest
 
 from speccascade_jax.core.errors import FieldError
@@ -19,6 +21,16 @@ def test_settings_make_the_rule():
         with pytest.raises(FieldError) as refused:
             Settings(method="lookahead", **{field: value}).check(10)
         assert refused.value.field == field and refused.value.value is value
+
+
+def test_a_knob_that_counts_is_a_whole_number():
+    """In the settings' annotations, from which flags and the schema of requests are made."""
+    assert typing.get_type_hints(Settings)["relaxed_top_k"] is int
+    (rule,) = Settings(method="relaxed", relaxed_top_k=3).rules(1)
+    assert rule is METHODS["relaxed"].tuned(relaxed_top_k=3)
+    with pytest.raises(FieldError) as refused:
+        Settings(method="relaxed", relaxed_top_k=0).check(10)
+    assert (refused.value.field, refused.value.value) == ("relaxed_top_k", 0)
 
 
 def test_only_rules_have_a_deferral_rate():

@@ -10,6 +10,7 @@ The same command resumes a sweep that was killed.
 import dataclasses
 import io
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.quality import check_references
 from speccascade_jax.evaluation.reductions import Comparison, best, compare, fastest, table_two
@@ -66,7 +68,8 @@ SWEPT = (
 )
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
-POINT = ("method", "alpha", "block_size", "temperature", *TRUNCATIONS)  # what a sweep varies
+# What a sweep varies.
+POINT = ("method", "alpha", "alpha_after", "block_size", "verification", "temperature", *TRUNCATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,11 @@ class Arguments:
     alphas: tuple[float, ...] | None = None
     """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
     such as BiLD's, they are multiplied by the method's scale."""
+    alphas_after: tuple[float, ...] | None = None
+    """Leniences after the markers of --alpha-after, each with every lenience of --alphas before it (default:
+    those of --alpha-after)."""
+    verifications: tuple[Literal[*VERIFICATIONS], ...] | None = None  # type: ignore[valid-type]
+    """Ways to verify drafts (default: --verification)."""
     block_sizes: tuple[int | Literal["adaptive"], ...] | None = None
     """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -341,7 +349,7 @@ def pick(
     )
     _say_drafter(chosen, comparisons, screen)
     if test is not None:
-        name = "-".join(str(x) for x in ("test", *_fields(chosen))).replace(", ", "-")
+        name = re.sub(r"[^\w.+-]+", "-", "-".join(str(x) for x in ("test", *_fields(chosen))))
         points = [*(alone(chosen.panel, model) for model in SINGLE_MODEL), point]
         measured = test.measure(points, Path(arguments.output) / name)
         tested, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
@@ -457,6 +465,8 @@ def sweep(arguments: Arguments) -> None:
         [None if p == 1 else p for p in arguments.top_ps],
         arguments.truncations,
         {**NAMED, **named(arguments.run.samplers)},
+        arguments.verifications,
+        arguments.alphas_after,
     )
     check_methods(arguments.run, points)
     screen, folder = console(), Path(arguments.output)

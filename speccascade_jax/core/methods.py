@@ -30,6 +30,7 @@ class Knob:
     high: float
     summary: str  # one sentence for people
     above: bool = False  # `low` is excluded
+    kind: type = float  # or int
 
 
 class Sweep(NamedTuple):

@@ -20,8 +20,10 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 from speccascade_jax.core.methods import Knob, Method, Sweep, Target
+from speccascade_jax.core.transforms import likeliest
 
 Array = jax.Array
+AT_ONCE = 16  # rejected tokens of cactus_law: on CPUs the fastest of 8, 16, 32 and 64
 Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1], or position [B, T, 1]
 
 
@@ -141,6 +143,61 @@ def typical(s: Scores, alpha: Alpha) -> Array:
     return s.p_sampled <= jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(s.p_sampled)))
 
 
+def relaxed(s: Scores, alpha: Alpha, near: Callable[..., Array], relaxed_top_k: int) -> Array:
+    """Not among the verifier's k likeliest tokens, or not `near` their best: TensorRT-LLM's relaxed
+    acceptance by token_v2, p(v) < max p - alpha, and vLLM's by token_v3, p(v) < (1 - alpha) max p.
+
+    Both libraries decode greedily there: what is refused becomes argmax p, which is p~ at temperature 0.
+    """
+    return near(s, alpha) | ~likeliest(jnp.log(s.p), relaxed_top_k, relaxed_top_k)
+
+
+def raised(p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
+    """What Cactus makes of each token's p, if that token is drafted: min(1, p + sqrt(2 delta p (1 - p)))
+    (Hao and Mou, arXiv 2604.04987, Corollary 5)."""
+    return jnp.minimum(p + jnp.sqrt(2.0 * delta * p * jnp.maximum(1.0 - p, 0.0)), 1.0)
+
+
+def cactus_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
+    """The law Cactus emits (Hao and Mou, arXiv 2604.04987, Theorem 2).
+
+    A drafted n is verified towards a distribution of its own: h_n(n) = raised(p)(n), and the other tokens'
+    p times s_n = (1 - h_n(n)) / (1 - p(n)). With R_n = max(0, q(n) - h_n(n)), the mass that is rejected,
+
+        out(v) = min(q(v), raised(p)(v)) + sum_n R_n max(0, s_n p(v) - q(v)) / sum_u max(0, s_n p(u) - q(u))
+
+    Given this as the target, accepting with min(1, out/q) and drawing from max(0, out - q) is that procedure:
+    a token that may be rejected has s_n p <= p < q for every n, so out is raised(p) there and at least q
+    elsewhere. (The original draws its bonus from p.)
+
+    Each rejected token adds a residual of its own. They are added AT_ONCE at a time, the largest R_n first:
+    the drafter overrates few tokens. Those with s_n = 1, at delta = 0 all, share one residual.
+    """
+    likelier = raised(p, delta)
+    scale = jnp.where(p < 1.0, (1.0 - likelier) / jnp.where(p < 1.0, 1.0 - p, 1.0), 0.0)
+    rejected = jnp.maximum(q - likelier, 0.0)
+
+    def residuals(s: Float[Array, "*B K"], mass: Float[Array, "*B K"]) -> Float[Array, "*B V"]:
+        parts = jnp.maximum(s[..., None] * p[..., None, :] - q[..., None, :], 0.0)
+        total = jnp.sum(parts, axis=-1)
+        return jnp.sum((mass / jnp.where(total > 0, total, 1.0))[..., None] * parts, axis=-2)
+
+    def take(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        left, moved = state
+        mass, which = lax.top_k(left, min(AT_ONCE, left.shape[-1]))
+        moved += residuals(jnp.take_along_axis(scale, which, axis=-1), mass)
+        return jnp.put_along_axis(left, which, 0.0, axis=-1, inplace=False), moved
+
+    alike = jnp.sum(jnp.where(scale >= 1.0, rejected, 0.0), axis=-1, keepdims=True)
+    start = jnp.where(scale >= 1.0, 0.0, rejected), residuals(jnp.ones_like(alike), alike)
+    _, moved = lax.while_loop(lambda state: jnp.any(state[0] > 0), take, start)
+    return jnp.minimum(q, likelier) + moved
+
+
+def cactus(s: Scores, alpha: Alpha) -> tuple[Array, None]:
+    return cactus_law(s.q_sampled, s.p_sampled, alpha), None
+
+
 def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -> Float[Array, "*B 1"]:
     """The beta >= 1 with sum max(0, p/beta - q) = R = sum max(0, q - p/(1-alpha)) (Tran-Thien 2023).
 
@@ -214,6 +271,16 @@ PRICE = {
     ),
 }
 
+RELAXED = {
+    "relaxed_top_k": Knob(
+        10,
+        1,
+        2**31 - 1,
+        "of relaxed and relaxed_ratio: a drafted token must be among so many of the verifier's likeliest",
+        kind=int,
+    )
+}
+
 BENDS = Sweep(
     between=(0.92, 0.94, 0.96, 0.98, 0.99)
 )  # for rules that change fastest when alpha is close to 1
@@ -269,6 +336,23 @@ METHODS: dict[str, Method] = {
     "typical": Method(
         _cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)", sweep=BENDS
     ),
+    "relaxed": Method(
+        _cascade(relaxed, token_v2, knobs=RELAXED),
+        0,
+        1,
+        "defer tokens with p(v) < max p - alpha, or not of p's k likeliest (TensorRT-LLM)",
+        needs_q=False,
+        knobs=RELAXED,
+    ),
+    "relaxed_ratio": Method(
+        _cascade(relaxed, token_v3, knobs=RELAXED),
+        0,
+        1,
+        "defer tokens with p(v) < (1 - alpha) max p, or not of p's k likeliest (vLLM)",
+        needs_q=False,
+        knobs=RELAXED,
+        sweep=BENDS,
+    ),
     "mixture": Method(mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
     "learned_mixture": Method(
         mixture, 0, 1, "mixture, learnt weights (--router)", defers=False, trained=True
@@ -276,6 +360,9 @@ METHODS: dict[str, Method] = {
     "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False, sweep=BENDS),
     "lossy_tuned": Method(
         partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False, sweep=BENDS
+    ),
+    "cactus": Method(
+        cactus, 0, math.inf, "p raised by sqrt(2 alpha p (1 - p)) where drafted (Cactus)", defers=False
     ),
     "lossy_greedy": Method(
         lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p", needs_q=False, sweep=BENDS

@@ -34,8 +34,18 @@ COLOURS = (
     "#2F4B7C",
     "#C2185B",
     "#6B8E23",
+    "#E69F00",
+    "#17A2B8",
 )  # distinct for most kinds of colour blindness; markers
-MARKERS = "osD^vXPphd<>"  # tell the rest
+MARKERS = (*"osD^vXPphd<>", (4, 1, 0), (3, 1, 0))  # tell the rest; the last two are stars
+CURVES: tuple[dict[str, Any], ...] = (
+    {"ls": "-"},
+    {"ls": "-.", "fillstyle": "none"},
+    {"ls": ":", "fillstyle": "left"},
+    {"ls": (0, (5, 1)), "fillstyle": "top"},
+    {"ls": (0, (1, 3)), "fillstyle": "right"},
+    {"ls": (0, (8, 3)), "fillstyle": "bottom"},
+)  # of one method
 ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
 
 
@@ -106,15 +116,23 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
 def _title(name: str) -> str:
     if name in SINGLE_MODEL:
         return f"{name.capitalize()} alone"
-    method, _, kind = name.partition(", ")
+    curve, _, kind = name.partition(", ")
+    method, _, unusual = curve.partition(" (")
     entry = METHODS.get(method) or BASELINES.get(method)
     shown = (entry.label if entry else "") or method.replace("_", " ").capitalize()
     shown += f", {kind.replace('_', '-')}" if kind else ""
-    return f"{shown} (lossless)" if _lossless(name) else shown
+    said = ["lossless"] * _lossless(name) + [unusual.removesuffix(")")] * bool(unusual)
+    return f"{shown} ({'; '.join(said)})" if said else shown
+
+
+def _method(name: str) -> str:
+    """The method of a curve."""
+    return name.partition(" (")[0]
 
 
 def _lossless(name: str) -> bool:
-    return name in METHODS and METHODS[name].lossless
+    method = METHODS.get(_method(name))
+    return method is not None and method.lossless and ", " not in name
 
 
 def _alone(model: str) -> dict[str, Any]:
@@ -122,23 +140,26 @@ def _alone(model: str) -> dict[str, Any]:
 
 
 def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn: COMPARED always alike, the others in colours that are free."""
+    """How each method is drawn: COMPARED always alike, the others in colours that are free; of a method's
+    curves each with lines and markers of its own."""
     every = list(dict.fromkeys(r.name for r in results if r.name not in SINGLE_MODEL))
     names = [name for name in every if ", " not in name]
-    places = {name: n for n, name in enumerate(COMPARED) if name in names}
+    methods = dict.fromkeys(map(_method, names))
+    places = {name: n for n, name in enumerate(COMPARED) if name in methods}
     free = cycle([n for n in range(len(COLOURS)) if n not in places.values()])
-    places |= {name: next(free) for name in names if name not in places}
+    places |= {name: next(free) for name in methods if name not in places}
     curve = {"ms": 4.5, "lw": 1.4}
     point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
-    style = {
-        name: {
-            "ls": "--" if name in BASELINES else "-",
-            "color": COLOURS[n],
-            "marker": MARKERS[n],
-            **(point if _lossless(name) else curve),
-        }
-        for name, n in places.items()
-    }
+    style: dict[str, dict[str, Any]] = {}
+    for method, n in places.items():
+        for name, look in zip([x for x in names if _method(x) == method], cycle(CURVES)):
+            style[name] = {
+                **look,
+                "ls": "--" if name in BASELINES else look["ls"],
+                "color": COLOURS[n],
+                "marker": MARKERS[n],
+                **(point if _lossless(name) else curve),
+            }
     for name in every:  # what is only truncated, in grey
         method, _, kind = name.partition(", ")
         if kind:

@@ -18,6 +18,7 @@ from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.verification import TOKEN
 from speccascade_jax.evaluation.quality import METRICS, statistics
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
@@ -36,6 +37,8 @@ COMPARED = (
     "sequence",
     "mixture",
     "typical",
+    "cactus",
+    "relaxed",
 )  # what a sweep compares unless told otherwise
 LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
@@ -55,8 +58,21 @@ def block_size_of(point: Settings) -> Any:
 
 
 def alone(point: Settings, model: str) -> Settings:
-    """One model (`verifier` or `drafter`) decoding as the point does."""
-    return dataclasses.replace(point, method=model, alpha=0.0, alpha_after={}, block_size=1)
+    """One model (`verifier` or `drafter`) decoding as the point does. It verifies nothing."""
+    return dataclasses.replace(
+        point, method=model, alpha=0.0, alpha_after={}, block_size=1, verification=TOKEN.name
+    )
+
+
+def curve_of(point: Settings) -> str:
+    """The name of the points that differ in alpha alone: the method's, and in parentheses how drafts are
+    verified and which lenience holds after a marker, where either is unusual."""
+    after = "/".join(
+        "+".join(f"{value:g}" for value in (values if isinstance(values, tuple) else (values,)))
+        for values in point.alpha_after.values()
+    )
+    unusual = [point.verification] * (point.verification != TOKEN.name) + [f"{after} after"] * bool(after)
+    return f"{point.name} ({'; '.join(unusual)})" if unusual else point.name
 
 
 class Contest(NamedTuple):
@@ -72,13 +88,13 @@ def contests(point: Settings, points: Any) -> Iterator[Contest]:
     lenience, it is compared with the verifier without truncation."""
     verifier = alone(point, "verifier")
     if alone(point, "drafter") in points:
-        yield Contest(point.name, point.alpha, verifier)
+        yield Contest(curve_of(point), point.alpha, verifier)
     follows_verifier = point.lossless or point == verifier
     for kind in TRUNCATIONS if follows_verifier and point.temperature > 0 else ():
         without: dict[str, Any] = {kind: None}
         plain, value = dataclasses.replace(verifier, **without), getattr(point, kind)
         if value is not None and plain in points:
-            yield Contest(f"{point.name}, {kind}", value, plain)
+            yield Contest(f"{curve_of(point)}, {kind}", value, plain)
 
 
 def grid(
@@ -90,18 +106,23 @@ def grid(
     top_ps: Sequence[float | None] = (None,),
     truncations: Sequence[str] = (),
     known: Mapping[str, Method | Scheme] = NAMED,
+    verifications: Sequence[str] | None = None,
+    alphas_after: Sequence[float] | None = None,
 ) -> list[Settings]:
     """Every point once, the two models alone first at each temperature and top-p; the other fields are those
     of `base`. Without truncation, also the verifier and the LOSSLESS methods at all values of the
-    `truncations`.
+    `truncations`, verified in the first of the `verifications`.
 
     alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
-    `scale`, and those in [0, 1] are kept within the method's range. Greedy methods appear at temperature 0
-    only, methods without a block size once for all `block_sizes`, lossless ones once for all alphas.
+    `scale`, and those in [0, 1] are kept within the method's range. So are alphas_after, the leniences after
+    any of base's markers; None leaves these as they are. Greedy methods appear at temperature 0 only, methods
+    without a block size once for all `block_sizes` and `verifications`, lossless ones once for all alphas.
     known: what each name of `methods` stands for.
 
-    Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range.
+    Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range,
+    and for alphas_after without a marker.
     """
+    ways = (base.verification,) if verifications is None else verifications
     if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
         raise FieldError("block_sizes", least, "each is at least 1.", f"--block-sizes holds {least}")
     for name, values in (
@@ -110,9 +131,18 @@ def grid(
         ("block-sizes", block_sizes),
         ("temperatures", temperatures),
         ("top-ps", top_ps),
+        ("verifications", ways),
+        ("alphas-after", (0.0,) if alphas_after is None else alphas_after),
     ):
         if not values:
             raise FieldError(name.replace("-", "_"), values, "give at least one.", f"--{name} is empty")
+    if alphas_after is not None and not base.alpha_after:
+        raise FieldError(
+            "alphas_after",
+            alphas_after,
+            "name one with --alpha-after, whatever its lenience.",
+            "--alphas-after holds leniences after a marker, and there is no marker",
+        )
     points: dict[Settings, None] = {}
     rules = {method: _rule(method, known) for method in methods}
     if len(rules) < len(methods):
@@ -125,17 +155,32 @@ def grid(
         for method, rule in rules.items():
             if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
-            for block_size in (1,) if isinstance(rule, Scheme) else block_sizes:
-                leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
-                for alpha in (0.0,) if isinstance(rule, Method) and rule.lossless else leniences:
-                    lenience = _lenience(method, rule, alpha)
-                    point = dataclasses.replace(
-                        chosen.by(method, known), block_size=block_size, alpha=lenience
-                    )
-                    points[point] = None
+            own = chosen.by(method, known)
+            sizes = [(1, TOKEN.name)] if isinstance(rule, Scheme) else itertools.product(block_sizes, ways)
+            leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
+            if isinstance(rule, Method) and rule.lossless:
+                leniences = (0.0,)
+            spans: list[Any] = [own.alpha_after]
+            if own.alpha_after and alphas_after is not None:
+                values = [_lenience("alphas_after", method, rule, alpha) for alpha in alphas_after]
+                spans = [dict.fromkeys(own.alpha_after, value) for value in values]
+            for (block_size, way), alpha, span in itertools.product(sizes, leniences, spans):
+                point = dataclasses.replace(
+                    own,
+                    block_size=block_size,
+                    verification=way,
+                    alpha=_lenience("alphas", method, rule, alpha),
+                    alpha_after=span,
+                )
+                points[point] = None
         for kind in truncations if temperature > 0 else ():
             for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
-                changed: dict[str, Any] = {kind: value, "alpha": 0.0, "alpha_after": {}}
+                changed: dict[str, Any] = {
+                    kind: value,
+                    "alpha": 0.0,
+                    "alpha_after": {},
+                    "verification": ways[0],
+                }
                 cuts = [
                     dataclasses.replace(chosen, **changed, method=method, block_size=size)
                     for method in LOSSLESS
@@ -153,10 +198,11 @@ def _rule(method: str, known: Mapping[str, Method | Scheme]) -> Method | Scheme:
     return known[method]
 
 
-def _lenience(method: str, rule: Method | Scheme, alpha: float) -> float:
+def _lenience(field: str, method: str, rule: Method | Scheme, alpha: float) -> float:
     value = alpha * rule.sweep.scale
     if not 0 <= alpha < math.inf or (alpha > 1 and value > rule.high):
-        raise FieldError("alphas", alpha, f"for {method} it must be in [0, 1].", f"--alphas holds {alpha}")
+        flag = field.replace("_", "-")
+        raise FieldError(field, alpha, f"for {method} it must be in [0, 1].", f"--{flag} holds {alpha}")
     return round(min(max(value, rule.low), rule.high), 6)
 
 
@@ -309,7 +355,13 @@ def measure_latency(
         if work:
             rows, _ = cascade.encode(sources, truncate=True)
             programs = {
-                (p.method, p.block_size, *(getattr(p, kind) is None for kind in TRUNCATIONS)): p
+                (
+                    p.method,
+                    p.block_size,
+                    p.verification,
+                    not p.alpha_after,
+                    *(getattr(p, kind) is None for kind in TRUNCATIONS),
+                ): p
                 for p in points
             }
             shapes = {cascade.bucket(len(row)): n for n, row in enumerate(rows)}

@@ -2,18 +2,22 @@
 
 A text may be written in several tokenizations. A marker is found in those that the tokenizer itself gives it
 at the beginning of a text, after a sentence and a space, and on a new line, and as a piece of that name, such
-as </think>. In others it is not found. What is found depends on the written tokens alone, so the law stays
-one of the prefix. The tokens are those of the verifier's vocabulary, whoever drafts them.
+as </think>. Line breaks may follow: byte-level BPE has one token for a colon and the line breaks after it,
+which then completes a marker that ends with the colon. In other tokenizations it is not found. What is found
+depends on the written tokens alone, so the law stays one of the prefix. The tokens are those of the
+verifier's vocabulary, whoever drafts them.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
-BEFORE = ("", ""), (".", " "), (".\n", "")  # what is written before a marker, and what joins the two
+BEFORE = "", ". ", ".\n"  # what is written before a marker
+AFTER = "", "\n", "\n\n"  # and after it
 LONGEST = 16  # tokens of a marker
-PLACES = 8  # of a row: for every spelling of its markers
+PLACES = 24  # of a row: for every spelling of its markers
 Spelled = tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
 """Tokens and the leniences after them, as core.spans looks them up: of two that end together, the later
 decides."""
@@ -24,11 +28,9 @@ def spellings(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
     keep the text, or needs too many tokens for it."""
     piece = tokenizer.id_of(marker)
     found: list[tuple[int, ...]] = [] if piece is None else [(piece,)]
-    for before, joint in BEFORE:
-        [first], [whole] = (tokenizer.encode_batch([text]) for text in (before, before + joint + marker))
-        rest = tuple(whole[len(first) :])
-        if rest and whole[: len(first)] == first and tokenizer.decode(rest).lstrip(" ") == marker.lstrip(" "):
-            found.append(rest)
+    for before, after in itertools.product(BEFORE, AFTER):
+        tokens = spelling(tokenizer, before, marker, after)
+        found += [tokens] if tokens else []
     if not found:
         raise FieldError(
             "alpha_after",
@@ -44,6 +46,23 @@ def spellings(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
             f"the marker {marker[:40]!r} has {longest} tokens",
         )
     return list(dict.fromkeys(found))
+
+
+def spelling(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tuple[int, ...]:
+    """The tokens of before + marker + after that hold the marker: the first may also hold an end of `before`,
+    and the last a beginning of `after`. () where the tokenizer does not keep the text."""
+    [tokens] = tokenizer.encode_batch([before + marker + after])
+    text, own = (before + marker).lstrip(" "), marker.lstrip(" ")
+
+    def decoded(first: int, end: int) -> str:
+        return tokenizer.decode(tokens[first:end]).lstrip(" ")
+
+    end = next((n for n in range(1, len(tokens) + 1) if decoded(0, n).startswith(text)), 0)
+    if not (end and own):
+        return ()
+    more = decoded(0, end)[len(text) :]
+    first = max(n for n in range(end) if decoded(n, end).removesuffix(more).endswith(own))
+    return tuple(tokens[first:end])
 
 
 def spelled(tokenizer: Tokenizer, leniences: Mapping[str, Sequence[float]]) -> Spelled:

@@ -218,6 +218,8 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
     for vocabulary, field, value in (
         ("slem", "method", "opt"),
         ("slem", "method", "typical"),
+        ("slem", "method", "cactus"),
+        ("union", "method", "relaxed"),
         ("slem", "block_size", "adaptive"),
         ("union", "method", "opt"),
     ):

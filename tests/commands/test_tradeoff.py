@@ -146,6 +146,22 @@ def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
     assert configs.load(str(tmp_path / "picked.py")).method == "speculative"
 
 
+def test_a_pick_has_the_marker_and_the_way_to_verify(tmp_path, capsys):
+    """Of its point, whatever the config says."""
+    asked = tradeoff.parse(
+        ["--config=demo", f"--output={tmp_path}", "--at-quality=1", f"--pick={tmp_path / 'picked.py'}"]
+    )
+    chosen = result("opt", 0.3, 28.0, 0.5)
+    point = dataclasses.replace(chosen.point, alpha_after={"?": 0.0}, verification="block")
+    found = [*FOUND[:2], dataclasses.replace(chosen, point=point)]
+    tradeoff.pick(asked, "bleu", found, None, console())
+    picked = configs.load(str(tmp_path / "picked.py"))
+    assert (picked.method, picked.alpha_after, picked.verification) == ("opt", {"?": 0.0}, "block")
+    assert picked.settings == dataclasses.replace(
+        picked.settings, **{n: getattr(point, n) for n in tradeoff.POINT}
+    )
+
+
 def before_work(monkeypatch):
     def fail(*_, **__):
         pytest.fail("models were loaded")
@@ -170,6 +186,9 @@ BAD = [
     (["--alphas", "nan"], "alphas", float("nan")),
     (["--alphas", "0.5", "2"], "alphas", 2.0),
     (["--alphas=-1"], "alphas", -1.0),
+    (["--alphas-after", "0.5"], "alphas_after", (0.5,)),
+    (["--alpha-after", "the", "0", "--alphas-after", "-1"], "alphas_after", -1.0),
+    (["--verifications"], "verifications", ()),
     (["--block-sizes", "0"], "block_sizes", 0),
     (["--block-sizes=-1"], "block_sizes", -1),
     (["--block-sizes"], "block_sizes", ()),

@@ -53,6 +53,23 @@ class Case:
         return law
 
 
+class Joined(Case):
+    """Laws as the ways to join two vocabularies make them, by prefix."""
+
+    def __init__(self, seed, way):
+        super().__init__(seed)
+        rng = np.random.default_rng(seed)
+        for prefix, size in ((prefix, len(prefix)) for prefix in self.q):
+            only = rng.integers(VOCAB)  # a token that one of the two lacks
+            cut = {"q": self.q, "pi": self.pi}.get(way)
+            if cut is None:  # one proposal, or none
+                self.q[prefix] = np.eye(VOCAB)[only]
+                self.ends[prefix] = size == LONGEST or rng.random() < 0.3
+            else:
+                law = np.where(np.arange(VOCAB) == only, 0.0, cut[prefix] + 1e-3)
+                cut[prefix] = law / law.sum()
+
+
 def arrays(case, drafts):
     """The drafts as verify() takes them, padded to one number and one length; and pi."""
     drafts = [draft for draft, _ in drafts] + [()] * (DRAFTS - len(drafts))
@@ -115,6 +132,19 @@ def test_the_law_is_the_targets():
         case = Case(seed)
         law, _ = enumerated(case)
         np.testing.assert_allclose(law, case.target(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["q", "pi", "proposals"])
+def test_the_law_with_a_drafter_of_another_vocabulary(way):
+    """The drafter lacks tokens (tli, slrs), the verifier lacks some (union), or drafts are one-hot (slem); of
+    these exactly as many are accepted as one by one."""
+    for seed in range(100):
+        case = Joined(seed, way)
+        law, accepted = enumerated(case)
+        np.testing.assert_allclose(law, case.target(), rtol=0, atol=1e-14)
+        assert accepted >= accepted_by_token(case) - 1e-12
+        if way == "proposals":
+            assert accepted == pytest.approx(accepted_by_token(case), abs=1e-12)
 
 
 def test_no_fewer_tokens_are_accepted_than_one_by_one():

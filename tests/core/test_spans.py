@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from joint_laws import EOS, FAIL_BELOW, TABLES, VOCAB, oracle
+from joint_laws import EOS, FAIL_BELOW, TABLES, VOCAB, after, oracle, table_of
 from toys import TableLM, chi_square, sequence_law
 
 from speccascade_jax.core import loop, rounds, spans
-from speccascade_jax.core.protocols import NO_TOKEN, Markers
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Adaptive, Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
@@ -22,31 +21,6 @@ PROMPTS = [(2, 1), (1, 0, 0)]
 MARKER = (1, 0, 0)
 LEVELS = {"opt": (0.0, 5.0), "token_v3": (0.05, 0.95), "mixture": (0.0, 1.0), "lookahead": (0.0, 5.0)}
 """Two leniences at which a rule writes unlike texts: as good as the verifier's, and as the drafter's."""
-
-
-def after(markers, base):
-    """The leniences after what is written: `markers` of tokens -> leniences, the shortest first."""
-
-    def leniences(written):
-        latest = base
-        for end in range(1, len(written) + 1):
-            for marker, values in markers:
-                if written[max(end - len(marker), 0) : end] == marker:
-                    latest = values
-        return latest
-
-    return leniences
-
-
-def table_of(rows, longest=3, count=2):
-    """Markers of rows, each a list of (tokens, leniences)."""
-    levels = max((len(values) for row in rows for _, values in row), default=1)
-    tokens = np.full((len(rows), count, longest), NO_TOKEN, np.int32)
-    alphas = np.zeros((len(rows), count, levels), np.float32)
-    for n, row in enumerate(rows):
-        for m, (marker, values) in enumerate(row):
-            tokens[n, m, longest - len(marker) :], alphas[n, m] = marker, values
-    return Markers(tokens, alphas)
 
 
 def decoded(sampler, params, kinds, alphas, methods=None, rows=ROWS, seed=0, temperature=1.0):

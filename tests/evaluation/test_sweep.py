@@ -12,7 +12,7 @@ from toys import pair
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.evaluation import sweep
-from speccascade_jax.evaluation.sweep import OneShape, block_size_of, grid
+from speccascade_jax.evaluation.sweep import OneShape, block_size_of, contests, grid
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.settings import NAMED, Settings, named
 
@@ -155,6 +155,10 @@ def test_a_grid_holds_each_point_once():
         ({"alphas": [float("nan")]}, "alphas", NAN),
         ({"alphas": [-0.1]}, "alphas", -0.1),
         ({"alphas": [1.5]}, "alphas", 1.5),
+        ({"alphas_after": [0.5]}, "alphas_after", [0.5]),
+        ({"base": Settings(alpha_after={"x": 0.0}), "alphas_after": []}, "alphas_after", []),
+        ({"base": Settings(alpha_after={"x": 0.0}), "alphas_after": [2.0]}, "alphas_after", 2.0),
+        ({"verifications": []}, "verifications", []),
         ({"methods": ["opt", "token_v3", "opt"]}, "methods", "opt"),
         ({"methods": ["../../x"]}, "methods", "../../x"),
         ({"methods": [""]}, "methods", ""),
@@ -162,7 +166,7 @@ def test_a_grid_holds_each_point_once():
 )
 def test_a_grid_of_nonsense_is_refused(change, field, value):
     with pytest.raises(FieldError) as refused:
-        grid(BASE, **SMALL_GRID | change)
+        grid(**{"base": BASE} | SMALL_GRID | change)
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
@@ -184,6 +188,70 @@ def test_a_grid_refuses_what_no_text_is_decoded_with(change, field, value):
 def test_leniences_beyond_one_are_for_rules_without_a_bound():
     assert {p.alpha for p in grid(BASE, ["chow_log", "opt"], [3.0], [2], [1.0])} == {0.0, 3.0}
     assert {p.alpha for p in grid(BASE, ["lossy"], [1.0], [2], [1.0])} == {0.0, 0.999}
+
+
+def test_a_grid_over_what_holds_after_a_marker_and_how_drafts_are_verified():
+    """A rule at every pair of leniences, a lossless one at none; in both ways to verify, as BiLD's scale and
+    a baseline are not."""
+    base = Settings(alpha_after={"x": 0.7, "y": 0.7})
+    points = grid(
+        base,
+        ["opt", "bild_star", "speculative", "token_cascade"],
+        [0.0, 0.5],
+        [2],
+        [1.0],
+        truncations=["top_p"],
+        verifications=["token", "block"],
+        alphas_after=[0.0, 1.0],
+    )
+    assert len(points) == len({repr(point) for point in points})
+    plain = [point for point in points if point.top_p is None]
+    by_method = {name: [p for p in plain if p.name == name] for name in dict.fromkeys(p.name for p in plain)}
+    assert {name: len(found) for name, found in by_method.items()} == {
+        "verifier": 1,
+        "drafter": 1,
+        "opt": 8,
+        "bild_star": 8,
+        "speculative": 2,
+        "token_cascade": 2,
+    }
+    assert {(p.alpha, *p.alpha_after.items()) for p in by_method["bild_star"]} == {
+        (before, ("x", after), ("y", after)) for before in (0.0, 5.0) for after in (0.0, 10.0)
+    }
+    assert {p.verification for p in by_method["token_cascade"] + by_method["verifier"]} == {"token"}
+    assert all(not p.alpha_after for p in by_method["speculative"])
+    curves = {contest.name for point in points for contest in contests(point, points)}
+    assert {name for name in curves if name.startswith(("opt", "speculative"))} == {
+        "opt (0/0 after)",
+        "opt (1/1 after)",
+        "opt (block; 0/0 after)",
+        "opt (block; 1/1 after)",
+        "speculative",
+        "speculative (block)",
+        "speculative, top_p",
+    }
+    fixed = grid(base, ["opt"], [0.5], [2], [1.0])  # as it was: the leniences of alpha_after
+    assert [p.alpha_after for p in fixed if p.name == "opt"] == [base.alpha_after]
+
+
+def test_both_axes_are_measured(tmp_path):
+    """In one program where only leniences differ, in two for two ways to verify; read again as written."""
+    base = dataclasses.replace(BASE, alpha_after={"0": 0.3})
+    points = grid(
+        base, ["opt"], [0.0, 0.5], [2], [1.0], verifications=["token", "block"], alphas_after=[0.0, 5.0]
+    )
+    cascade, path = one_shape(), tmp_path / "quality.jsonl"
+    found = measure(cascade, points, path)
+    assert set(found) == set(points) and len(points) == 2 + 2 * 2 * 2
+    written = path.read_bytes()
+    again = measure(cascade, points, path)
+    assert path.read_bytes() == written
+    for point in points:
+        np.testing.assert_array_equal(again[point].statistics, found[point].statistics)
+    before = cascade.clock.compilations
+    timed = time(cascade, points, tmp_path / "latency.jsonl", trials=1)
+    assert set(timed) == set(points)
+    assert cascade.clock.compilations - before <= 4 * 4  # of batch 1: a model each, and two ways to verify
 
 
 def test_a_sweeps_one_stands_for_ten_where_the_entry_says_so():

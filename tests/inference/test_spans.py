@@ -260,6 +260,64 @@ def test_a_marker_is_found_where_it_is_written():
             assert places, (text, marker)
 
 
+LINES = [
+    "The answer is 5.\nAnswer: 7\n\nAnswer:\n8. So the answer: 3\n",
+    "Answer:\n\n5. Answer:\n6. The answer is:\n\n7",
+]
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Llama 3 and Qwen 3 cut a text before pieces are merged, but for contractions."""
+
+
+@pytest.fixture
+def byte_level(tmp_path):
+    """A byte-level BPE with a piece for a colon and the line breaks after it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        LINES * 50,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=330, special_tokens=["<unk>", "</s>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_marker_in_byte_level_pieces_is_found_wherever_it_is_written(byte_level):
+    """Each of its places in a text, by the token that completes it: also where that token goes on with line
+    breaks."""
+    merged = 0
+    for text in LINES:
+        [written] = byte_level.encode_batch([text])
+        for marker in ("Answer:", "The answer is", "answer", ":"):
+            known = spellings(byte_level, marker)
+            found = [
+                n
+                for n in range(1, len(written) + 1)
+                if any(tuple(written[max(n - len(tokens), 0) : n]) == tokens for tokens in known)
+            ]
+            counts = [byte_level.decode(written[:n]).count(marker) for n in range(len(written) + 1)]
+            assert found == [n for n in range(1, len(written) + 1) if counts[n] > counts[n - 1]]
+            merged += sum(byte_level.decode(written[n - 1 : n]).endswith("\n") for n in found)
+    assert merged > 5
+
+
+def test_all_spellings_of_four_markers_have_a_place(byte_level):
+    rows = spelled(byte_level, dict.fromkeys(("Answer:", "answer:", "The answer is:", ":"), (0.1,)))
+    assert len(rows) > 15
+    with pytest.raises(FieldError) as error:
+        spelled(byte_level, {f"{name}:": (0.1,) for name in ("Answer", "answer", "The", "is", "So")})
+    assert error.value.field == "alpha_after"
+
+
 def test_a_marker_that_the_vocabulary_lacks_is_refused():
     tokenizer = Tokenizer(DEMO)
     for marker in ("ﬁ", " ", "Wo ist " * LONGEST):

@@ -97,6 +97,18 @@ def test_what_is_compiled_into_a_lane_is_refused_by_its_field():
     assert decoding(model, hand_over="need", block_size=1, max_block_size=10**300).settings.block_size == 1
 
 
+def test_a_rules_knob_is_the_servers():
+    """relaxed_top_k is compiled into the rule; requests choose the rule and its lenience."""
+    model = toy_model(("relaxed", "cactus", "relaxed_ratio"))
+    for method in ("relaxed", "cactus", "relaxed_ratio"):
+        way = decoding(model, method=method, alpha=0.3, relaxed_top_k=10)
+        assert (way.settings.method, way.settings.alpha) == (method, 0.3)
+    for field, value in (("relaxed_top_k", 3), ("relaxed_top_k", 0), ("relaxed_top_k", 2.5), ("alpha", 2)):
+        with pytest.raises(FieldError) as error:
+            decoding(model, method="relaxed", **{field: value})
+        assert (error.value.field, error.value.value) == (field, value)
+
+
 def test_the_blocks_of_a_hierarchy_are_fixed():
     model = toy_models(3, ("token_v3", "opt"), alpha=(0.4, 0.05), block_size=(1, 2))
     assert decoding(model, block_size=[1, 2]).lane is decoding(model).lane

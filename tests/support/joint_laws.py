@@ -10,6 +10,7 @@ from toys import CUTS, TableLM, block_law, chi_square, knows, sequence_law, tabl
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.methods import Method
+from speccascade_jax.core.protocols import NO_TOKEN, Markers
 from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
@@ -37,6 +38,9 @@ LENIENCE = {
     "bild_star": 1.5,
     "lossy": 0.3,
     "typical": 0.5,
+    "relaxed": 0.2,
+    "relaxed_ratio": 0.4,
+    "cactus": 0.1,
     "mixture": 0.4,
     "learned_mixture": 0.4,
     "router": 0.05,
@@ -149,6 +153,31 @@ def block_p_value(method, alpha, block_size, *, rows, **options):
     ]
     laws = [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options) for prompt in PROMPTS]
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
+
+
+def after(markers, base):
+    """The leniences after what is written: `markers` of tokens -> leniences, the shortest first."""
+
+    def leniences(written):
+        latest = base
+        for end in range(1, len(written) + 1):
+            for marker, values in markers:
+                if written[max(end - len(marker), 0) : end] == marker:
+                    latest = values
+        return latest
+
+    return leniences
+
+
+def table_of(rows, longest=3, count=2):
+    """Markers of rows, each a list of (tokens, leniences)."""
+    levels = max((len(values) for row in rows for _, values in row), default=1)
+    tokens = np.full((len(rows), count, longest), NO_TOKEN, np.int32)
+    alphas = np.zeros((len(rows), count, levels), np.float32)
+    for n, row in enumerate(rows):
+        for m, (marker, values) in enumerate(row):
+            tokens[n, m, longest - len(marker) :], alphas[n, m] = marker, values
+    return Markers(tokens, alphas)
 
 
 def quick(*parameters, among):

@@ -13,6 +13,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import TOKEN
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer
 from speccascade_jax.vocabularies import SLRS, TLI, UNION
 from speccascade_jax.vocabularies.joining import translated
@@ -188,9 +189,11 @@ class Pair:
         prompts=PROMPTS,
         seed=0,
         steps=STEPS,
+        verification=TOKEN,
+        markers=None,
         **options,
     ):
-        """The compiled loop: its result, and which prompt each row has."""
+        """The compiled loop: its result, and which prompt each row has. markers: of every row."""
         (drafter, verifier), (own, params) = self.models(union, slrs)
         params = own, params
         which = np.arange(rows) % len(prompts)
@@ -204,7 +207,10 @@ class Pair:
         for own_table in above:
             params, inputs = (params, own_table), (inputs, tokens)
         sampler = hierarchy(
-            [drafter, verifier, *[verifier] * len(above)], [METHODS[m] for m in methods], block_sizes
+            [drafter, verifier, *[verifier] * len(above)],
+            [METHODS[m] for m in methods],
+            block_sizes,
+            verification=verification,
         )
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
         return generate(
@@ -217,4 +223,5 @@ class Pair:
             jnp.array(alphas),
             max_new_tokens=steps,
             eos_id=self.target.eos_id,
+            markers=markers and jax.tree.map(lambda x: np.repeat(x, rows, axis=0), markers),
         ), which

@@ -101,6 +101,42 @@ def entropy(x):
     return -sum(v * np.log(v) for v in x if v > 0)
 
 
+RELAXED_TOP_K = 10  # of relaxed and relaxed_ratio, where nothing else is said
+NEAR = {
+    "relaxed": lambda p, alpha: p >= p.max() - alpha,
+    "relaxed_ratio": lambda p, alpha: p >= (1 - alpha) * p.max(),
+}
+"""Which tokens are near the verifier's best, by its untransformed law."""
+
+
+def relaxed(name: str, k: int, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
+    """The procedure: a token of q~, kept where near the best of p and among its k likeliest; else one of
+    p~."""
+    kept = NEAR[name](p, alpha) & likeliest(p, k, p)
+    return sum(qs[v] * (np.eye(len(q))[v] if kept[v] else ps) for v in range(len(q)))
+
+
+def cactus(qs, ps, delta: float) -> np.ndarray:
+    """The procedure, a drafted token at a time: h of that token, accepted by h/q~, else of (h - q~)+."""
+    law = np.zeros(len(qs))
+    for drafted, h in cactus_targets(qs, ps, delta):
+        accepted = min(1, h[drafted] / qs[drafted])
+        law[drafted] += qs[drafted] * accepted
+        if accepted < 1:
+            residual = np.maximum(h - qs, 0)
+            law += qs[drafted] * (1 - accepted) * residual / residual.sum()
+    return law
+
+
+def cactus_targets(qs, ps, delta: float):
+    """(drafted token, the law it is verified towards), of every token that may be drafted."""
+    for drafted in np.flatnonzero(qs):
+        its = ps[drafted]
+        best = min(1, its + np.sqrt(2 * delta * its * (1 - its)))
+        others = (1 - best) / (1 - its) if its < 1 else 0.0
+        yield drafted, np.where(np.arange(len(qs)) == drafted, best, others * ps)
+
+
 class UnknownMethod(LookupError):
     """A method that target() has no formula of."""
 
@@ -133,6 +169,10 @@ def target(method, q, p, qs, ps, alpha: float, greedy: bool) -> np.ndarray:
     }
     if method in ("mixture", "learned_mixture"):
         return alpha * qs + (1 - alpha) * ps
+    if method in NEAR:
+        return relaxed(method, RELAXED_TOP_K, q, p, qs, ps, alpha, greedy)
+    if method == "cactus":
+        return cactus(qs, ps, alpha)
     if method == "typical":  # the procedure: a token of q, kept where typical of p, else a new one of p
         threshold = min(1 - alpha, np.sqrt(1 - alpha) * np.exp(-entropy(ps)))
         return sum(qs[v] * (np.eye(size)[v] if ps[v] > threshold else ps) for v in range(size))

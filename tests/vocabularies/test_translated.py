@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from joint_laws import FAIL_BELOW, FAMILIES, quick
+from joint_laws import FAIL_BELOW, FAMILIES, after, quick, table_of
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5
 from tiny_models import in_blocks, prefilled
 from toy_vocabularies import END, PADDING, PROMPTS, Pair
 from toy_vocabularies import TARGET as PIECES
 from toys import TableLM, chi_square, table
 
-from speccascade_jax.core import verification
+from speccascade_jax.core import loop, verification
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.nests import insert
 from speccascade_jax.core.protocols import LanguageModel
@@ -39,7 +39,7 @@ PAIR = Pair()
 def p_value(pair, methods, alphas, block_sizes, rows, prompts=PROMPTS, law=None, above=(), **options):
     """The smaller p-value of the prompts, times their number."""
     found, which = pair.decoded(methods, alphas, block_sizes, rows, prompts=prompts, above=above, **options)
-    options = {k: v for k, v in options.items() if k not in ("union", "models", "seed")}
+    options = {k: v for k, v in options.items() if k not in ("union", "models", "seed", "verification")}
     tokens = np.asarray(found.tokens)
     law = law or (lambda prompt: pair.law(methods, alphas, prompt, above=above, **options))
     return len(prompts) * min(chi_square(tokens[which == n], law(p)) for n, p in enumerate(prompts))
@@ -105,6 +105,58 @@ def test_psi_is_enumerated_exactly(pair):
 
 def test_union_is_lossless(rows):
     assert p_value(PAIR, ["speculative"], [0.0], [3], rows, union=True) > FAIL_BELOW
+
+
+@pytest.mark.parametrize(
+    "methods,way,transform",
+    quick(
+        *(((family,), {}, {}) for family in FAMILIES),
+        (("opt",), {}, {"top_p": 0.8, "temperature": 0.7}),
+        (("opt",), {"slrs": True}, {}),
+        (("speculative",), {"union": True}, {}),
+        (("token_v3", "opt"), {}, {}),
+        among=[(("opt",), {}, {}), (("speculative",), {"union": True}, {})],
+    ),
+)
+def test_drafts_verified_as_a_whole_follow_the_law(methods, way, transform, rows):
+    """Whichever way the vocabularies are joined; slem's drafts: core/samplers/test_proposals.py."""
+    above = (table(41, PAIR.size),) * (len(methods) - 1)
+    options = {"verification": verification.BLOCK, "above": above, **way, **transform}
+    alphas = [FAMILIES[method] for method in methods]
+    assert p_value(PAIR, methods, alphas, [3] + [2] * len(above), rows, **options) > FAIL_BELOW
+
+
+@pytest.mark.full(quick=["tli"])
+@pytest.mark.parametrize(
+    "way", [{}, {"slrs": True}, {"verification": verification.BLOCK}], ids=["tli", "slrs", "block"]
+)
+def test_lenience_by_span_with_a_foreign_drafter(way, rows):
+    """A marker is one of the verifier's tokens, whoever drafts them: "ab" in both of its spellings, of which
+    the drafter has one."""
+    spellings = [((4,), (5.0,)), ((1, 2), (5.0,))]
+    leniences = after(spellings, (0.0,))
+
+    def law(prompt, alphas=leniences):
+        return PAIR.law(["opt"], alphas, prompt, slrs="slrs" in way)
+
+    options = {"markers": table_of([spellings]), **way}
+    assert p_value(PAIR, ["opt"], [0.0], [3], rows, law=law, **options) > FAIL_BELOW
+    for wrong in ((0.0,), after(spellings[:1], (0.0,)), after(spellings[1:], (0.0,))):  # the controls
+        assert (
+            p_value(PAIR, ["opt"], [0.0], [3], rows, law=lambda p, wrong=wrong: law(p, wrong), **options)
+            < FAIL_BELOW
+        )
+
+
+@pytest.mark.full
+def test_random_numbers_of_places_are_seen_in_blocks_of_a_foreign_drafter(monkeypatch):
+    """A planted mistake: the numbers belong to places in the text, not to rounds."""
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "by_round", lambda sampler, ways: jnp.zeros(ways.shape, bool))
+        options = {"verification": verification.BLOCK, "union": True}
+        assert p_value(PAIR, ["speculative"], [0.0], [3], 200_000, **options) < FAIL_BELOW
+    jax.clear_caches()
 
 
 @pytest.mark.full(quick=["speculative-opt-tli"])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from joint_laws import after, quick, table_of
 from toys import TableLM, chi_square, sequence_law, table
 
 from speccascade_jax.core.loop import generate
@@ -15,7 +16,7 @@ from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.samplers.proposals import Matched, Proposed
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.core.verification import verify
+from speccascade_jax.core.verification import BLOCK, TOKEN, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Fixed(Matched):
         return super().step(params, (proposals, cache), rows, eos_id)
 
 
-def proposed(method, alpha, rows, logits, steps):
+def proposed(method, alpha, rows, logits, steps, verification=TOKEN, markers=None):
     """What the compiled loop writes with these drafts."""
-    sampler = Fixed(Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3)
+    sampler = Fixed(
+        Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3, verification=verification
+    )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
     found = generate(
         sampler,
@@ -43,21 +46,46 @@ def proposed(method, alpha, rows, logits, steps):
         jnp.array([alpha]),
         max_new_tokens=steps,
         eos_id=3,
+        markers=markers and jax.tree.map(lambda x: np.repeat(x, rows, axis=0), markers),
     )
     return np.asarray(found.tokens)
 
 
-@pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("token_v3", 0.4), ("token_v3", 0.9)])
-def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, rows):
+@pytest.mark.parametrize(
+    "method,alpha,verification",
+    quick(
+        ("speculative", 0.0, TOKEN),
+        ("token_v3", 0.4, TOKEN),
+        ("token_v3", 0.9, TOKEN),
+        ("speculative", 0.0, BLOCK),
+        ("token_v3", 0.4, BLOCK),
+        ("token_v3", 0.9, BLOCK),
+        among=[
+            ("speculative", 0.0, TOKEN),
+            ("token_v3", 0.4, TOKEN),
+            ("token_v3", 0.9, TOKEN),
+            ("token_v3", 0.9, BLOCK),
+        ],
+    ),
+)
+def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, verification, rows):
     """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated. At 0.9 it takes
     many candidates, and those at the bonus position must not be among them: that is p's."""
     logits, steps = table(40, 4), 3
-    found = proposed(method, alpha, rows, logits, steps)
+    found = proposed(method, alpha, rows, logits, steps, verification)
     law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
     if method == "token_v3":
         assert chi_square(found, law) < 1e-6
         law = enumerated(logits, alpha, steps)
     assert chi_square(found, law) > 1e-4
+
+
+def test_lenience_by_span(rows):
+    """What is proposed completes the marker as what is drafted does."""
+    logits, steps, markers = table(40, 4), 4, [((2, 0), (0.95,))]
+    found = proposed("token_v3", 0.1, rows, logits, steps, markers=table_of([markers]))
+    assert chi_square(found, enumerated(logits, after(markers, (0.1,)), steps)) > 1e-4
+    assert chi_square(found, enumerated(logits, 0.1, steps)) < 1e-4  # the control
 
 
 @pytest.mark.full
@@ -80,7 +108,8 @@ def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch)
 
 
 def enumerated(logits, alpha, steps):
-    """Rounds as Fixed proposes: the draft is kept where p(draft) >= (1 - alpha) max p, else a sample of p."""
+    """Rounds as Fixed proposes: the draft is kept where p(draft) >= (1 - alpha) max p, else a sample of p.
+    alpha may be a function of what is written."""
     drafts, texts = (1, 2, 0), {}
 
     def p(context):
@@ -91,8 +120,8 @@ def enumerated(logits, alpha, steps):
         if (text[-1] == 3 and len(text) > 2) or len(text) == steps + 2:
             texts[text[2:]] = texts.get(text[2:], 0) + mass
             return
-        law = p(text)
-        if at < left and law[drafts[at]] >= (1 - alpha) * law.max():
+        law, lenience = p(text), alpha(text[2:])[0] if callable(alpha) else alpha
+        if at < left and law[drafts[at]] >= (1 - lenience) * law.max():
             write((*text, drafts[at]), mass, left, at + 1)
             return
         for token, chance in enumerate(law):
