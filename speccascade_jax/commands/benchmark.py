@@ -26,7 +26,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.commands import compiling
 from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
-from speccascade_jax.commands.report import Report
+from speccascade_jax.commands.reporting import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
