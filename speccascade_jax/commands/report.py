@@ -33,7 +33,7 @@ from speccascade_jax.inference.outputs import append_line, write_whole
 DOCS = PACKAGE.parent / "docs"
 RUNS = "runs.jsonl"
 """When, where and at which commits an experiment's measurements were made."""
-QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1}
+QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1, "choices": 2}
 """How much --quick measures."""
 
 
@@ -46,7 +46,8 @@ class Arguments:
     limit: int | None = None
     """A small trial: at most so many inputs."""
     quick: bool = False
-    """A smaller trial: a few inputs, one seed and one trial, to see that everything runs."""
+    """A smaller trial: a few inputs, one seed, one trial, and two of each list of settings, to see that
+    everything runs."""
     output: str = "runs/report"
     """The folder for what is measured, and for the records and pictures of trials."""
 
@@ -105,7 +106,7 @@ def run(experiment: Experiment, place: Path, screen: Console) -> tuple[Findings,
     now = {
         "commit": records.commit(),
         "machine": records.machine(),
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
         "load": os.getloadavg()[0],
     }
     kept, before = place / RUNS, measured(place)
@@ -116,6 +117,10 @@ def run(experiment: Experiment, place: Path, screen: Console) -> tuple[Findings,
         write_whole(kept, earlier)
     runs = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     return findings, source(experiment, runs)
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def measured(place: Path) -> dict[Path, int]:

@@ -19,8 +19,6 @@ from speccascade_jax.training.data import joined_examples
 
 Table = dict[str, Any]
 """As a record holds it: title, columns, rows."""
-SIZES = ("inputs", "timed", "seeds", "trials")
-"""Fields of a Measurement that say how much it measures: a small trial lowers them."""
 
 
 @dataclasses.dataclass
@@ -57,10 +55,15 @@ class Experiment:
     record: str  # docs/results/NAME.json, which several experiments may share
     measurement: Any  # a Measurement
 
-    def smaller(self, **most: int) -> Self:
-        """With at most so many `inputs`, `timed` inputs, `seeds` and `trials`."""
-        there = {field.name for field in dataclasses.fields(self.measurement)} & most.keys()
-        lowered = {name: min(getattr(self.measurement, name), most[name]) for name in there}
+    def smaller(self, *, choices: int | None = None, **most: int) -> Self:
+        """With at most so many `inputs`, `timed` inputs, `seeds` and `trials`, and the first `choices` of
+        every list of settings."""
+        values = {
+            field.name: getattr(self.measurement, field.name)
+            for field in dataclasses.fields(self.measurement)
+        }
+        lowered = {name: min(values[name], most[name]) for name in values.keys() & most.keys()}
+        lowered |= {name: value[:choices] for name, value in values.items() if isinstance(value, tuple)}
         return dataclasses.replace(self, measurement=dataclasses.replace(self.measurement, **lowered))
 
 
