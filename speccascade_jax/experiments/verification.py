@@ -125,16 +125,20 @@ class Times:
         return Findings({"times": self._table(rows)})
 
     def _decoders(self, dtype: str, temperature: float, batch_size: int) -> dict[Any, DecodeConfig]:
-        common = {"router": None, "dtype": dtype, "temperature": temperature, "batch_size": batch_size}
-        run = pair(self.config, method=self.method, alpha=0.0, **common)
+        run = pair(
+            self.config,
+            router=None,
+            method=self.method,
+            alpha=0.0,
+            dtype=dtype,
+            temperature=temperature,
+            batch_size=batch_size,
+        )
         decoders = {
             (way, size): dataclasses.replace(run, verification=way, block_size=size)
             for way, size in itertools.product(WAYS, self.block_sizes)
         }
-        return {
-            ("verifier",): pair(self.config, method="verifier", alpha=0.0, block_size=1, **common),
-            **decoders,
-        }
+        return {("verifier",): dataclasses.replace(run, method="verifier", block_size=1), **decoders}
 
     def _cells(self, times: dict[Any, turns.Times]) -> list[str]:
         """Each way's speed at its fastest block size, and how they compare."""
