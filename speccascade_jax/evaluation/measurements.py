@@ -13,7 +13,7 @@ from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import check_references
 from speccascade_jax.evaluation.reductions import Comparison, compare
-from speccascade_jax.evaluation.sweep import OneShape, measure_latency, measure_quality
+from speccascade_jax.evaluation.sweep import OneShape, Quality, measure_latency, measure_quality
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
@@ -59,25 +59,28 @@ class Measurements:
         self.settings = run.record(*SWEPT)
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
-    def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
-        """Every point compared with the verifier alone. What `folder` holds is not measured again."""
-        metric, sources = self.task.metric, self.sources
-        batched = self._padded_alike(sources, local_mesh())
+    def qualities(self, points: list[Settings], folder: Path) -> dict[Settings, Quality]:
+        """The quality of every point. What `folder` holds is not measured again."""
+        batched = self._padded_alike(self.sources, local_mesh())
         for point in points:  # before any is decoded
             batched.checked(point, {})
         qualities = measure_quality(
             batched,
             points,
-            sources,
+            self.sources,
             self.references,
-            metric,
+            self.task.metric,
             folder / "quality.jsonl",
             self.settings,
             batch_size=self.run.batch_size,
             track=self._track,
         )
         self._say("quality", batched, points)
-        latencies = {}
+        return qualities
+
+    def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
+        """Every point, in quality and latency, compared with the verifier alone."""
+        qualities, latencies, sources = self.qualities(points, folder), {}, self.sources
         if self.timed:
             chosen = np.random.default_rng(self.run.seed).permutation(len(sources))[: self.timed]
             timed = [sources[n] for n in chosen]
@@ -92,7 +95,7 @@ class Measurements:
                 track=self._track,
             )
             self._say("latency", single, points)
-        return compare(metric, qualities, latencies)
+        return compare(self.task.metric, qualities, latencies)
 
     def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
         """The cascade, at the one source length that all of `sources` need."""

@@ -203,5 +203,8 @@ def lines(
             across, (middle, low, high) = [x for x, _ in points], zip(*(y for _, y in points), strict=True)
             [shown[name]] = axes.plot(across, middle, color=COLOURS[n], marker=MARKERS[n], ms=4.5, lw=1.4)
             axes.vlines(across, low, high, color=COLOURS[n], alpha=0.4, lw=1.6)
+        across = sorted({x for points in curves.values() for x, _ in points})
+        if all(isinstance(x, int) for x in across):
+            axes.set_xticks(across)
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8, frameon=False)
     return figure

@@ -103,7 +103,7 @@ def commit() -> str | None:
         return run.stdout.strip() if run.returncode == 0 else None
 
     name = said("rev-parse", "--short", "HEAD")
-    return f"{name}, with changes" if name and said("status", "--porcelain", "-uno", "--", ".") else name
+    return f"{name} with changes" if name and said("status", "--porcelain", "-uno", "--", ".") else name
 
 
 def machine() -> str:

@@ -48,6 +48,8 @@ class Times(NamedTuple):
     seconds: Float[np.ndarray, " N"]  # the median of all trials
     tokens: Float[np.ndarray, " N"]
     rounds: Float[np.ndarray, " N"]  # verifier calls
+    drafted: Float[np.ndarray, " N"]
+    accepted: Float[np.ndarray, " N"]
 
 
 class Ratio(NamedTuple):
@@ -159,14 +161,14 @@ def measure_times(
     names = list(decoders)
     groups = [range(n, min(n + group, len(texts))) for n in range(0, len(texts), group)]
     seconds = np.full((trials, len(names), len(groups)), np.nan)
-    counted = np.zeros((2, len(names), len(groups)))
+    counted = np.zeros((len(Counts._fields), len(names), len(groups)))
 
     def read(_: int, line: Any) -> None:
         try:
             if not np.isnan(seconds[line["trial"], :, line["group"]]).all():
                 raise ValueError("twice")
             seconds[line["trial"], :, line["group"]] = _whole(line["seconds"], len(names))
-            counted[:, :, line["group"]] = _whole(line["counts"], 2, len(names))
+            counted[:, :, line["group"]] = _whole(line["counts"], len(counted), len(names))
         except DAMAGE:
             raise ValueError("no times of these decoders") from None
 
@@ -183,14 +185,14 @@ def measure_times(
             for k in np.random.default_rng([trial, g]).permutation(len(names)):
                 spent, outputs = decoders[names[k]](groups[g].start, [texts[n] for n in groups[g]])
                 seconds[trial, k, g] = spent
-                counted[:, k, g] = _counts(outputs)[:2].sum(axis=1)
+                counted[:, k, g] = _counts(outputs).sum(axis=1)
             line = {"seconds": seconds[trial, :, g].tolist(), "counts": counted[:, :, g].tolist()}
             file.add({"trial": trial, "group": g, **line})
     middle = np.median(seconds, axis=0)
     return {name: Times(middle[k], *counted[:, k]) for k, name in enumerate(names)}
 
 
-def tokens_a_call(one: Counts, other: Counts | None = None) -> Ratio:
+def tokens_a_call(one: Counts | Times, other: Counts | None = None) -> Ratio:
     """Tokens a verifier call; how many times as many as those of `other`, paired over texts."""
     return _ratio(
         [one.tokens, *([other.rounds] if other else [])], [one.rounds, *([other.tokens] if other else [])]

@@ -125,3 +125,7 @@ def times_of(
         trials=trials,
         track=bench.track,
     )
+
+
+def difference(interval: tuple[float, float]) -> str:
+    return "{:+.1f} to {:+.1f}".format(*interval)

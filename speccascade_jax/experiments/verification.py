@@ -74,8 +74,8 @@ class Calls:
 
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a verifier call at temperature {self.temperature:g}, {self.inputs} inputs with "
-            f"{self.seeds} seeds each (95%, paired over inputs).",
+            f"Tokens a verifier call at temperature {self.temperature:g}, {self.inputs} inputs, each decoded "
+            f"with {self.seeds} seeds (95%, paired over inputs).",
             ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
         )
