@@ -28,6 +28,7 @@ ROOMS = [
     "planning",
     "training",
     "evaluation",
+    "experiments",
     "commands",
 ]
 """The package's folders and files: each may import those before it, but for what EXCEPT names."""
@@ -43,6 +44,7 @@ EXCEPT = {  # what may import less, or more, of ours than its place says, beside
     "planning": ROOMS[:12],
     "training": [*ROOMS[:12], "planning"],
     "evaluation": [*ROOMS[:12], "planning", "training"],
+    "experiments": [*ROOMS[:12], "planning", "training", "evaluation"],
     "commands": [*ROOMS, "__init__"],
     "__init__": ROOMS[:12],
 }
@@ -153,6 +155,8 @@ def test_imports_run_downwards():
         ("training/loop.py", "from speccascade_jax.evaluation.quality import METRICS"),
         ("training/loop.py", "import speccascade_jax.commands.decode as decode"),
         ("evaluation/quality.py", "from speccascade_jax.commands.commandline import exit_code"),
+        ("evaluation/turns.py", "from speccascade_jax.experiments.table import EXPERIMENTS"),
+        ("experiments/table.py", "from speccascade_jax.commands.benchmark import benchmark"),
         ("commands/evaluate.py", "from speccascade_jax.commands.decode import main"),
         ("commands/evaluate.py", "from . import decode"),
         ("commands/evaluate.py", "from scripts.decode import main"),

@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "serve a pair over HTTP in OpenAI's format, with a page to try it",
     "load": "put load on a running server and measure its answers",
     "fewshot": "score a pair on few-shot tasks such as GSM8K and MBPP",
+    "report": "run the experiments behind the tables and pictures of docs/results, and draw these",
     "convert": "convert a checkpoint into another format",
 }
 """What each command does, for people."""

@@ -26,7 +26,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.commands import compiling
 from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
-from speccascade_jax.commands.report import Report
+from speccascade_jax.commands.reporting import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
@@ -42,7 +42,7 @@ from speccascade_jax.inference.outputs import check_targets
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
-from speccascade_jax.models.t5 import T5Config, T5Model
+from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -194,28 +194,7 @@ def decoders_elsewhere(
     arguments: Arguments, run: DecodeConfig, cascade: Cascade
 ) -> dict[str, other_libraries.Decode]:
     """Other libraries' decoders, on float32 exports of the pair."""
-    decoders: dict[str, other_libraries.Decode] = {}
-    if not arguments.vs:
-        return decoders
-    for model in (cascade.drafter, cascade.verifier):
-        if not isinstance(model, T5Model):
-            raise FieldError(
-                "vs", arguments.vs, f"--config={arguments.config} has another one.", "--vs compares T5 models"
-            )
-    with tempfile.TemporaryDirectory() as folder:
-        drafter, verifier = (
-            other_libraries.exported(checkpoints.load(path), Path(folder) / name)
-            for name, path in (("drafter", run.drafter), ("verifier", run.verifier))
-        )
-        if "hf" in arguments.vs:
-            decoders |= other_libraries.transformers_decoders(
-                verifier, run.max_new_tokens, drafter=drafter, block_size=arguments.block_sizes[0]
-            )
-        if "ctranslate2" in arguments.vs:
-            decoders |= other_libraries.ctranslate2_decoders(
-                verifier, cascade.tokenizer.pieces(), run.max_new_tokens
-            )
-    return decoders
+    return other_libraries.decoders(arguments.vs, run, cascade, arguments.block_sizes[0])
 
 
 def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, dtype: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from speccascade_jax.commands.commandline import at_least, at_most
-from speccascade_jax.commands.report import Report
+from speccascade_jax.commands.reporting import Report
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import tpus

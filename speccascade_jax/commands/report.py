@@ -1,45 +1,211 @@
-"""Measurements, as tables for people and as JSON lines."""
+"""The evidence: runs the experiments behind the pages of docs/results, and draws their tables and pictures.
 
+    python scripts/report.py --list
+    python scripts/report.py                          # all of them, which takes hours
+    python scripts/report.py lossless verification    # experiments, or all of a page
+    python scripts/report.py lossless --quick         # a small trial, which leaves docs/results as it is
+
+What is measured is kept in --output, and the same command resumes there. A whole experiment writes
+docs/results/NAME.json and draws the page's tables and pictures anew.
+"""
+
+import dataclasses
 import datetime
+import json
 import os
-import platform
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from speccascade_jax.commands.commandline import console, table_of
-from speccascade_jax.inference.outputs import append_line
+from speccascade_jax.commands.commandline import at_least, console, exit_code, program
+from speccascade_jax.config import PACKAGE
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation import records
+from speccascade_jax.experiments.findings import Bench, Experiment, Findings
+from speccascade_jax.experiments.table import EXPERIMENTS
+from speccascade_jax.inference.outputs import append_line, write_whole
+
+DOCS = PACKAGE.parent / "docs"
+RUNS = "runs.jsonl"
+"""When, where and at which commits an experiment's measurements were made."""
+QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1, "choices": 2}
+"""How much --quick measures."""
 
 
-class Report:
-    """Tables for people; the same figures as JSON lines, each with what it was measured on."""
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Experiments, or pages of docs/results, whose experiments run then. By default all that can run here."""
+    list: Annotated[bool, tyro.conf.arg(name="list")] = False
+    """List the experiments, and stop."""
+    limit: int | None = None
+    """A small trial: at most so many inputs."""
+    quick: bool = False
+    """A smaller trial: a few inputs, one seed, one trial, and two of each list of settings, to see that
+    everything runs."""
+    output: str = "runs/report"
+    """The folder for what is measured, and for the records and pictures of trials."""
 
-    def __init__(self, path: str | None, dtype: str, device: str | None = None):
-        self.screen, self.path = console(), path
-        folder = Path(__file__).parent
-        try:
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
-            ).stdout.strip()
-        except OSError:
-            commit = ""
-        self.stamp = {
-            "device": device or jax.devices()[0].device_kind,
-            "machine": platform.machine(),
-            "threads": os.cpu_count(),
-            "dtype": dtype,
-            "jax": jax.__version__,
-            "commit": commit,
-            "date": datetime.date.today().isoformat(),
-            "command": " ".join(sys.argv),
-        }
-        self.screen.print(table_of({k: v for k, v in self.stamp.items() if k != "command"}, "measured on"))
 
-    def table(self, title: str, figures: dict[str, Any]) -> None:
-        self.screen.print(table_of(figures, title))
-        if self.path is not None:
-            for name, value in figures.items():
-                append_line(self.path, {"of": title, "figure": name, "value": value, **self.stamp})
+def chosen(names: Sequence[str]) -> list[Experiment]:
+    """The experiments that `names` name, or whose record they name; all where there are none."""
+    found: dict[str, Experiment] = {}
+    for name in names or EXPERIMENTS:
+        several = {e.name: e for e in EXPERIMENTS.values() if name in (e.name, e.record)}
+        if not several:
+            raise FieldError(
+                "names", name, f"known: {', '.join(EXPERIMENTS)}.", f"there is no experiment {name!r}"
+            )
+        found |= several
+    return list(found.values())
+
+
+def show_list(screen: Console) -> None:
+    table = Table("experiment", "what it measures", "page", "here")
+    for experiment in EXPERIMENTS.values():
+        missing = lacking(experiment)
+        table.add_row(
+            *map(Text, (experiment.name, experiment.summary, experiment.record, missing or "can run"))
+        )
+    screen.print(table)
+
+
+def lacking(experiment: Experiment) -> str | None:
+    """What an experiment lacks to run here, in a sentence; None where it can run."""
+    try:
+        experiment.measurement.check()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def source(experiment: Experiment, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How an experiment's measurements were made, for its record."""
+    seen = {field: list(dict.fromkeys(run[field] for run in runs)) for field in ("commit", "machine", "date")}
+    loads = [run["load"] for run in runs]
+    return {
+        "summary": experiment.summary,
+        "command": f"python scripts/report.py {experiment.name}",
+        **{
+            field: values[0] if len(values) == 1 else ", ".join(map(str, values))
+            for field, values in seen.items()
+        },
+        "load": f"{min(loads):.1f} to {max(loads):.1f}",
+        "settings": dataclasses.asdict(experiment.measurement),
+    }
+
+
+def run(experiment: Experiment, place: Path, screen: Console) -> tuple[Findings, dict[str, Any]]:
+    """What an experiment finds, and how its measurements, which are kept in `place`, were made."""
+    place.mkdir(parents=True, exist_ok=True)
+    now = {
+        "commit": records.commit(),
+        "machine": records.machine(),
+        "date": today(),
+        "load": os.getloadavg()[0],
+    }
+    kept, before = place / RUNS, measured(place)
+    earlier = kept.read_text(encoding="utf-8") if kept.exists() else ""
+    append_line(kept, now)  # now, for the run may be killed
+    findings = experiment.measurement.measure(Bench(place, screen))
+    if earlier and measured(place) == before:  # all had been measured: this run has added nothing
+        write_whole(kept, earlier)
+    runs = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    return findings, source(experiment, runs)
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def measured(place: Path) -> dict[Path, int]:
+    """The files of an experiment's measurements, and their sizes."""
+    return {path: path.stat().st_size for path in place.rglob("*") if path.is_file() and path.name != RUNS}
+
+
+def keep(
+    experiment: Experiment,
+    findings: Findings,
+    about: dict[str, Any],
+    folder: Path,
+    pictures: Path,
+    screen: Console,
+) -> None:
+    """Writes the record, the page's tables and the pictures."""
+    path = folder / f"{experiment.record}.json"
+    before = records.read_record(path) if path.exists() else None
+    record = records.merged(before, experiment.name, about, findings.tables)
+    drawn = list[str]()
+    pictures.mkdir(parents=True, exist_ok=True)
+    for name, figure in findings.pictures.items():
+        drawn.append(os.path.relpath(pictures / f"{name}.png", folder))
+        figure.savefig(pictures / f"{name}.png", dpi=150)
+    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    page = path.with_suffix(".md")
+    if page.exists():
+        text = records.redrawn(page.read_text(encoding="utf-8"), record)
+    else:
+        text = records.drafted(record, drawn)
+    write_whole(page, text)
+    hidden = [name for name in record["tables"] if f"<!-- table: {name} -->" not in text]
+    for written in (path, page, *(folder / picture for picture in drawn)):
+        screen.print(f"written: {os.path.relpath(written)}", soft_wrap=True)
+    for name in hidden:
+        screen.print(
+            f"{os.path.relpath(page)} lacks the place of a table: <!-- table: {name} -->", soft_wrap=True
+        )
+
+
+def folders(arguments: Arguments) -> tuple[Path, Path, Path]:
+    """Where measurements, records and pictures go: those of trials never to the documentation."""
+    output = Path(arguments.output)
+    if arguments.quick or arguments.limit is not None:
+        trial = output / ("quick" if arguments.limit is None else f"limit-{arguments.limit}")
+        return trial, trial, trial
+    if not (DOCS / "results").is_dir():  # an installed package
+        return output, output, output
+    return output, DOCS / "results", DOCS / "pictures"
+
+
+def report(arguments: Arguments) -> None:
+    screen = console()
+    if arguments.list:
+        show_list(screen)
+        return
+    at_least(1, limit=arguments.limit)
+    measurements, results, pictures = folders(arguments)
+    most = dict(QUICK) if arguments.quick else {}
+    if arguments.limit is not None:
+        most |= {"inputs": arguments.limit, "timed": arguments.limit}
+    for experiment in able(arguments.names, screen):
+        screen.print(f"{experiment.name}: {experiment.summary}", soft_wrap=True)
+        findings, about = run(experiment.smaller(**most), measurements / experiment.name, screen)
+        keep(experiment, findings, about, results, pictures, screen)
+
+
+def able(names: Sequence[str], screen: Console) -> list[Experiment]:
+    """Those of the chosen experiments that can run here. Raises ValueError for one that is named and
+    cannot."""
+    found = []
+    for experiment in chosen(names):
+        missing = lacking(experiment)
+        if missing is None:
+            found.append(experiment)
+        elif names:
+            raise ValueError(f"{experiment.name} cannot run here: {missing}")
+        else:
+            screen.print(f"skipped: {experiment.name}: {missing}", soft_wrap=True)
+    return found
+
+
+def parse(argv: list[str]) -> Arguments:
+    return tyro.cli(Arguments, args=argv, prog=program("report"), description=__doc__)
+
+
+def main(argv: list[str]) -> int:
+    return exit_code(lambda: report(parse(argv)), "; the same command resumes where it stopped")

@@ -12,13 +12,10 @@ import io
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tyro
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -38,34 +35,13 @@ from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import plots
-from speccascade_jax.evaluation.quality import check_references
-from speccascade_jax.evaluation.reductions import Comparison, best, compare, fastest, table_two
-from speccascade_jax.evaluation.sweep import (
-    COMPARED,
-    OneShape,
-    alone,
-    block_size_of,
-    grid,
-    measure_latency,
-    measure_quality,
-)
+from speccascade_jax.evaluation.measurements import Measurements
+from speccascade_jax.evaluation.reductions import Comparison, best, fastest, table_two
+from speccascade_jax.evaluation.sweep import COMPARED, alone, block_size_of, grid
 from speccascade_jax.inference.outputs import check_targets, write_whole
-from speccascade_jax.inference.progress import track
-from speccascade_jax.inference.text import Cascade
 from speccascade_jax.inference.vocabulary_checks import check_methods
-from speccascade_jax.parallel import local_mesh
-from speccascade_jax.settings import NAMED, Settings, named
-from speccascade_jax.training.data import joined_examples
+from speccascade_jax.settings import NAMED, named
 
-# Fields of a config that stand with each point, or that change no result.
-SWEPT = (
-    *(field.name for field in dataclasses.fields(Settings)),
-    "batch_size",
-    "truncate",
-    "task",
-    "missing",
-    "examples",
-)
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
 # What a sweep varies.
@@ -224,73 +200,16 @@ def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> 
     screen.print(table)
 
 
-class Measurements:
-    """The measurements of one split: quality batched, latency one at a time.
-
-    Raises ValueError where the split has no examples or references that its metric cannot use.
-    """
-
-    def __init__(self, arguments: Arguments, task: Task, split: str, screen: Console):
-        self.arguments, self.task, self.screen = arguments, task, screen
-        examples = joined_examples(task, getattr(task, split))[: arguments.limit]
-        if not examples:
-            raise FieldError("split", split, "name another --split.", f"the {split} split is empty")
-        self.sources = [source for source, _ in examples]
-        self.references = [references for _, references in examples]
-        check_references(task.metric, self.references)
-        self.settings = arguments.run.record(*SWEPT)
-        self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
-
-    def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
-        run, metric, sources = self.arguments.run, self.task.metric, self.sources
-        batched = self._padded_alike(sources, local_mesh())
-        for point in points:  # before any is decoded
-            batched.checked(point, {})
-        qualities = measure_quality(
-            batched,
-            points,
-            sources,
-            self.references,
-            metric,
-            folder / "quality.jsonl",
-            self.settings,
-            batch_size=run.batch_size,
-            track=self._track,
-        )
-        self._say("quality", batched, points)
-        latencies = {}
-        if self.arguments.timed:
-            chosen = np.random.default_rng(run.seed).permutation(len(sources))[: self.arguments.timed]
-            timed = [sources[n] for n in chosen]
-            single = self._padded_alike(timed, None)
-            latencies = measure_latency(
-                single,
-                points,
-                timed,
-                folder / "latency.jsonl",
-                {**self.settings, "timed": self.arguments.timed, "trials": self.arguments.trials},
-                trials=self.arguments.trials,
-                track=self._track,
-            )
-            self._say("latency", single, points)
-        return compare(metric, qualities, latencies)
-
-    def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
-        """The cascade, at the one source length that all of `sources` need."""
-        cascade = OneShape.from_config(self.arguments.run, mesh)
-        longest = max(map(len, cascade.encode(sources, truncate=True)[0]))
-        return dataclasses.replace(cascade, max_source_length=Cascade.bucket(cascade, longest))
-
-    def _track(self, items: Sequence[Any], name: str) -> Iterator[Any]:
-        return iter(track(items, name, console=self.screen))
-
-    def _say(self, what: str, cascade: Cascade, points: list[Settings]) -> None:
-        clock, programs = cascade.clock, len({(p.method, p.block_size) for p in points})
-        self.screen.print(
-            f"{what}: {len(points)} points of {programs} methods and block sizes; "
-            f"{clock.compilations} programs compiled in {clock.compile_seconds:.0f} s, "
-            f"decoding {clock.decode_seconds:.0f} s."
-        )
+def measurements_of(arguments: Arguments, task: Task, split: str, screen: Console) -> Measurements:
+    return Measurements(
+        arguments.run,
+        task,
+        split,
+        limit=arguments.limit,
+        timed=arguments.timed,
+        trials=arguments.trials,
+        screen=screen,
+    )
 
 
 def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
@@ -472,8 +391,8 @@ def sweep(arguments: Arguments) -> None:
     screen, folder = console(), Path(arguments.output)
     task = task_of(arguments.config, arguments.run, arguments.task, arguments.split, arguments.join)
     picks = arguments.at_quality is not None or arguments.at_latency is not None
-    measurements = Measurements(arguments, task, arguments.split, screen)
-    test = Measurements(arguments, task, "test", screen) if picks and arguments.check else None
+    measurements = measurements_of(arguments, task, arguments.split, screen)
+    test = measurements_of(arguments, task, "test", screen) if picks and arguments.check else None
     make_folder(folder)
     comparisons = measurements.measure(points, folder)
     show_table_two(comparisons, task.metric, screen)

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from speccascade_jax.checkpoints import Checkpoint, save
+from speccascade_jax.checkpoints import Checkpoint, load, save
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models.t5 import T5Model
 
 Decode = Callable[[list[int]], tuple[float, list[int]]]
 """Source tokens -> seconds, and the tokens written (end-of-sequence token included)."""
@@ -41,6 +44,30 @@ def exported(checkpoint: Checkpoint, folder: Path) -> str:
     return str(folder)
 
 
+def decoders(
+    libraries: Sequence[str], run: DecodeConfig, cascade: Cascade, block_size: int
+) -> dict[str, Decode]:
+    """The decoders of `libraries`, on float32 exports of a pair. Raises FieldError unless it is one of T5
+    models."""
+    found: dict[str, Decode] = {}
+    if not libraries:
+        return found
+    if not all(isinstance(model, T5Model) for model in (cascade.drafter, cascade.verifier)):
+        raise FieldError("vs", libraries, "the config has other ones.", "--vs compares T5 models")
+    with tempfile.TemporaryDirectory() as folder:
+        drafter, verifier = (
+            exported(load(path), Path(folder) / name)
+            for name, path in (("drafter", run.drafter), ("verifier", run.verifier))
+        )
+        if "hf" in libraries:
+            found |= transformers_decoders(
+                verifier, run.max_new_tokens, drafter=drafter, block_size=block_size
+            )
+        if "ctranslate2" in libraries:
+            found |= ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
+    return found
+
+
 def transformers_decoders(
     verifier: str,
     max_new_tokens: int,
@@ -53,13 +80,13 @@ def transformers_decoders(
     import torch
     import transformers
 
-    def load(path):
+    def loaded(path):
         model = transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
         # Its decoding cache takes the encoder's number of layers for the decoder's.
         model.config.num_layers = model.config.num_decoder_layers
         return model
 
-    large = load(verifier)
+    large = loaded(verifier)
     version = f"transformers {transformers.__version__}"
 
     least = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}  # assisted, even 0 is refused
@@ -78,7 +105,7 @@ def transformers_decoders(
 
     decoders = {f"{version}, verifier": decoder()}
     if drafter is not None:
-        small = load(drafter)
+        small = loaded(drafter)
         small.generation_config.num_assistant_tokens = block_size
         small.generation_config.num_assistant_tokens_schedule = "constant"
         small.generation_config.assistant_confidence_threshold = 0.0

@@ -1,6 +1,6 @@
 """The pictures of a sweep: quality against its cost, a panel for each block size, temperature and top-p."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -193,3 +193,39 @@ def _curves(axes: Any, results: list[Comparison], x: Axis, style: dict[str, dict
         at = x(r)
         if at is not None:
             axes.plot(at, r.quality, zorder=5, **_alone(name))
+
+
+def lines(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, tuple[float, float, float]]]]],
+    xlabel: str,
+    ylabel: str,
+    level: float | None = None,
+) -> Any:
+    """A matplotlib Figure with a panel for each title: named curves of (x, (y, low, high)), their intervals
+    as bars, and a horizontal line at `level`."""
+    from matplotlib.figure import Figure  # here, for it takes a second to import
+
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    figure = Figure(
+        (4.0 * len(panels) + 2.2, max(3.8, 0.23 * len(names))), layout="constrained", facecolor=PAPER
+    )
+    shown: dict[str, Any] = {}
+    for axes, (title, curves) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        axes.set(xlabel=xlabel, ylabel=ylabel, facecolor=PAPER)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if level is not None:
+            axes.axhline(level, color=INK, lw=0.9, ls=":")
+        for name, points in curves.items():
+            n = names.index(name) % len(COLOURS)
+            across, (middle, low, high) = [x for x, _ in points], zip(*(y for _, y in points), strict=True)
+            [shown[name]] = axes.plot(across, middle, color=COLOURS[n], marker=MARKERS[n], ms=4.5, lw=1.4)
+            axes.vlines(across, low, high, color=COLOURS[n], alpha=0.4, lw=1.6)
+        across = sorted({x for points in curves.values() for x, _ in points})
+        if all(isinstance(x, int) for x in across):
+            axes.set_xticks(across)
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8, frameon=False)
+    return figure

@@ -3,8 +3,10 @@
     python -m speccascade_jax.evaluation.records docs/results docs/archive
 
 A record is NAME.json: what was measured, by which command, at which commit, on which machine and when (null
-where it was not kept), its tables, and under `figures` what only the page's sentences tell. NAME.md shows a
-table between two comments, which the command above writes anew:
+where it was not kept), its tables, and under `figures` what only the page's sentences tell. A table that
+scripts/report.py has written names the experiment that it is `from`; `experiments` then has the command,
+commit and so on of that one, and its settings. NAME.md shows a table between two comments, which the command
+above writes anew:
 
     <!-- table: ratios -->
     ...
@@ -12,14 +14,28 @@ table between two comments, which the command above writes anew:
 """
 
 import json
+import os
+import platform
 import re
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from speccascade_jax.inference.outputs import write_whole
 
 FIELDS = ("experiment", "command", "commit", "machine", "date", "tables")
+INSTRUCTIONS = {
+    "avx512f": "AVX-512",
+    "avx512_vnni": "VNNI",
+    "avx512_bf16": "bfloat16 products",
+    "amx_tile": "AMX",
+}
+"""Flags of /proc/cpuinfo, and how a machine's description names them."""
+Tables = dict[str, dict[str, Any]]
 PLACE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
 
@@ -36,6 +52,72 @@ def read_record(path: Path) -> dict[str, Any]:
                     f"{path}: table {name} has {len(table['columns'])} columns; {row} has {len(row)}."
                 )
     return record
+
+
+def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tables: Tables) -> dict[str, Any]:
+    """The record with `tables` as the experiment `name` has found them, in place of those that it found
+    before.
+
+    record: None where there is none yet. about: summary, command, commit, machine, date, settings. The
+    record's own command and so on are those of tables that name no experiment; where there is none of these,
+    of all its experiments.
+    """
+    before = record or {"experiment": about["summary"], "tables": {}}
+    kept = {key: table for key, table in before["tables"].items() if table.get("from") != name}
+    everything = {**kept, **{key: {**table, "from": name} for key, table in tables.items()}}
+    experiments = {**before.get("experiments", {}), name: about}
+    new = {**before, "experiments": experiments, "tables": everything}
+    if all("from" in table for table in everything.values()):
+        sources = [experiments[source] for source in dict.fromkeys(t["from"] for t in everything.values())]
+        for field in ("command", "commit", "machine", "date"):
+            new[field] = list(dict.fromkeys(source[field] for source in sources))
+            if len(new[field]) == 1 and field != "command":
+                [new[field]] = new[field]
+    return {"experiment": new.pop("experiment"), **{field: new.pop(field) for field in FIELDS[1:-1]}, **new}
+
+
+def drafted(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+    """A page that shows a record's tables and pictures, where nobody has written one yet."""
+    commands = "\n".join([record["command"]] if isinstance(record["command"], str) else record["command"])
+    parts = [
+        f"# {record['experiment'].rstrip('.')}",
+        *(f"![{Path(path).stem}]({path})" for path in pictures),
+        *(
+            f"<!-- table: {name} -->\n{drawn(table)}\n<!-- end of table -->"
+            for name, table in record["tables"].items()
+        ),
+        f"```bash\n{commands}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def commit() -> str | None:
+    """The commit of this checkout, and whether it has changes that are in no commit; None outside of one."""
+    package = Path(__file__).parent.parent
+
+    def said(*words: str) -> str | None:
+        try:
+            run = subprocess.run(["git", *words], cwd=package, capture_output=True, text=True)
+        except OSError:
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    name = said("rev-parse", "--short", "HEAD")
+    return f"{name} with changes" if name and said("status", "--porcelain", "-uno", "--", ".") else name
+
+
+def machine() -> str:
+    """The processor, and what of it matters for speed: cores and instructions for matrices."""
+    cores = f"{os.cpu_count()} cores"
+    if jax.default_backend() != "cpu":
+        return f"{jax.device_count()} {jax.devices()[0].device_kind}"
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return f"{platform.machine()}, {cores}"
+    name, flags = (re.search(rf"^{field}\s*: (.*)$", text, re.MULTILINE) for field in ("model name", "flags"))
+    there = [shown for flag, shown in INSTRUCTIONS.items() if flags and flag in flags[1].split()]
+    return ", ".join([name[1] if name else platform.machine(), cores, *there])
 
 
 def drawn(table: dict[str, Any]) -> str:

@@ -1,0 +1,131 @@
+"""What an experiment is, what it needs, and what it finds."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from rich.console import Console
+
+from speccascade_jax import checkpoints
+from speccascade_jax import config as configs
+from speccascade_jax.config import DecodeConfig, Task, TrainConfig
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation.turns import Cascades, Times, measure_times
+from speccascade_jax.inference.progress import track
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.training.data import joined_examples
+
+Table = dict[str, Any]
+"""As a record holds it: title, columns, rows."""
+
+
+@dataclasses.dataclass
+class Findings:
+    tables: dict[str, Table]
+    pictures: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> matplotlib's Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Where an experiment keeps what it has measured, and where it says how far it is."""
+
+    folder: Path
+    screen: Console
+
+    def track(self, items: Sequence[Any], name: str) -> Iterator[Any]:
+        return iter(track(items, name, console=self.screen))
+
+
+class Measurement(Protocol):
+    """A frozen dataclass whose fields are the settings of an experiment."""
+
+    def check(self) -> None:
+        """Raises ValueError, which says what is missing, where it cannot be measured here."""
+
+    def measure(self, bench: Bench) -> Findings:
+        """Measures what bench.folder lacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    name: str
+    summary: str  # one sentence for people
+    record: str  # docs/results/NAME.json, which several experiments may share
+    measurement: Any  # a Measurement
+
+    def smaller(self, *, choices: int | None = None, **most: int) -> Self:
+        """With at most so many `inputs`, `timed` inputs, `seeds` and `trials`, and the first `choices` of
+        every list of settings."""
+        values = {
+            field.name: getattr(self.measurement, field.name)
+            for field in dataclasses.fields(self.measurement)
+        }
+        lowered = {name: min(values[name], most[name]) for name in values.keys() & most.keys()}
+        lowered |= {name: value[:choices] for name, value in values.items() if isinstance(value, tuple)}
+        return dataclasses.replace(self, measurement=dataclasses.replace(self.measurement, **lowered))
+
+
+def pair(name: str, **changes: Any) -> DecodeConfig:
+    """A config of configs/, with other values for some fields."""
+    return dataclasses.replace(configs.load(name, DecodeConfig), **changes)
+
+
+def check_pair(run: DecodeConfig, split: str) -> None:
+    """Raises FieldError, with the remedy, where a checkpoint or the data of a pair is missing."""
+    for _, path in run.roles:
+        if not Path(checkpoints.split_member(path)[0]).is_dir():
+            remedy = run.missing or "train it with scripts/finetune.py."
+            raise FieldError("models", path, remedy, f"it needs the checkpoint {path}")
+    data = getattr(task_of(run), split)
+    if "://" not in data and not Path(data).exists():
+        raise FieldError(
+            "task", data, "set SPECCASCADE_DATA to the folder of the datasets.", f"it needs the data {data}"
+        )
+
+
+def task_of(run: DecodeConfig) -> Task:
+    """The task that a pair is scored on. Raises FieldError where its config names none."""
+    if run.task is None:
+        raise FieldError("task", None, "name one in the config.")
+    task: Task = configs.load(run.task, TrainConfig).task
+    return task
+
+
+def inputs_of(run: DecodeConfig, split: str, count: int, least: int = 1) -> list[str]:
+    """`count` random inputs of a pair's task, of `least` source tokens or more: always the same ones."""
+    task = task_of(run)
+    sources = [source for source, _ in joined_examples(task, getattr(task, split))]
+    lengths = [len(row) for row in Cascade.from_config(run).encode(sources, truncate=True)[0]]
+    drawn = np.random.default_rng(0).permutation(len(sources))
+    return [sources[n] for n in drawn if lengths[n] >= least][:count]
+
+
+def timed_inputs(count: int, batch_size: int) -> int:
+    """How many inputs are timed: `count` one by one, or a quarter as many whole batches."""
+    return count if batch_size == 1 else -(-count // 4) * batch_size
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    return {"title": title, "columns": list(columns), "rows": [[str(cell) for cell in row] for row in rows]}
+
+
+def times_of(
+    bench: Bench, file: str, decoders: Mapping[str, DecodeConfig], texts: Sequence[str], trials: int
+) -> dict[str, Times]:
+    """How long decoders of one batch size take, all in turn, for batch after batch of texts."""
+    cascades, [batch_size] = Cascades(texts), {run.batch_size for run in decoders.values()}
+    return measure_times(
+        {name: cascades.decoder(run) for name, run in decoders.items()},
+        texts,
+        bench.folder / file,
+        {"runs": {name: run.record("missing", "examples", "task") for name, run in decoders.items()}},
+        group=batch_size,
+        trials=trials,
+        track=bench.track,
+    )
+
+
+def difference(interval: tuple[float, float]) -> str:
+    return "{:+.1f} to {:+.1f}".format(*interval)

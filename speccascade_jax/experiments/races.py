@@ -1,0 +1,97 @@
+"""Pairs, hierarchies and vocabularies: lossless decoders of the same inputs, all in turn."""
+
+import dataclasses
+from typing import Any
+
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
+from speccascade_jax.experiments.findings import (
+    Bench,
+    Findings,
+    Table,
+    check_pair,
+    inputs_of,
+    pair,
+    table,
+    times_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A config at a block size, and its fields that differ."""
+
+    config: str
+    block_size: Any
+    changes: tuple[tuple[str, Any], ...] = ()  # of the config's fields
+
+    @property
+    def name(self) -> str:
+        return ", ".join([f"`{self.config}`", *(f"`{value}`" for _, value in self.changes)])
+
+    def run(self, **settings: Any) -> DecodeConfig:
+        return pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """Runners, each lossless, and the drafter alone, against the verifier alone."""
+
+    key: str  # of the table
+    baseline: str  # the config of the verifier and the drafter
+    runners: tuple[Runner, ...]
+    temperatures: tuple[float, ...]
+    timed: int
+    trials: int
+    dtype: str = "bfloat16"
+    method: str = "speculative"
+    split: str = "test"
+
+    def check(self) -> None:
+        for runner in (Runner(self.baseline, 1), *self.runners):
+            check_pair(runner.run(), self.split)
+
+    def measure(self, bench: Bench) -> Findings:
+        texts = inputs_of(pair(self.baseline), self.split, self.timed)
+        decoders = {
+            f"{temperature:g}, {n}": run
+            for temperature in self.temperatures
+            for n, run in enumerate(self._decoders(temperature))
+        }
+        times = times_of(bench, f"{self.key}.jsonl", decoders, texts, self.trials)
+        rows = list[list[Any]]()
+        for temperature in self.temperatures:
+            alone, *others = (times[f"{temperature:g}, {n}"] for n in range(2 + len(self.runners)))
+            names = [("drafter alone", ""), *((runner.name, runner.block_size) for runner in self.runners)]
+            for (name, size), taken in zip(names, others, strict=True):
+                rows.append([f"{temperature:g}", name, size, *rates(taken), f"{times_as_fast(taken, alone)}"])
+        return Findings({self.key: self._table(rows)})
+
+    def _decoders(self, temperature: float) -> list[DecodeConfig]:
+        """The verifier alone, the drafter alone, and the runners."""
+        same: dict[str, Any] = {"alpha": 0.0, "temperature": temperature, "dtype": self.dtype}
+        alone = (Runner(self.baseline, 1).run(method=model, **same) for model in SINGLE_MODEL)
+        return [*alone, *(runner.run(method=self.method, **same) for runner in self.runners)]
+
+    def _table(self, rows: list[list[Any]]) -> Table:
+        return table(
+            f"Lossless decoders of {self.timed} inputs in turn, {self.dtype}, batch size 1, {self.trials} "
+            "trials (95%, paired over inputs).",
+            (
+                "T",
+                "decoder",
+                "block size",
+                "tokens a verifier call",
+                "accepted of the drafted",
+                "times as fast as the verifier alone",
+            ),
+            rows,
+        )
+
+
+def rates(taken: Times) -> list[str]:
+    """Tokens a verifier call, and the share of the drafted tokens that is accepted, of what has calls."""
+    if not taken.rounds.sum():
+        return ["", ""]
+    return [f"{tokens_a_call(taken)}", f"{taken.accepted.sum() / max(taken.drafted.sum(), 1):.0%}"]

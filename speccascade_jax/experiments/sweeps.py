@@ -1,0 +1,304 @@
+"""Sweeps over rules and leniences: what each trades, next to the drafter alone and the truncated verifier."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.evaluation import plots
+from speccascade_jax.evaluation.measurements import Measurements
+from speccascade_jax.evaluation.quality import METRICS, bootstrap, score
+from speccascade_jax.evaluation.reductions import Comparison
+from speccascade_jax.evaluation.sweep import Quality, alone, block_size_of, grid
+from speccascade_jax.experiments.findings import (
+    Bench,
+    Findings,
+    Table,
+    check_pair,
+    difference,
+    pair,
+    table,
+    task_of,
+)
+from speccascade_jax.settings import Settings
+
+WORSE = " *"
+"""Behind the name of a rule of which no point has the verifier's quality."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A pair's points on one split. A picture shows them against their time or, untimed, their calls."""
+
+    config: str
+    methods: tuple[str, ...]
+    alphas: tuple[float, ...]
+    block_sizes: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    top_ps: tuple[float, ...] = (1.0,)  # 1 keeps all tokens
+    truncations: tuple[str, ...] = ("top_p",)  # the truncated verifiers that are rivals
+    inputs: int
+    timed: int = 0
+    trials: int = 2
+    dtype: str = "auto"
+    split: str = "validation"
+    batch_size: int = 32
+    picture: str | None = None
+
+    def check(self) -> None:
+        check_pair(pair(self.config), self.split)
+
+    def points(self) -> list[Settings]:
+        return grid(
+            pair(self.config).settings,
+            self.methods,
+            self.alphas,
+            self.block_sizes,
+            self.temperatures,
+            [None if top_p == 1 else top_p for top_p in self.top_ps],
+            self.truncations,
+        )
+
+    def measurements(self, bench: Bench) -> Measurements:
+        run = pair(self.config, dtype=self.dtype, batch_size=self.batch_size)
+        return Measurements(
+            run,
+            task_of(run),
+            self.split,
+            limit=self.inputs,
+            timed=self.timed,
+            trials=self.trials,
+            screen=bench.screen,
+        )
+
+    @property
+    def about(self) -> str:
+        """The data, for titles."""
+        times = f", times of {self.timed}" if self.timed else ""
+        return f"{self.inputs} examples of the {self.split} split{times}"
+
+    @property
+    def label(self) -> str:
+        """Of the quality."""
+        return METRICS[task_of(pair(self.config)).metric].label
+
+
+def shown(r: Comparison, mark: str = "") -> list[Any]:
+    """A point's cells, without its panel: what decodes, its quality against both models, its costs."""
+    name, _, kind = r.name.partition(", ")
+    name = f"`{name}`" if name not in SINGLE_MODEL else f"{name} alone"
+    if kind:
+        name += f", {kind.replace('_', '-')} {r.lenience:g}"
+    time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
+    plain = kind or r.name in SINGLE_MODEL or r.point.lossless
+    return [
+        name + mark,
+        "" if plain else f"{r.lenience:g}",
+        block_size_of(r.point) if r.name.partition(", ")[0] not in SINGLE_MODEL else "",
+        f"{r.quality:.1f}",
+        difference(r.gain),
+        difference(r.gain_over_drafter),
+        time,
+        f"{r.calls_per_token:.3f}",
+    ]
+
+
+def columns(label: str) -> list[str]:
+    return [
+        "decoder",
+        "alpha",
+        "block size",
+        label,
+        "over the verifier (95%)",
+        "over the drafter (95%)",
+        "share of its time (95%)",
+        "calls a token",
+    ]
+
+
+def cost(r: Comparison) -> float:
+    """The share of the verifier's time, or the calls a token of what was not timed."""
+    return r.calls_per_token if r.time is None else r.time.share
+
+
+def row_of(points: Sequence[Comparison], verifier: Comparison) -> list[Any]:
+    """Of one curve: the cheapest point of at least the verifier's quality, else the best one; of a
+    truncation, the best one."""
+    name = points[0].name
+    as_good = [r for r in points if r.expected >= verifier.quality]
+    if ", " in name or not as_good:
+        chosen = max(points, key=lambda r: (r.expected, -cost(r)))
+    else:
+        chosen = min(as_good, key=cost)
+    return shown(chosen, "" if as_good or name in SINGLE_MODEL else WORSE)
+
+
+class TradeOff(Sweep):
+    """Each rule's cheapest point at the verifier's quality, a table for each temperature."""
+
+    def measure(self, bench: Bench) -> Findings:
+        comparisons = self.measurements(bench).measure(self.points(), bench.folder)
+        tables = {
+            f"{self.config}-at-{temperature:g}".replace(".", "-"): self._table(comparisons, temperature)
+            for temperature in self.temperatures
+        }
+        metric = task_of(pair(self.config)).metric
+        axis = "latency" if self.timed else "calls"
+        picture = plots.page(comparisons, metric, axis)
+        return Findings(tables, {self.picture or f"trade-off-{self.config}": picture})
+
+    def _table(self, comparisons: list[Comparison], temperature: float) -> Table:
+        rows = []
+        for panel in dict.fromkeys(r.panel for r in comparisons):
+            if panel.temperature != temperature:
+                continue
+            here = [r for r in comparisons if r.panel == panel]
+            verifier = next(r for r in here if r.point == panel)
+            for name in dict.fromkeys(r.name for r in here):
+                points = [r for r in here if r.name == name]
+                rows.append([f"{panel.top_p or 1:g}", *row_of(points, verifier)])
+        return table(
+            f"`{self.config}` at temperature {temperature:g}, {self.about}: of each rule the cheapest point "
+            f"at the verifier's quality or above ({WORSE.strip()}: there is none, the best one). The "
+            "verifier is the one under the same top-p.",
+            ["top-p", *columns(self.label)],
+            rows,
+        )
+
+
+class Rejections(Sweep):
+    """The share of the drafted tokens that each rule rejects, and its best quality."""
+
+    def measure(self, bench: Bench) -> Findings:
+        comparisons = self.measurements(bench).measure(self.points(), bench.folder)
+        rows = []
+        for panel in dict.fromkeys(r.panel for r in comparisons):
+            here = [r for r in comparisons if r.panel == panel]
+            for name in dict.fromkeys(r.name for r in here):
+                best = max((r for r in here if r.name == name), key=lambda r: r.expected)
+                rejected = "" if best.rejection_rate is None else f"{best.rejection_rate:.2f}"
+                rows.append([f"{panel.temperature:g}", rejected, *shown(best)])
+        picture = plots.page(comparisons, task_of(pair(self.config)).metric, "rejected")
+        sizes = ", ".join(map(str, self.block_sizes))
+        title = (
+            f"`{self.config}` at block size {sizes}, {self.about}: the point of best quality of each rule, "
+            "and what it rejects."
+        )
+        found = table(title, ["T", "rejected of the drafted", *columns(self.label)], rows)
+        return Findings({"rates": found}, {self.picture or "rejection": picture})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EqualCalls(Sweep):
+    """A rule against a rival at no more calls of the verifier than the rival's."""
+
+    rule: str
+    rival: str
+    slack: float = 0.01  # how many more calls still count as equal
+
+    def measure(self, bench: Bench) -> Findings:
+        points = self.points()
+        qualities = self.measurements(bench).qualities(points, bench.folder)
+        metric, rows = task_of(pair(self.config)).metric, []
+
+        def told(one: Settings, other: Settings) -> str:
+            sums = [qualities[point].statistics for point in (one, other)]
+            gain = score(metric, sums[0].sum(axis=0)) - score(metric, sums[1].sum(axis=0))
+            return f"{gain:+.1f} ({difference(bootstrap(metric, *sums))})"
+
+        for rival in (point for point in points if point.name == self.rival):
+            panel = alone(rival, "verifier")
+            rules = [p for p in points if p.name == self.rule and alone(p, "verifier") == panel]
+            most = (1 + self.slack) * calls(qualities[rival])
+            able = [p for p in rules if p.block_size == rival.block_size and calls(qualities[p]) <= most]
+            best = max(able, key=lambda p: score(metric, qualities[p].statistics.sum(axis=0)), default=None)
+            rows.append(
+                [
+                    f"{rival.temperature:g}",
+                    f"{rival.top_p or 1:g}",
+                    f"{rival.alpha:g}",
+                    f"{score(metric, qualities[rival].statistics.sum(axis=0)):.1f}",
+                    f"{calls(qualities[rival]):.3f}",
+                    *(
+                        ["-", "-", "-"]
+                        if best is None
+                        else [f"{best.alpha:g}", f"{calls(qualities[best]):.3f}", told(best, rival)]
+                    ),
+                    told(rival, panel),
+                    told(rival, alone(rival, "drafter")),
+                ]
+            )
+        return Findings({f"{self.rule}-{self.config}".replace("_", "-"): self._table(rows)})
+
+    def _table(self, rows: list[list[Any]]) -> Table:
+        return table(
+            f"`{self.config}`: the best `{self.rule}` with at most {1 + self.slack:g} times the calls of "
+            f"`{self.rival}`, {self.about} (95%, paired over examples).",
+            [
+                "T",
+                "top-p",
+                f"alpha of `{self.rival}`",
+                self.label,
+                "calls a token",
+                f"alpha of `{self.rule}`",
+                "calls a token",
+                f"`{self.rule}` over `{self.rival}`",
+                f"`{self.rival}` over the verifier",
+                "over the drafter",
+            ],
+            rows,
+        )
+
+
+def calls(quality: Quality) -> float:
+    """Verifier calls a token."""
+    return quality.counts.get("rounds", 0) / max(quality.tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spans(Sweep):
+    """Lenience before and after a marker: as lenient everywhere, and strict on either side of the marker."""
+
+    marker: str
+
+    def points(self) -> list[Settings]:
+        points = super().points()
+        lenient = [p for p in points if p.name in self.methods and p.alpha != 0 and not p.lossless]
+        return [*points, *(variant for point in lenient for variant in self._sides(point))]
+
+    def _sides(self, point: Settings) -> list[Settings]:
+        """The point, strict after the marker, and strict before it."""
+        return [
+            dataclasses.replace(point, alpha_after={self.marker: 0.0}),
+            dataclasses.replace(point, alpha=0.0, alpha_after={self.marker: point.alpha}),
+        ]
+
+    def measure(self, bench: Bench) -> Findings:
+        comparisons = self.measurements(bench).measure(self.points(), bench.folder)
+        rows, curves = list[list[Any]](), dict[str, dict[str, list[Any]]]()
+        for r in comparisons:
+            rows.append([f"{r.point.temperature:g}", self._span(r), *shown(r)])
+            panel = f"Temperature {r.point.temperature:g}, block size {max(self.block_sizes)}"
+            verifier = next(v for v in comparisons if v.point == r.panel)
+            heights = (r.quality, *(verifier.quality + gain for gain in r.gain))
+            curve = curves.setdefault(panel, {}).setdefault(f"{r.name}{self._place(r)}", [])
+            curve.append((cost(r), heights))
+        for drawn in curves.values():
+            for points in drawn.values():
+                points.sort()
+        axis = "Time relative to the verifier alone (share)" if self.timed else "Verifier calls per token"
+        picture = plots.lines(curves, axis, self.label)
+        title = (
+            f'`{self.config}`: lenience before and after the marker "{self.marker}", {self.about} '
+            "(95%, paired over examples)."
+        )
+        found = table(title, ["T", "alpha after the marker", *columns(self.label)], rows)
+        return Findings({"spans": found}, {self.picture or "spans": picture})
+
+    def _span(self, r: Comparison) -> str:
+        return f"{r.point.alpha_after[self.marker]:g}" if r.point.alpha_after else ""
+
+    def _place(self, r: Comparison) -> str:
+        if not r.point.alpha_after:
+            return ""
+        return ", strict before the marker" if r.point.alpha == 0 else ", strict after the marker"

@@ -1,0 +1,248 @@
+"""Every experiment, with its settings."""
+
+from typing import Any
+
+from speccascade_jax.experiments import libraries, models, races, speeds, sweeps, verification
+from speccascade_jax.experiments.findings import Experiment
+
+TRADED: dict[str, Any] = {
+    "methods": ("speculative", "lossy", "token_v3", "opt", "diff"),
+    "alphas": (0.0, 0.1, 0.3, 0.5, 0.7),
+    "temperatures": (0.0, 0.5, 1.0),
+    "top_ps": (1.0, 0.5),
+    "timed": 24,
+    "trials": 2,
+    "dtype": "bfloat16",
+}
+"""What all trade-offs have in common."""
+
+LOSSLESS_SPEEDS = Experiment(
+    "lossless",
+    "How many times as fast as the verifier lossless decoding is, by dtype, block size and batch size.",
+    "lossless",
+    speeds.Lossless(
+        config="demo",
+        block_sizes=(3, 5, 7, 9, "adaptive"),
+        temperatures=(0.0, 1.0),
+        dtypes=("float32", "bfloat16"),
+        batch_sizes=(1, 16),
+        timed=96,
+        trials=3,
+    ),
+)
+BLOCK_CALLS = Experiment(
+    "verification-calls",
+    "How many more tokens a verifier call yields where drafts are verified as a block.",
+    "verification",
+    verification.Calls(
+        pairs=("demo", "e2e", "e2e_gemma"),
+        rules=(("speculative", 0.0), ("opt", 0.1)),
+        block_sizes=(5, 8, 12),
+        inputs=400,
+        seeds=3,
+    ),
+)
+BLOCK_TIMES = Experiment(
+    "verification-times",
+    "How much faster whole decodings are where drafts are verified as a block.",
+    "verification",
+    verification.Times(
+        config="demo",
+        block_sizes=(3, 5, 7, 9),
+        temperatures=(0.0, 1.0),
+        dtypes=("float32", "bfloat16"),
+        batch_sizes=(1, 16),
+        timed=64,
+        trials=3,
+    ),
+)
+
+OTHERS = Experiment(
+    "other-libraries",
+    "How fast the shipped pair is next to transformers and CTranslate2 with the same weights.",
+    "other-libraries",
+    libraries.Libraries(
+        config="demo",
+        libraries=("hf", "ctranslate2"),
+        dtypes=("float32", "bfloat16", "int8"),
+        block_size=5,
+        timed=60,
+        trials=3,
+    ),
+)
+QUALITY = Experiment(
+    "quality",
+    "How well the shipped models write at temperature 0, in float32 and in int8.",
+    "shipped-pair",
+    models.Models(
+        pairs=("demo", "e2e", "e2e_gemma"),
+        dtypes=("float32", "bfloat16", "int8"),
+        inputs=1000,
+    ),
+)
+TRANSLATION = Experiment(
+    "trade-offs-translation",
+    "What the rules trade on the shipped translation pair, with and without truncation.",
+    "trade-offs",
+    sweeps.TradeOff(config="demo", block_sizes=(5,), inputs=400, picture="tradeoff", **TRADED),
+)
+DATA_TO_TEXT = Experiment(
+    "trade-offs-e2e",
+    "What the rules trade on the shipped data-to-text pair.",
+    "trade-offs",
+    sweeps.TradeOff(config="e2e", block_sizes=(7,), inputs=400, **TRADED),
+)
+PROBLEMS = Experiment(
+    "trade-offs-word-problems",
+    "What the rules trade on word problems, where depth matters.",
+    "trade-offs",
+    sweeps.TradeOff(config="word_problems", block_sizes=(5,), inputs=1000, split="test", **TRADED),
+)
+CAPTIONS = Experiment(
+    "trade-offs-multi30k",
+    "What the rules trade on captions of pictures, to be translated.",
+    "trade-offs",
+    sweeps.TradeOff(config="multi30k", block_sizes=(5,), inputs=400, **TRADED),
+)
+SPANS = Experiment(
+    "spans",
+    "What lenience in the steps, or in the answer alone, costs on word problems.",
+    "spans",
+    sweeps.Spans(
+        config="word_problems",
+        methods=("speculative", "opt", "lossy", "token_v3"),
+        alphas=(0.1, 0.3, 0.5),
+        block_sizes=(5,),
+        temperatures=(0.0, 1.0),
+        inputs=1000,
+        timed=24,
+        split="test",
+        marker="The answer is",
+    ),
+)
+HIERARCHIES = Experiment(
+    "hierarchies",
+    "Whether a third model between the two, or a drafter that reads its verifier's encoder, is faster.",
+    "hierarchies",
+    races.Race(
+        key="in-turn",
+        baseline="demo",
+        runners=(
+            races.Runner("demo", 5),
+            races.Runner("demo_shared", 5),
+            races.Runner("demo_hierarchy", (2, 4)),
+            races.Runner("demo_hierarchy", (3, 5)),
+        ),
+        temperatures=(0.0, 1.0),
+        timed=60,
+        trials=3,
+    ),
+)
+VOCABULARIES = Experiment(
+    "vocabularies",
+    "How much a drafter of another vocabulary gains, by the way in which it is joined.",
+    "vocabularies",
+    races.Race(
+        key="in-turn",
+        baseline="demo",
+        runners=(
+            races.Runner("demo", 3),
+            *(races.Runner("demo_foreign", 3, (("vocabulary", way),)) for way in ("tli", "union")),
+            *(races.Runner("demo_foreign", size, (("vocabulary", "slem"),)) for size in (5, 7)),
+        ),
+        temperatures=(0.0, 1.0),
+        timed=60,
+        trials=3,
+    ),
+)
+BYTES = Experiment(
+    "vocabularies-bytes",
+    "What a drafter of bytes gains.",
+    "vocabularies",
+    races.Race(
+        key="bytes-in-turn",
+        baseline="demo",
+        runners=tuple(
+            races.Runner("demo_bytes", size, (("vocabulary", way),))
+            for way, size in (("tli", 2), ("slem", 3), ("slrs", 1))
+        ),
+        temperatures=(0.0, 1.0),
+        timed=12,
+        trials=2,
+        dtype="float32",
+    ),
+)
+ROUTER = Experiment(
+    "learned-rule",
+    "Whether the learned rule is better than opt at the same calls.",
+    "learned-rule",
+    sweeps.EqualCalls(
+        rule="router",
+        rival="opt",
+        config="demo",
+        methods=("opt", "router"),
+        alphas=(0.0, 0.1, 0.2, 0.3, 0.4),
+        block_sizes=(5,),
+        temperatures=(0.0, 1.0),
+        top_ps=(1.0, 0.3),
+        truncations=(),
+        inputs=480,
+        dtype="bfloat16",
+        split="test",
+    ),
+)
+PRICED = Experiment(
+    "lookahead",
+    "Whether a rule that prices a rejection by its place is better than opt at the same calls.",
+    "lookahead",
+    sweeps.EqualCalls(
+        rule="lookahead",
+        rival="opt",
+        config="e2e",
+        methods=("opt", "lookahead"),
+        alphas=(0.0, 0.1, 0.3, 0.5, 0.7),
+        block_sizes=(5,),
+        temperatures=(0.0, 0.5, 1.0),
+        top_ps=(1.0, 0.5),
+        truncations=(),
+        inputs=547,
+        dtype="bfloat16",
+    ),
+)
+REJECTION = Experiment(
+    "rejection",
+    "Which rules reject least, and at which quality, with the decoder-only pair.",
+    "rejection",
+    sweeps.Rejections(
+        config="e2e_gemma",
+        methods=("speculative", "lossy", "chow", "diff", "opt", "token_v1", "token_v2", "token_v3"),
+        alphas=tuple(n / 10 for n in range(11)),
+        block_sizes=(1,),
+        temperatures=(1.0,),
+        inputs=547,
+        picture="rejection",
+    ),
+)
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        LOSSLESS_SPEEDS,
+        BLOCK_CALLS,
+        BLOCK_TIMES,
+        OTHERS,
+        QUALITY,
+        TRANSLATION,
+        DATA_TO_TEXT,
+        PROBLEMS,
+        CAPTIONS,
+        SPANS,
+        HIERARCHIES,
+        VOCABULARIES,
+        BYTES,
+        ROUTER,
+        PRICED,
+        REJECTION,
+    )
+}
+"""By name."""

@@ -1,0 +1,208 @@
+"""Every experiment from its settings to its tables and pictures, on decoders that are made by hand."""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccascade_jax.commands.commandline import console
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.evaluation import measurements, other_libraries, turns
+from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.evaluation.sweep import Latency, Quality
+from speccascade_jax.experiments import findings, sweeps
+from speccascade_jax.experiments.findings import Bench
+from speccascade_jax.experiments.table import EXPERIMENTS
+from speccascade_jax.inference.text import Output
+
+NAMES = list(EXPERIMENTS)
+SWEEPS = [name for name in NAMES if isinstance(EXPERIMENTS[name].measurement, sweeps.Sweep)]
+SMALL = {"inputs": 6, "timed": 8, "seeds": 2, "trials": 2, "choices": 3}
+STEP = {"verifier": 1.0, "drafter": 0.1}  # seconds a token
+
+
+def block_of(run):
+    size = run.max_block_size if run.adaptive else run.block_size
+    return size[-1] if isinstance(size, tuple) else size
+
+
+def decoded(run, first, texts):
+    """Every draft of a block is accepted, and a verifier call takes as long as a token."""
+    outputs, seconds = [], 0.0
+    for n, text in enumerate(texts, first):
+        if run.name in STEP:
+            tokens, counts = 24 + n % 5, {"model_passes": 24 + n % 5}
+            seconds += tokens * STEP[run.name]
+        else:
+            rounds, block = 2 + n % 3, block_of(run)
+            tokens, accepted = rounds * (block + 1), rounds * block
+            histogram = [0] * block + [rounds]
+            counts = {"rounds": rounds, "drafted": accepted, "accepted": accepted, "deferred": 0}
+            counts |= {"emitted": tokens, "histogram": histogram}
+            seconds += rounds
+        outputs.append(Output(n, text, text, [5] * tokens, ["draft"] * tokens, counts))
+    return seconds, outputs
+
+
+def quality(point, count, metric):
+    """More leniently decoded texts are worse; truncated ones better."""
+    worth = {"verifier": 0.8, "drafter": 0.5}.get(point.name, 0.8 - 0.2 * point.alpha)
+    worth += 0.1 if point.top_p else 0.0
+    sums = METRICS[metric].sums
+    rows = np.ones((count, sums)) * 10
+    rows[:, : sums // 2] = np.round(worth * 10 + np.arange(count)[:, None] % 2)
+    rounds = 0 if point.name in STEP else round(100 / (2 + 3 * point.alpha))
+    counts = {"rounds": rounds, "drafted": 5 * rounds, "accepted": 4 * rounds, "deferred": rounds}
+    return Quality(rows, counts, 0.8, 100)
+
+
+@pytest.fixture
+def made_by_hand(monkeypatch):
+    """No model is loaded, no data read, nothing decoded."""
+    examples = [(f"source {n}", ["a target"]) for n in range(300)]
+    cascade = SimpleNamespace(
+        encode=lambda texts, truncate: ([[1] * 25 for _ in texts], None),
+        tokenizer=SimpleNamespace(decode=lambda tokens: "text"),
+        checked=lambda point, changes: point,
+        clock=SimpleNamespace(compilations=0, compile_seconds=0.0, decode_seconds=0.0),
+    )
+    for module in findings, measurements:
+        monkeypatch.setattr(module, "joined_examples", lambda task, path: examples)
+    monkeypatch.setattr(findings, "Cascade", SimpleNamespace(from_config=lambda run: cascade))
+    monkeypatch.setattr(measurements.Measurements, "_padded_alike", lambda *_: cascade)
+    monkeypatch.setattr(turns.Cascades, "of", lambda *_: cascade)
+    monkeypatch.setattr(
+        turns.Cascades, "decoder", lambda _, run: lambda first, texts: decoded(run, first, texts)
+    )
+    monkeypatch.setattr(
+        other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
+    )
+    monkeypatch.setattr(
+        measurements,
+        "measure_quality",
+        lambda _, points, sources, references, metric, *__, **___: {
+            point: quality(point, len(sources), metric) for point in points
+        },
+    )
+    monkeypatch.setattr(
+        measurements,
+        "measure_latency",
+        lambda _, points, sources, *__, **___: {
+            point: Latency(np.ones(len(sources)) * STEP.get(point.name, 0.5), np.ones(len(sources)) * 20)
+            for point in points
+        },
+    )
+
+
+def found(name, folder, most=SMALL):
+    experiment = EXPERIMENTS[name].smaller(**most)
+    return experiment.measurement, experiment.measurement.measure(Bench(folder, console(quiet=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_finds_tables_and_pictures(name, made_by_hand, tmp_path):
+    _, result = found(name, tmp_path)
+    assert result.tables
+    for key, table in result.tables.items():
+        assert re.fullmatch(r"[\w-]+", key) and table["title"].endswith(".") and table["rows"]
+        assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+        assert not any("nan" in cell or "inf" in cell for row in table["rows"] for cell in row)
+    for key, picture in result.pictures.items():
+        picture.savefig(tmp_path / f"{key}.png")
+        texts = " ".join(text.get_text() for text in picture.findobj(match=lambda a: hasattr(a, "get_text")))
+        assert "block size" in texts.lower() and "gamma" not in texts.lower()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_declared_as_a_record_keeps_them(name):
+    experiment = EXPERIMENTS[name]
+    assert experiment.name == name and re.fullmatch(r"[A-Z].*[a-z0-9]\.", experiment.summary)
+    settings = dataclasses.asdict(experiment.measurement)
+    assert json.loads(json.dumps(settings)).keys() == settings.keys()
+    smaller = dataclasses.asdict(experiment.smaller(inputs=3, timed=2, choices=1).measurement)
+    assert smaller["inputs"] == 3 if "inputs" in settings else smaller["timed"] == 2
+    assert all(len(value) <= 1 for value in smaller.values() if isinstance(value, tuple))
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_points_of_a_sweep_can_be_decoded(name):
+    """By the whole settings: methods, leniences and block sizes are in their ranges."""
+    measurement = EXPERIMENTS[name].measurement
+    points = measurement.points()
+    assert {"verifier", "drafter", *measurement.methods} <= {point.name for point in points}
+    assert {point.temperature for point in points} == {*measurement.temperatures}
+
+
+@pytest.mark.parametrize("name", [name for name in SWEEPS if name.startswith("trade-offs")])
+def test_every_trade_off_has_its_rivals(name, made_by_hand, tmp_path):
+    """The drafter alone in every panel, and the truncated verifier wherever it samples."""
+    measurement, result = found(name, tmp_path)
+    assert len(result.tables) == len(measurement.temperatures)
+    for temperature, table in zip(measurement.temperatures, result.tables.values(), strict=True):
+        rows = {(row[0], row[1].removesuffix(sweeps.WORSE)): row for row in table["rows"]}
+        for top_p in {row[0] for row in table["rows"]}:
+            assert {(top_p, "verifier alone"), (top_p, "drafter alone")} <= rows.keys()
+        truncated = [decoder for _, decoder in rows if decoder.startswith("verifier alone, top-p")]
+        assert bool(truncated) == (temperature > 0)
+
+
+def test_a_rule_without_the_verifiers_quality_is_marked(made_by_hand, tmp_path):
+    """Of the lenient points none is as good; lossless decoding counts with the verifier's own."""
+    [table, *_] = found("trade-offs-translation", tmp_path)[1].tables.values()
+    names = [row[1] for row in table["rows"]]
+    assert "`lossy`" in names and "`speculative`" in names
+    lenient = dataclasses.replace(EXPERIMENTS["trade-offs-translation"].measurement, alphas=(0.5,), inputs=6)
+    table = next(iter(lenient.measure(Bench(tmp_path / "lenient", console(quiet=True))).tables.values()))
+    assert f"`lossy`{sweeps.WORSE}" in [row[1] for row in table["rows"]]
+
+
+def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
+    """A call of block size b yields b + 1 tokens in the time of one: that many times as fast."""
+    measurement, result = found("lossless", tmp_path, {**SMALL, "choices": None})
+    for key, value in (("speeds", "{0:.2f} ({0:.2f} to {0:.2f})"), ("calls", "{0:.2f}")):
+        table = result.tables[key]
+        assert len(table["rows"]) == 2 * 2 * 2
+        for size in (size for size in measurement.block_sizes if isinstance(size, int)):
+            column = table["columns"].index(f"block size {size}")
+            assert {row[column] for row in table["rows"]} == {value.format(size + 1)}
+    assert {row[4] for row in result.tables["speeds"]["rows"]} == {"10.0"}  # the drafter alone
+
+
+def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand, tmp_path):
+    _, result = found("verification-times", tmp_path, {**SMALL, "choices": None})
+    rows = result.tables["times"]["rows"]
+    assert {cell for row in rows for cell in row[3:5]} == {"10.00 (10.00 to 10.00) at 9"}
+    assert {row[5] for row in rows} == {"1.000 (1.000 to 1.000)"}
+
+
+def test_lenience_by_span_is_strict_on_either_side(tmp_path):
+    measurement = EXPERIMENTS["spans"].measurement
+    spans = [
+        (p.alpha, dict(p.alpha_after)) for p in measurement.points() if p.alpha_after and p.name == "opt"
+    ]
+    assert {(a, m[measurement.marker]) for a, m in spans} == {
+        pair for alpha in measurement.alphas for pair in ((alpha, 0.0), (0.0, alpha))
+    }
+
+
+def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
+    run = DecodeConfig(drafter="runs/none", verifier="runs/none", task="demo_verifier", missing="Train it.")
+    with pytest.raises(ValueError, match=r"it needs the checkpoint runs/none; Train it\."):
+        findings.check_pair(run, "test")
+    made = dataclasses.replace(run, drafter=str(tmp_path), verifier=str(tmp_path))
+    task = dataclasses.replace(findings.task_of(run), test=str(tmp_path / "test.jsonl.gz"))
+    monkeypatch.setattr(findings, "task_of", lambda _: task)
+    with pytest.raises(ValueError, match="SPECCASCADE_DATA"):
+        findings.check_pair(made, "test")
+    findings.check_pair(dataclasses.replace(made), "validation") if False else None
+
+
+def test_a_rival_is_compared_at_no_more_calls(made_by_hand, tmp_path):
+    measurement, result = found("learned-rule", tmp_path, {**SMALL, "choices": None, "inputs": 6})
+    [table] = result.tables.values()
+    assert len(table["rows"]) == 2 * 2 * len(measurement.alphas)
+    for row in table["rows"]:
+        assert row[5] == "-" or float(row[6]) <= 1.01 * float(row[4]) + 1e-3
