@@ -139,8 +139,9 @@ class Cascade:
     ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
-        read once. The first of several may be a name of MODEL_FREE, such as lookup. Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies
-        differ, `vocabulary` says how they are joined.
+        read once. The first of several may be a name of MODEL_FREE, such as lookup. Parameters are cut over
+        `tensor_parallel` devices as they are read. Where vocabularies differ, `vocabulary` says how they are
+        joined.
 
         Raises ValueError where the models do not fit each other.
         """
