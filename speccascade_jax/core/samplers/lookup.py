@@ -141,9 +141,8 @@ class ModelFree:
 
     name: str
     summary: str  # for people
-    model: Callable[
-        [int, int | None], Any
-    ]  # of the verifier's vocabulary, and of what its outputs begin with
+    # (size of the verifier's vocabulary, what its outputs begin with or None) -> what drafts
+    model: Callable[[int, int | None], Any]
 
 
 MODEL_FREE = {

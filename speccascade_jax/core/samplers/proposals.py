@@ -88,7 +88,8 @@ class Matched(Narrowed):
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(rows.room > 0, limit, 0)
-        drafts, caches = self.drafter.model.draft(caches, rows, limit, self.block_size, eos_id)
+        drafter: Any = self.drafter
+        drafts, caches = drafter.model.draft(caches, rows, limit, self.block_size, eos_id)
         tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
         laws = jax.nn.one_hot(tokens, self.verifier.vocab_size)
         block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), drafts.size)

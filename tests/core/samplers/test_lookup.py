@@ -40,14 +40,12 @@ def sampler_of(method="speculative", size=3, vocab=4, start=None, **fields):
     return Matched(Autoregressive(Lookup(vocab, start)), model, METHODS[method], size, **fields)
 
 
-def decode(
-    sampler, params, prompts, *, alpha=0.0, temperature=1.0, steps=STEPS, eos=EOS, seed=0, limits=None
-):
+def decode(sampler, params, prompts, *, alpha=0.0, temperature=1.0, steps=STEPS, eos=EOS, limits=None):
     """generate() of prompts of unlike lengths."""
     inputs = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in enumerate(prompts):
         inputs[row, : len(prompt)] = prompt
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(len(prompts)))
     return generate(
         sampler,
         params,
@@ -92,25 +90,26 @@ def test_the_cache_holds_the_laws_of_a_language_model(start):
     inputs, lengths = rng.integers(0, 5, (6, 7)).astype(np.int32), rng.integers(1, 8, 6).astype(np.int32)
     tokens = rng.integers(0, 5, (6, 12)).astype(np.int32)
     prefix, begun = model.prefill((), inputs, lengths, 24)
-    tokens[:, 0] = np.take_along_axis(np.asarray(prefix.tokens), np.asarray(prefix.length)[:, None] - 1, 1)[
-        :, 0
-    ]
-    whole, cache = model.extend((), tokens, begun)
-    first, middle = model.extend((), tokens[:, :5], begun)
-    second, _ = model.extend((), tokens[:, 5:], middle)
+    tokens[:, 0] = np.asarray(prefix.tokens)[np.arange(6), np.asarray(prefix.length) - 1]
+    extend = jax.jit(model.extend)
+    whole, cache = extend((), tokens, begun)
+    first, middle = extend((), tokens[:, :5], begun)
+    second, _ = extend((), tokens[:, 5:], middle)
     np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
     assert (cache.length == begun.length + 12).all()
-    again, _ = model.extend((), tokens[:, 5:], model.roll_back(cache, begun.length + 5))
+    again, _ = extend((), tokens[:, 5:], model.roll_back(cache, begun.length + 5))
     np.testing.assert_array_equal(again, second)
+    _, alone = model.prefill((), inputs[:1, : lengths[0]], lengths[:1], 24)
+    np.testing.assert_array_equal(extend((), tokens[:1], alone)[0][0], whole[0])
+    laws = np.asarray(jax.nn.softmax(whole))
     for row in range(6):
-        _, alone = model.prefill((), inputs[row : row + 1, : lengths[row]], lengths[row : row + 1], 24)
-        np.testing.assert_array_equal(model.extend((), tokens[row : row + 1], alone)[0][0], whole[row])
         prompt = inputs[row, : lengths[row]].tolist()
         for at in range(12):
             text = tokens[row, : at + 1].tolist()
             after, match = followed(*((prompt, text) if start is not None else ([], prompt[:-1] + text)))
-            law = jax.nn.softmax(whole[row, at])
-            np.testing.assert_allclose(law, np.eye(5)[after[0]] if match else np.full(5, 0.2), atol=1e-6)
+            np.testing.assert_allclose(
+                laws[row, at], np.eye(5)[after[0]] if match else np.full(5, 0.2), atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,7 @@ def prompts_of(count, vocab, seed=0):
     return [rng.integers(0, vocab - 1, rng.integers(1, 24)).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("start", [None, 0])
-@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("start,size", [(None, 5), (0, 2)])
 def test_greedy_rounds_are_the_references(start, size):
     """Of 1,000 texts: what the verifier writes alone, in exactly the rounds that the reference counts."""
     check_rounds(start, size)
@@ -196,7 +194,7 @@ def test_a_hierarchy_on_top_of_it_follows_its_law(hand_over, rows):
     assert chi_square(np.asarray(found.tokens), law) > 1e-4
 
 
-@pytest.mark.parametrize("method", ["speculative", "opt"])
+@pytest.mark.parametrize("method", [pytest.param("speculative", marks=pytest.mark.full), "opt"])
 def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
     """Over caches that lag behind: a spared bonus pass above a draft of no tokens."""
     vocab, prompts = 9, prompts_of(64, 9)
@@ -215,13 +213,8 @@ def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
 
 def past_the_committed_text(monkeypatch):
     """The search sees what lies past the committed text: drafts that were rejected."""
-    right = lookup.found_in
-    monkeypatch.setattr(
-        lookup,
-        "matches",
-        lambda tokens, length, last, right=lookup.matches: right(tokens, length + 2, last),
-    )
-    assert lookup.found_in is right
+    right = lookup.matches
+    monkeypatch.setattr(lookup, "matches", lambda tokens, length, last: right(tokens, length + 2, last))
 
 
 def one_position_late(monkeypatch):
@@ -234,31 +227,13 @@ def one_position_late(monkeypatch):
     monkeypatch.setattr(lookup, "placed", late)
 
 
-def across_the_source(monkeypatch):
-    """A match may begin in the source and end in the text."""
-    monkeypatch.setattr(
-        Lookup,
-        "prefill",
-        lambda self, params, inputs, length, size, right=Lookup.prefill: joined(
-            right(self, params, inputs, length, size)
-        ),
-    )
-
-
-def joined(begun):
-    prefix, text = begun
-    return prefix, text._replace(source_length=jnp.minimum(text.source_length + 1, text.source.shape[1]))
-
-
-@pytest.mark.parametrize(
-    "plant,start", [(past_the_committed_text, None), (one_position_late, None), (across_the_source, 0)]
-)
-def test_a_planted_bug_shows_in_the_rounds(plant, start, monkeypatch):
+@pytest.mark.parametrize("plant", [past_the_committed_text, one_position_late])
+def test_a_planted_bug_shows_in_the_rounds(plant, monkeypatch):
     plant(monkeypatch)
     jax.clear_caches()
     try:
         with pytest.raises(AssertionError):
-            check_rounds(start, 5, count=100)
+            check_rounds(None, 5, count=100)
     finally:
         jax.clear_caches()
 
