@@ -107,9 +107,8 @@ def test_the_cache_holds_the_laws_of_a_language_model(start):
         for at in range(12):
             text = tokens[row, : at + 1].tolist()
             after, match = followed(*((prompt, text) if start is not None else ([], prompt[:-1] + text)))
-            np.testing.assert_allclose(
-                laws[row, at], np.eye(5)[after[0]] if match else np.full(5, 0.2), atol=1e-6
-            )
+            law = np.eye(5)[after[0]] if match else np.full(5, 0.2)
+            np.testing.assert_allclose(laws[row, at], law, atol=1e-6)
 
 
 @pytest.mark.parametrize(
