@@ -23,6 +23,7 @@ from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
+from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.models import Config
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
@@ -221,7 +222,9 @@ class RouterConfig:
 class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
-    drafter: str = ""  # checkpoint folder of the small model; FOLDER@NAME: a member of a network
+    # checkpoint folder of the small model; FOLDER@NAME: a member of a network; lookup: no model, but what
+    # followed the last tokens in the source and the text
+    drafter: str = ""
     verifier: str = ""  # checkpoint folder of the large model
     models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
     # of --list, or verifier / drafter alone; or one a level. An object in its place moves to `samplers`
@@ -260,6 +263,11 @@ class DecodeConfig(Settings):
             return [(f"model {n}", path) for n, path in enumerate(self.models)]
         return [("the drafter", self.drafter), ("the verifier", self.verifier)]
 
+    @property
+    def folders(self) -> list[tuple[str, str]]:
+        """The roles whose models are read from a checkpoint, and its folder."""
+        return [(role, folder) for role, path in self.roles if (folder := split_drafter(path)[1])]
+
     def record(self, *without: str) -> dict[str, Any]:
         """Its fields as JSON holds them, without these: what an output was decoded by."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}
@@ -289,6 +297,11 @@ class DecodeConfig(Settings):
                 "plan for these with scripts/plan.py.",
                 f"this is a plan for the models {', '.join(self.planned_for)}, not for {', '.join(paths)}",
             )
+        for n, (role, path) in enumerate(self.roles):
+            if split_drafter(path)[0] is not None and (n > 0 or levels == 0):
+                field = "models" if self.models else role.removeprefix("the ")
+                remedy = "name it before the models that verify its drafts."
+                raise FieldError(field, path, remedy, f"{role} is {path}, which only drafts")
         super().check(vocab_size, levels, {**known, **self._known})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError(

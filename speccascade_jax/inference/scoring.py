@@ -38,13 +38,15 @@ def states_law(sampler: Sampler, rules: Sequence[Method]) -> bool:
     """Whether laws() gives the law of what `rules` write, one for each verifier from the smallest up.
 
     A lossless rule's law is its verifier's. Another's is also made of the drafter's, which must be a law by
-    prefix: that of a drafter that reads its verifier's states depends on where the rounds began.
+    prefix: that of a drafter that reads its verifier's states, or proposes tokens without a law, depends on
+    where the rounds began.
     """
     if not rules or not isinstance(sampler, Speculative):
         return isinstance(sampler, Autoregressive)
     *below, rule = rules
     reads_states = sampler.shares and not getattr(network_of(sampler.verifier), "by_prefix", True)
-    return rule.lossless or (rule.by_prefix and not reads_states and states_law(sampler.drafter, below))
+    by_prefix = rule.by_prefix and sampler.by_prefix and not reads_states
+    return rule.lossless or (by_prefix and states_law(sampler.drafter, below))
 
 
 def laws(

@@ -24,12 +24,13 @@ from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
+from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
-from speccascade_jax.inference.vocabulary_checks import check_method
+from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
 from speccascade_jax.learned import router
-from speccascade_jax.models import full_of
+from speccascade_jax.models import full_of, start_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.scheduling.continuous import Continuous
@@ -72,7 +73,8 @@ class Output:
 class Cascade:
     """Models of one vocabulary, the smallest first: a drafter and a verifier, or one alone, or a hierarchy.
 
-    Members of one network stand next to each other, and have the same parameters.
+    Members of one network stand next to each other, and have the same parameters. With `model_free` the
+    smallest is no model, and has no parameters.
     """
 
     models: tuple[LanguageModel, ...]
@@ -87,6 +89,7 @@ class Cascade:
     chat: bool = False  # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
+    model_free: ModelFree | None = None  # what drafts without a checkpoint
     trained: Method | None = None  # a trained method, which stands for its name: see learned.router
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -109,6 +112,13 @@ class Cascade:
         self.strategy = VOCABULARIES[self.vocabulary]
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
+            if self.model_free is not None:
+                raise FieldError(
+                    "vocabulary",
+                    self.vocabulary,
+                    "take vocabulary tli.",
+                    f"{self.vocabulary} drafts on the host, {self.model_free.name} does not",
+                )
             self.host_drafter = self.strategy.drafts(
                 *next(iter(self.foreign.items())),
                 self.params[0],
@@ -129,11 +139,14 @@ class Cascade:
     ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
-        read once. Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies
-        differ, `vocabulary` says how they are joined.
+        read once. The first of several may be a name of MODEL_FREE, such as lookup. Parameters are cut over
+        `tensor_parallel` devices as they are read. Where vocabularies differ, `vocabulary` says how they are
+        joined.
 
         Raises ValueError where the models do not fit each other.
         """
+        model_free, folder = split_drafter(str(paths[0])) if paths else (None, "")
+        paths = paths if model_free is None else (folder, *paths[1:])[not folder :]
         if not paths:
             raise FieldError(
                 "models", (), "give a checkpoint, or several, the smallest model's first.", "no models"
@@ -163,12 +176,17 @@ class Cascade:
             VOCABULARIES[vocabulary],
         )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
+        models, params = joint.models, joint.params
+        if model_free is not None:
+            drafter = model_free.model(models[-1].vocab_size, start_of(largest.model.config))
+            models, params = [drafter, *models], [(), *params]
         return cls(
-            tuple(joint.models),
-            tuple(joint.params),
+            tuple(models),
+            tuple(params),
             target,
             foreign=joint.foreign,
             vocabulary=vocabulary,
+            model_free=model_free,
             **fields,
         )
 
@@ -184,7 +202,7 @@ class Cascade:
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
         """The models a DecodeConfig names. Raises ValueError with the remedy where they cannot be had."""
-        for role, path in config.roles:
+        for role, path in config.folders:
             if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
                 flag = "models" if config.models else role.removeprefix("the ")
                 if in_the_repository_only(path):
@@ -243,6 +261,13 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
+            if self.model_free is not None and sampler.models == self.drafter:
+                raise FieldError(
+                    "method",
+                    settings.name,
+                    "take another method.",
+                    f"{self.model_free.name} writes no text by itself",
+                )
         else:
             sampler = self._cascaded(settings, methods, verifications or (settings.verification,))
         return sampler, of_nest(self._params_of, sampler.models)
@@ -262,7 +287,8 @@ class Cascade:
             return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
         sampler: Sampler = Autoregressive(self.drafter)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
-        for model, several, size in zip(self.models[1:], levels, sizes, strict=True):
+        kinds = [kind if self.model_free is None else Matched, *[kind] * (self.levels - 1)]
+        for kind, model, several, size in zip(kinds, self.models[1:], levels, sizes, strict=True):
             method = several if len(several) > 1 else several[0]
             sampler = kind(sampler, model, method, size, settings.hand_over, verification)
         return sampler
@@ -374,6 +400,8 @@ class Cascade:
         settings.check(self.verifier.vocab_size, self.levels, {**NAMED, **self.named})
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
+        if self.model_free is not None:
+            check_drafts(settings, self.levels, self.model_free)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
             raise FieldError(
                 "max_new_tokens",

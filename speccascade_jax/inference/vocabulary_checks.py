@@ -1,14 +1,17 @@
-"""Which methods models of unequal vocabularies can follow."""
+"""Which methods can follow drafters of another vocabulary, or without a law."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import TRAINED
+from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies import VOCABULARIES, Strategy
+from speccascade_jax.vocabularies.strategy import UNSTATED, refused_without_law
 
 
 def check_method(settings: Settings, levels: int, strategy: Strategy) -> None:
@@ -17,19 +20,44 @@ def check_method(settings: Settings, levels: int, strategy: Strategy) -> None:
     strategy.check(settings.name, () if scheme else settings.rules(levels), scheme, settings.adaptive)
 
 
-def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
-    """check_method for each of `points`, by the tokenizers alone, before the models are read. What is missing
-    here or read from a file is left to the loading.
+def check_drafts(settings: Settings, levels: int, drafter: ModelFree) -> None:
+    """Raises FieldError for settings that cannot decode with drafts of no model."""
+    name, scheme = drafter.name, settings.scheme(levels)
+    if settings.adaptive:
+        raise FieldError(
+            "block_size",
+            settings.block_size,
+            "give a number: the most tokens of a draft.",
+            f"block_size is {settings.block_size!r}, and {name} decides by itself how many tokens it drafts",
+        )
+    if scheme is not None and scheme.models is None:
+        return
+    method = UNSTATED if scheme else settings.rules(levels)[0]
+    if refused := refused_without_law(name, settings.name, method):
+        problem, remedy = refused
+        raise FieldError("method", settings.name, remedy, problem)
 
-    Raises FieldError as check_method does.
+
+def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
+    """check_method and check_drafts for each of `points`, by the tokenizers alone, before the models are
+    read. What is missing here or read from a file is left to the loading.
+
+    Raises FieldError as these do.
     """
+    samplers, model_free = named(run.samplers), split_drafter(run.roles[0][1])[0]
+    if model_free is not None:
+        for point in points:
+            levels = len(run.roles) - 1
+            point.check(levels=levels, known={**NAMED, **samplers})
+            if point.name not in TRAINED:
+                check_drafts(resolved(point, samplers), levels, model_free)
+        return
     paths = [path for _, path in run.roles]
     if run.tokenizer or not all(Path(checkpoints.split_member(path)[0]).is_dir() for path in paths):
         return
     *others, target = (Tokenizer(checkpoints.tokenizer_file(path)).pieces() for path in paths)
     if all(pieces == target for pieces in others):
         return
-    samplers = named(run.samplers)
     for point in points:
         point.check(len(target), len(others), {**NAMED, **samplers})
         if point.name not in TRAINED:

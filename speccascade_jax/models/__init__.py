@@ -32,6 +32,12 @@ def model_of(config: Config, **fields: Any) -> Model:
     return MODELS[type(config)](config, **fields)
 
 
+def start_of(config: Config) -> int | None:
+    """What the outputs of a model with that config begin with; None for one that continues its prompt."""
+    full = full_of(config)
+    return None if isinstance(full, DecoderOnlyConfig) else getattr(full, "start_id", full.pad_id)
+
+
 def full_of(config: Config) -> SingleConfig:
     """The config of a network's full model; for any other model, its config."""
     return config.full if isinstance(config, NetworkConfig) else config

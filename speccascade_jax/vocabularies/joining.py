@@ -9,7 +9,7 @@ import numpy as np
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import each
-from speccascade_jax.models import DecoderOnlyConfig, full_of
+from speccascade_jax.models import DecoderOnlyConfig, full_of, start_of
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 from speccascade_jax.vocabularies.matching import matched, spellings
@@ -98,9 +98,7 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
             "take tli.",
             f"{strategy.name} joins {strategy.max_models} models, not {len(loaded)}",
         )
-    full, result = full_of(verifier.config), Joined([], [], {})
-    # A decoder-only model continues its prompt.
-    start = None if isinstance(full, DecoderOnlyConfig) else getattr(full, "start_id", full.pad_id)
+    result, start = Joined([], [], {}), start_of(verifier.config)
     for n, (model, params, tokenizer) in enumerate(smaller):
         if n in foreign:
             model, params = translated(

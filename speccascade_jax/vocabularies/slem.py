@@ -21,12 +21,11 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import covered, insert, network_of, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Params
-from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.proposals import Matched, Proposals, Proposed
 from speccascade_jax.core.verification import TOKEN, Verification
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, pad
-from speccascade_jax.vocabularies.strategy import Strategy
+from speccascade_jax.vocabularies.strategy import Strategy, refused_without_law
 from speccascade_jax.vocabularies.translated import CHUNK, Translated, TranslatedParams
 
 LEAST_CHANCE = 0.3  # the chance of a whole draft below which no more is drafted
@@ -335,24 +334,11 @@ class TextProposer:
         )
 
 
-def refusal(name: str, method: Method) -> tuple[str, str] | None:
-    """Drafts that come as text have no distribution: a method must need only p and the drafted token."""
-    return (
-        (
-            f"{name} needs the drafter's distribution, which slem has not",
-            f"take vocabulary tli, or one of {FOLLOWED}.",
-        )
-        if method.needs_q
-        else None
-    )
-
-
-FOLLOWED = ", ".join(name for name, method in METHODS.items() if not method.needs_q)
 SLEM = Strategy(
     "slem",
     "the drafter writes text, which is read in the verifier's tokens and matched",
     drafts=TextDrafter,
-    refusal=refusal,
+    refusal=partial(refused_without_law, "slem", alternative="vocabulary tli, or "),
     max_models=2,
     adaptive=False,
 )

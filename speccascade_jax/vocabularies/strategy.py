@@ -10,6 +10,7 @@ from jaxtyping import Int
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.protocols import Params
+from speccascade_jax.core.rules import METHODS
 from speccascade_jax.tokenizers.tokenizer import Surface
 
 
@@ -25,6 +26,20 @@ def no_others(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]
 
 def follows_all(name: str, method: Method) -> None:
     """Every method can be followed."""
+
+
+WITHOUT_A_LAW = ", ".join(name for name, method in METHODS.items() if not method.needs_q)
+"""The methods that need only p and the drafted token."""
+
+
+def refused_without_law(
+    drafter: str, name: str, method: Method, alternative: str = ""
+) -> tuple[str, str] | None:
+    """Why a method cannot follow drafts that have no distribution, and the remedy; None where it can."""
+    if not method.needs_q:
+        return None
+    problem = f"{name} needs the drafter's distribution, which {drafter} does not have"
+    return problem, f"take {alternative}one of {WITHOUT_A_LAW}."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,6 +230,34 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
         check_about(errors[0], field, value)
 
 
+def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
+    """The verifier's greedy texts, batched; what cannot follow such drafts is refused before the models are
+    read."""
+    texts = {}
+    lookup = ["--drafter=lookup", "--method=speculative", "--batch-size=4"]
+    for name, flags in {"alone": ["--method=verifier"], "lookup": lookup}.items():
+        out = tmp_path / f"{name}.jsonl"
+        assert run(t5_pair, "--input", inputs, "--output", out, *flags) == 0
+        texts[name] = [line["text"] for line in lines(out)]
+    assert texts["lookup"] == texts["alone"]
+    counts = [line["counts"] for line in lines(out) if line["counts"]]
+    assert sum(count["accepted"] for count in counts) > 0
+    assert {count["drafter_passes"] for count in counts} == {0}
+    assert run(t5_pair, "--drafter=lookup", "--text=a dog", "--method=drafter") == 2
+    monkeypatch.setattr(decode.Cascade, "load", lambda *_, **__: pytest.fail("the models were read"))
+    for flags, field, value in (
+        (["--method=opt", "--alpha=0.3"], "method", "opt"),
+        (["--method=sequence"], "method", "sequence"),
+        (["--block-size=adaptive"], "block_size", "adaptive"),
+        (["--verifier=lookup"], "verifier", "lookup"),
+        (["--models", "lookup"], "models", "lookup"),
+        (["--models", t5_pair / "verifier", "lookup"], "models", "lookup"),
+    ):
+        with refusals() as errors:
+            assert run(t5_pair, "--drafter=lookup", "--text=a dog", *flags) == 2
+        check_about(errors[0], field, value)
+
+
 def test_list_names_configs_to_decode_with_and_methods(capsys):
     """Configs that train a model are none of --config's values here: they have a table of their own."""
     assert decode.main(["--list"]) == 0

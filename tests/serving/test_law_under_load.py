@@ -1,12 +1,13 @@
 """The law under load: sampled answers of one prompt, while others of all kinds come and go, by chi-square."""
 
 import concurrent.futures
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 from joint_laws import FAIL_BELOW
-from served_toys import ask, serving, toy_models
+from served_toys import ask, serving, toy_lookup, toy_models
 from toys import chi_square, sequence_law, table
 
 from speccascade_jax.settings import Settings
@@ -85,3 +86,23 @@ def test_one_model_and_three_are_served(count, method, fields):
         tokens = tuple(int(token) for token in choice["logprobs"]["tokens"])
         assert abs(np.exp(sum(choice["logprobs"]["token_logprobs"])) - law[tokens]) < 1e-5
     assert count == 1 or (refused[0], refused[1]["error"]["param"]) == (400, "block_size")
+
+
+@pytest.mark.full
+def test_drafts_that_are_looked_up_are_served():
+    """Each answer is what generate gives, with blocks of its own size; a rule whose law depends on where
+    rounds begin states no probabilities."""
+    model, asked = toy_lookup(), {"prompt": "20120", "seed": 3}
+    with serving(model) as (url, _):
+        for method, size in (("speculative", 1), ("token_v3", 2)):
+            changes = {"method": method, "block_size": size, "alpha": 0.4, "seed": 3}
+            answer = ask(url, asked | changes | {"n": 20})[1]
+            settings = dataclasses.replace(model.defaults, **changes)
+            wanted = [one.text for one in model.cascade.generate(["20120"] * 20, settings)]
+            assert [choice["text"] for choice in answer["choices"]] == wanted
+        stated = ask(url, asked | {"logprobs": 1})[1]["choices"][0]["logprobs"]
+        refused = ask(url, asked | {"logprobs": 1, "method": "token_v3"})
+    assert (refused[0], refused[1]["error"]["param"]) == (400, "logprobs")
+    law = sequence_law([table(40, 4)], [], [], (2, 0, 1, 2, 0, 3), steps=3, eos=3)
+    tokens = tuple(int(token) for token in stated["tokens"])
+    assert abs(np.exp(sum(stated["token_logprobs"])) - law[tokens]) < 1e-5

@@ -12,6 +12,7 @@ import toys
 import uvicorn
 
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.samplers.lookup import MODEL_FREE
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.serving.app import Limits, create_app
 from speccascade_jax.serving.engine import Engine
@@ -44,6 +45,15 @@ def toy_models(count, method, **fields):
     cascade = Cascade((toys.TableLM(4),) * count, tables, Digits(), max_source_length=16, max_new_tokens=3)
     config = DecodeConfig(models=("toy",) * count, method=method, temperature=1.0, max_new_tokens=3, **fields)
     return ServedModel("toys", config, cascade, ("verifier",), 2)
+
+
+def toy_lookup():
+    """A model named lookup: a toy whose drafts are looked up."""
+    entry = MODEL_FREE["lookup"]
+    models, params = (entry.model(4, None), toys.TableLM(4)), ((), toys.table(40, 4))
+    cascade = Cascade(models, params, Digits(), max_source_length=16, max_new_tokens=3, model_free=entry)
+    config = DecodeConfig(drafter="lookup", verifier="toy", block_size=2, temperature=1.0, max_new_tokens=3)
+    return ServedModel("lookup", config, cascade, ("speculative", "token_v3"), 4)
 
 
 @contextlib.contextmanager

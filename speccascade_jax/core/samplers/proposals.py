@@ -1,9 +1,9 @@
-"""Verification of drafts that come from outside the compiled loop: string-level exact match (Timor et al.
-2025, arXiv 2502.05202, Algorithm 2).
+"""Verification of drafts without laws, whoever wrote them, and drafts from outside the compiled loop:
+string-level exact match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,14 @@ class Proposals(NamedTuple):
     size: Int[AnyArray, " B"]  # how many of them
     passes: Int[AnyArray, " B"]  # of the drafter that wrote them
     length: Int[AnyArray, " B"]
+
+
+class Drafts(NamedTuple):
+    """What a drafter without laws proposes after the committed tokens."""
+
+    tokens: Int[AnyArray, "B G"]
+    size: Int[AnyArray, " B"]  # 0 .. G: how many of them
+    passes: Int[AnyArray, " B"]  # of the drafter's model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +67,33 @@ class Proposed:
     def roll_back(self, cache: Proposals, length: Int[AnyArray, " B"]) -> Proposals:
         return cache._replace(length=jnp.asarray(length))
 
+    def draft(
+        self, cache: Proposals, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+    ) -> tuple[Drafts, Proposals]:
+        return Drafts(cache.tokens, jnp.minimum(cache.size, limit), cache.passes), cache
+
 
 @dataclasses.dataclass(frozen=True)
 class Matched(Narrowed):
-    """Speculative with the drafts that lie in the cache, whoever wrote them; its `drafter` holds a Proposed.
+    """Speculative with drafts that have no laws; its `drafter` holds a model whose draft(cache, rows, limit,
+    count, eos_id) gives the Drafts: up to `limit` of `count` tokens, which depend on committed tokens alone.
 
     A draft's law is taken to be one-hot. So a lossless method accepts token x with probability p(x), as exact
     match with a sample of p does, and a rule refuses what p alone tells it to refuse. After the last draft
     comes a token of the verifier's own.
     """
 
+    by_prefix: ClassVar[bool] = False  # after the last draft, a rule's target is another one
+
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        active = rows.room > 0
-        tokens = jnp.pad(caches.tokens, ((0, 0), (0, 1)))
+        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        limit = jnp.where(rows.room > 0, limit, 0)
+        drafter: Any = self.drafter
+        drafts, caches = drafter.model.draft(caches, rows, limit, self.block_size, eos_id)
+        tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
         laws = jax.nn.one_hot(tokens, self.verifier.vocab_size)
-        size = jnp.where(active, jnp.minimum(caches.size, self.block_size), 0)
-        block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), size)
-        return block, caches, jnp.where(active, caches.passes, 0)
+        block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), drafts.size)
+        return block, caches, jnp.where(rows.room > 0, drafts.passes, 0)
 
     def target(
         self, scores: Scores, rows: Rows, draft: Draft

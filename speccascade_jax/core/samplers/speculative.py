@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,7 @@ class Speculative:
     hand_over: HandOver = "need"
     verification: Verification | tuple[Verification, ...] = TOKEN
     behind: int = 0  # as Autoregressive's
+    by_prefix: ClassVar[bool] = True  # a rule by prefix has a law by prefix here
 
     @property
     def shares(self) -> bool:

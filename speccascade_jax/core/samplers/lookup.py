@@ -1,0 +1,156 @@
+"""Drafts without a model: what followed the last tokens where they stood before (prompt lookup).
+
+It is found in the source, the prompt and the text so far, and there is nothing to load. What is proposed is
+known from the prefix, so its law is one-hot, and the output's law does not depend on how good it is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.nests import fitted
+from speccascade_jax.core.protocols import NO_TOKEN, AnyArray, Params, Prefix, Rows
+from speccascade_jax.core.rounds import cut_after
+from speccascade_jax.core.samplers.proposals import Drafts
+
+Array = jax.Array
+LONGEST = 3  # tokens that are compared; longer matches were no better a guide
+
+
+class Text(NamedTuple):
+    """What is searched. Entries of `tokens` at or past `length` are scratch."""
+
+    source: Int[Array, "B S"]  # what an encoder reads; S = 0 where the text begins with the prompt
+    source_length: Int[Array, " B"]
+    tokens: Int[Array, "B L"]
+    length: Int[Array, " B"]
+
+
+class Found(NamedTuple):
+    """What followed the longest match."""
+
+    tokens: Int[Array, "B G"]
+    size: Int[Array, " B"]  # 0 .. G: how many of them there are
+    match: Int[Array, " B"]  # 0 .. LONGEST: how many of the last tokens stood before them
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A LanguageModel without parameters: its cache is the text, and the token that followed the longest
+    match is certain. Without a match all tokens are equally likely."""
+
+    vocab_size: int
+    start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+
+    def params_from(self, params_of: Any) -> Params:
+        return ()
+
+    def prefill(
+        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+    ) -> tuple[Prefix, Text]:
+        inputs, source_length = jnp.asarray(inputs), jnp.asarray(input_length)
+        if self.start_id is None:
+            prefix, source = Prefix(inputs, source_length), inputs[:, :0]
+            source_length = jnp.zeros_like(source_length)
+        else:
+            start = jnp.full((len(inputs), 1), self.start_id, jnp.int32)
+            prefix, source = Prefix(start, jnp.ones((len(inputs),), jnp.int32)), inputs
+        tokens = fitted(prefix.tokens, (max_length,))
+        return prefix, Text(source, source_length, tokens, jnp.maximum(prefix.length - 1, 0))
+
+    def extend(
+        self, params: Params, tokens: Int[AnyArray, "B T"], cache: Text
+    ) -> tuple[Float[Array, "B T V"], Text]:
+        cache = cache._replace(tokens=placed(cache.tokens, jnp.asarray(tokens), cache.length))
+        ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
+        found = jax.vmap(lambda end: found_in(cache._replace(length=end), 1), 1, 1)(ends)
+        law = jax.nn.one_hot(found.tokens[..., 0], self.vocab_size)
+        logits = jnp.where((found.match > 0)[..., None], jnp.log(law), 0.0)
+        return logits, cache._replace(length=ends[:, -1])
+
+    def roll_back(self, cache: Text, length: Int[AnyArray, " B"]) -> Text:
+        return cache._replace(length=jnp.asarray(length))
+
+    def draft(
+        self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+    ) -> tuple[Drafts, Text]:
+        """What follows the longest match, up to and with the first eos_id, and the text with it."""
+        found, cache = self.find(cache, rows, limit, count, eos_id)
+        return Drafts(found.tokens, found.size, jnp.zeros_like(found.size)), cache
+
+    def find(
+        self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+    ) -> tuple[Found, Text]:
+        """As draft(), with the length of the match."""
+        text = placed(cache.tokens, rows.recent, rows.start - rows.recent.shape[1])
+        found = found_in(cache._replace(tokens=text, length=rows.start), count)
+        size = jnp.minimum(cut_after(found.tokens, found.size, eos_id), limit)
+        text = placed(text, found.tokens, rows.start)
+        return found._replace(size=size), cache._replace(tokens=text, length=rows.start + size)
+
+
+def found_in(text: Text, count: int) -> Found:
+    """What follows, in the source or before the text's end, the longest run of tokens with which the text
+    ends. Of equally long matches the first one in the source, or where there is none, the last one in the
+    text."""
+    width, length = text.source.shape[1], text.tokens.shape[1]
+    last = text.length[:, None] - LONGEST + jnp.arange(LONGEST)
+    last = jnp.where(last >= 0, jnp.take_along_axis(text.tokens, last, axis=1, mode="clip"), NO_TOKEN)
+    parts = (text.source, text.source_length), (text.tokens, text.length)
+    match = jnp.concatenate([matches(tokens, size, last) for tokens, size in parts], axis=1)
+    column = jnp.arange(width + length)
+    rank = jnp.where(column < width, width + length - column, column - width)
+    best = match * (width + length + 1) + jnp.where(match > 0, rank, 0)
+    first = jnp.argmax(best, axis=1) + 1
+    end = jnp.where(first <= width, text.source_length, width + text.length)
+    tokens = jnp.concatenate([text.source, text.tokens], axis=1)
+    tokens = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(count), axis=1, mode="clip")
+    match = jnp.max(match, axis=1)
+    return Found(tokens, jnp.where(match > 0, jnp.minimum(end - first, count), 0), match)
+
+
+def matches(
+    tokens: Int[Array, "B H"], length: Int[Array, " B"], last: Int[Array, "B N"]
+) -> Int[Array, "B H"]:
+    """How many of the N `last` tokens, from the newest back, are those up to each place; 0 where none of the
+    first `length` tokens follows the place."""
+    size, count = tokens.shape[1], last.shape[1]
+    before = jnp.pad(tokens, ((0, 0), (count, 0)), constant_values=NO_TOKEN)
+    same, match = jnp.arange(size) < length[:, None] - 1, jnp.zeros_like(tokens)
+    for n in range(count):
+        token = last[:, -1 - n, None]
+        same &= (before[:, count - n :][:, :size] == token) & (token != NO_TOKEN)
+        match += same
+    return match
+
+
+def placed(old: Int[Array, "B L"], new: Int[Array, "B N"], start: Int[Array, " B"]) -> Int[Array, "B L"]:
+    """`old` with the tokens of `new` from each row's `start` on; NO_TOKEN leaves what is there."""
+    place = jnp.arange(old.shape[1]) - start[:, None]
+    here = jnp.take_along_axis(new, jnp.clip(place, 0, new.shape[1] - 1), axis=1)
+    return jnp.where((place >= 0) & (place < new.shape[1]) & (here != NO_TOKEN), here, old)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFree:
+    """A drafter that needs no checkpoint: its name stands where a folder's does."""
+
+    name: str
+    summary: str  # for people
+    # (size of the verifier's vocabulary, what its outputs begin with or None) -> what drafts
+    model: Callable[[int, int | None], Any]
+
+
+MODEL_FREE = {
+    entry.name: entry
+    for entry in (ModelFree("lookup", "what followed the last tokens in the source and the text", Lookup),)
+}
+
+
+def split_drafter(path: str) -> tuple[ModelFree | None, str]:
+    """What a model's path names: a drafter without a checkpoint, if any, and a folder, "" for none."""
+    return (MODEL_FREE[path], "") if path in MODEL_FREE else (None, path)

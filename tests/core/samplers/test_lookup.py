@@ -1,0 +1,251 @@
+"""Drafts without a model: the search, the law of what is written, and that nothing but committed tokens
+counts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lookup_reference import followed, greedy_rounds, token_v3_law
+from toys import TableLM, chi_square, sequence_law, table, table_law
+
+from speccascade_jax.core.loop import generate
+from speccascade_jax.core.protocols import LanguageModel, Prefix
+from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers import Autoregressive, Speculative, lookup
+from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, found_in
+from speccascade_jax.core.samplers.proposals import Matched
+from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import BLOCK, TOKEN
+
+EOS, STEPS = 3, 4
+PROMPT = [1, 2, 0, 1]
+LOGITS = table(41, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Started(TableLM):
+    """A toy that reads a source and begins with token 0, as encoder-decoders do."""
+
+    def prefill(self, params, inputs, input_length, max_length):
+        first = jnp.zeros((len(inputs), 1), jnp.int32)
+        return Prefix(first, jnp.ones((len(inputs),), jnp.int32)), super().prefill(
+            params, first, jnp.ones((len(inputs),), jnp.int32), max_length
+        )[1]
+
+
+def sampler_of(method="speculative", size=3, vocab=4, start=None, **fields):
+    model = TableLM(vocab) if start is None else Started(vocab)
+    return Matched(Autoregressive(Lookup(vocab, start)), model, METHODS[method], size, **fields)
+
+
+def decode(sampler, params, prompts, *, alpha=0.0, temperature=1.0, steps=STEPS, eos=EOS, limits=None):
+    """generate() of prompts of unlike lengths."""
+    inputs = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in enumerate(prompts):
+        inputs[row, : len(prompt)] = prompt
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(len(prompts)))
+    return generate(
+        sampler,
+        params,
+        keys,
+        inputs,
+        np.array([len(prompt) for prompt in prompts], np.int32),
+        SamplingOptions(temperature),
+        jnp.full(sampler.level, alpha),
+        max_new_tokens=steps,
+        eos_id=eos,
+        limits=limits,
+    )
+
+
+def written(result):
+    return [row[:size].tolist() for row, size in zip(np.asarray(result.tokens), result.length, strict=True)]
+
+
+@pytest.mark.parametrize("width", [0, 9])
+def test_the_search_is_the_references(width):
+    """Of texts of three letters, where matches of all lengths are common; past the ends lies more text."""
+    rng = np.random.default_rng(width)
+    source, tokens = (rng.integers(0, 3, (600, n)).astype(np.int32) for n in (width, 14))
+    sizes, lengths = rng.integers(0, width + 1, 600), rng.integers(1, 14, 600)
+    found = jax.jit(found_in, static_argnums=1)(Text(source, sizes, tokens, lengths), 5)
+    seen = set()
+    for row in range(600):
+        expected, match = followed(
+            source[row, : sizes[row]].tolist(), tokens[row, : lengths[row]].tolist(), LONGEST
+        )
+        size = int(found.size[row])
+        assert found.tokens[row, :size].tolist() == expected[:5] and found.match[row] == match
+        seen.add(match)
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("start", [None, 0])
+def test_the_cache_holds_the_laws_of_a_language_model(start):
+    """append, chunk, rollback and rows; a certain token is the one that followed."""
+    model, rng = Lookup(5, start), np.random.default_rng(0)
+    assert isinstance(model, LanguageModel)
+    inputs, lengths = rng.integers(0, 5, (6, 7)).astype(np.int32), rng.integers(1, 8, 6).astype(np.int32)
+    tokens = rng.integers(0, 5, (6, 12)).astype(np.int32)
+    prefix, begun = model.prefill((), inputs, lengths, 24)
+    tokens[:, 0] = np.asarray(prefix.tokens)[np.arange(6), np.asarray(prefix.length) - 1]
+    extend = jax.jit(model.extend)
+    whole, cache = extend((), tokens, begun)
+    first, middle = extend((), tokens[:, :5], begun)
+    second, _ = extend((), tokens[:, 5:], middle)
+    np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
+    assert (cache.length == begun.length + 12).all()
+    again, _ = extend((), tokens[:, 5:], model.roll_back(cache, begun.length + 5))
+    np.testing.assert_array_equal(again, second)
+    _, alone = model.prefill((), inputs[:1, : lengths[0]], lengths[:1], 24)
+    np.testing.assert_array_equal(extend((), tokens[:1], alone)[0][0], whole[0])
+    laws = np.asarray(jax.nn.softmax(whole))
+    for row in range(6):
+        prompt = inputs[row, : lengths[row]].tolist()
+        for at in range(12):
+            text = tokens[row, : at + 1].tolist()
+            after, match = followed(*((prompt, text) if start is not None else ([], prompt[:-1] + text)))
+            law = np.eye(5)[after[0]] if match else np.full(5, 0.2)
+            np.testing.assert_allclose(laws[row, at], law, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "method,alpha,way,start",
+    [
+        ("speculative", 0.0, TOKEN, None),
+        ("speculative", 0.0, BLOCK, 0),
+        ("token_v3", 0.5, TOKEN, None),
+        ("token_v3", 0.5, BLOCK, 0),
+    ],
+)
+def test_what_is_written_follows_the_law(method, alpha, way, start, rows):
+    """Lossless: the verifier's law. token_v3: that of the rule on these drafts, enumerated over the prefix
+    and the place where the round began."""
+    sampler = sampler_of(method, start=start, verification=way)
+    result = decode(sampler, ((), LOGITS), [PROMPT] * rows, alpha=alpha)
+    source, prompt = ([], PROMPT) if start is None else (PROMPT, [0])
+    lossless = sequence_law([LOGITS], [], [], tuple(prompt), steps=STEPS, eos=EOS)
+    if method == "token_v3":
+        assert chi_square(np.asarray(result.tokens), lossless) < 1e-6
+    law = lossless if method == "speculative" else rule_law(source, prompt, alpha)
+    assert chi_square(np.asarray(result.tokens), law) > 1e-4
+    assert np.asarray(result.counts[1].accepted).sum() > 0.2 * rows
+
+
+def rule_law(source, prompt, alpha, size=3):
+    def p(context):
+        return table_law(LOGITS, *([0, *context][-2:]))
+
+    return token_v3_law(p, source, prompt, size, alpha, STEPS, EOS)
+
+
+def prompts_of(count, vocab, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab - 1, rng.integers(1, 24)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("start,size", [(None, 5), (0, 2)])
+def test_greedy_rounds_are_the_references(start, size):
+    """Of 1,000 texts: what the verifier writes alone, in exactly the rounds that the reference counts."""
+    check_rounds(start, size)
+
+
+def check_rounds(start, size, count=1000, steps=24):
+    vocab = 9
+    logits, prompts = table(7, vocab, 3.0), prompts_of(count, vocab)
+    sampler = sampler_of(size=size, vocab=vocab, start=start)
+    options = {"temperature": 0.0, "steps": steps, "eos": vocab - 1}
+    limits = np.random.default_rng(1).integers(1, steps + 1, count)
+    result = decode(sampler, ((), logits), prompts, **options, limits=limits)
+    alone = written(decode(Autoregressive(sampler.verifier), logits, prompts, **options, limits=limits))
+    assert written(result) == alone
+    counts = result.counts[1]
+    for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
+        source, begun = ([], prompt) if start is None else (prompt, [0])
+        expected = greedy_rounds(source, begun, text, size, vocab - 1)
+        assert (counts.rounds[row], counts.drafted[row], counts.accepted[row]) == expected
+    assert np.sum(counts.accepted) > 0.1 * np.sum(result.length)
+    assert (np.asarray(result.counts[0]) == 0).all()
+
+
+def test_a_row_depends_on_nothing_but_itself():
+    prompts = prompts_of(6, 4, seed=3)
+    sampler = sampler_of(size=4)
+    together = decode(sampler, ((), LOGITS), prompts, steps=12)
+    wider = decode(sampler, ((), LOGITS), [*prompts, [1] * 40], steps=12)
+    for row in range(6):
+        assert written(wider)[row] == written(together)[row]
+        for counts in (wider.counts[1], together.counts[1]):
+            assert counts.rounds[row] == together.counts[1].rounds[row]
+
+
+@pytest.mark.parametrize("hand_over", ["need", pytest.param("truncate", marks=pytest.mark.full)])
+def test_a_hierarchy_on_top_of_it_follows_its_law(hand_over, rows):
+    """lookup, a small and a large model: the large one's rule reads the small one's law."""
+    tables = table(40, 4), LOGITS
+    inner = sampler_of(size=2)
+    sampler = Speculative(inner, TableLM(4), METHODS["opt"], 3, hand_over)
+    params = ((), tables[0]), tables[1]
+    found = decode(sampler, params, [PROMPT] * rows, alpha=0.3)
+    law = sequence_law(tables, ["opt"], [0.3], tuple(PROMPT), steps=STEPS, eos=EOS)
+    assert chi_square(np.asarray(found.tokens), law) > 1e-4
+
+
+@pytest.mark.parametrize("method", [pytest.param("speculative", marks=pytest.mark.full), "opt"])
+def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
+    """Over caches that lag behind: a spared bonus pass above a draft of no tokens."""
+    vocab, prompts = 9, prompts_of(64, 9)
+    small, large = TableLM(9), TableLM(9)
+    params = table(8, vocab, 3.0), table(7, vocab, 3.0)
+    options = {"temperature": 0.0, "steps": 24, "eos": vocab - 1, "alpha": 0.2}
+    inner = sampler_of(size=3, vocab=vocab)
+    with_lookup = Speculative(inner, large, METHODS[method], 4)
+    without = Speculative(Autoregressive(small), large, METHODS[method], 4)
+    found = decode(with_lookup, (((), params[0]), params[1]), prompts, **options)
+    assert written(found) == written(decode(without, params, prompts, **options))
+
+
+# Planted bugs
+
+
+def past_the_committed_text(monkeypatch):
+    """The search sees what lies past the committed text: drafts that were rejected."""
+    right = lookup.matches
+    monkeypatch.setattr(lookup, "matches", lambda tokens, length, last: right(tokens, length + 2, last))
+
+
+def one_position_late(monkeypatch):
+    """Drafted tokens are kept a position late."""
+    right = lookup.placed
+
+    def late(old, new, start):
+        return right(old, new, start + (new.shape[1] > 2))
+
+    monkeypatch.setattr(lookup, "placed", late)
+
+
+@pytest.mark.parametrize("plant", [past_the_committed_text, one_position_late])
+def test_a_planted_bug_shows_in_the_rounds(plant, monkeypatch):
+    plant(monkeypatch)
+    jax.clear_caches()
+    try:
+        with pytest.raises(AssertionError):
+            check_rounds(None, 5, count=100)
+    finally:
+        jax.clear_caches()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plant", [past_the_committed_text, one_position_late])
+def test_a_planted_bug_shows_in_a_rules_law(plant, rows, monkeypatch):
+    plant(monkeypatch)
+    jax.clear_caches()
+    try:
+        test_what_is_written_follows_the_law("token_v3", 0.5, TOKEN, None, rows)
+    except AssertionError:
+        return
+    finally:
+        jax.clear_caches()
+    pytest.fail("the law does not show the bug")
