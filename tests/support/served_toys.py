@@ -25,9 +25,6 @@ class Digits(toys.Digits):
 
     size = 4
 
-    def id_of(self, piece):
-        return int(piece) if piece in ("0", "1", "2", "3") else None
-
 
 def toy_model(methods=("speculative", "opt"), rows=8, **fields):
     """The toy pair as a model named toy; texts are digits below 4, and 3 ends one."""

@@ -355,6 +355,9 @@ class Digits(Tokenizer):
     def __init__(self):
         self.pad_id, self.eos_id, self.bos_id = 0, 3, -1
 
+    def id_of(self, piece):
+        return int(piece) if piece in ("0", "1", "2", "3") else None
+
     def encode_batch(self, texts):
         return [[max("0123456789".find(c), 0) for c in text] for text in texts]
 

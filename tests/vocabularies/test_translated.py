@@ -131,21 +131,20 @@ def test_drafts_verified_as_a_whole_follow_the_law(methods, way, transform, rows
     "way", [{}, {"slrs": True}, {"verification": verification.BLOCK}], ids=["tli", "slrs", "block"]
 )
 def test_lenience_by_span_with_a_foreign_drafter(way, rows):
-    """A marker is one of the verifier's tokens, whoever drafts them: "ab" in both of its spellings, of which
-    the drafter has one."""
-    spellings = [((4,), (5.0,)), ((1, 2), (5.0,))]
-    leniences = after(spellings, (0.0,))
-
-    def law(prompt, alphas=leniences):
-        return PAIR.law(["opt"], alphas, prompt, slrs="slrs" in way)
-
+    """A marker is of the verifier's tokens, whoever drafts them: "ba" in both of its spellings, of which the
+    drafter has one."""
+    spellings, strict = [((5,), (0.95,)), ((2, 1), (0.95,))], (0.05,)
     options = {"markers": table_of([spellings]), **way}
-    assert p_value(PAIR, ["opt"], [0.0], [3], rows, law=law, **options) > FAIL_BELOW
-    for wrong in ((0.0,), after(spellings[:1], (0.0,)), after(spellings[1:], (0.0,))):  # the controls
-        assert (
-            p_value(PAIR, ["opt"], [0.0], [3], rows, law=lambda p, wrong=wrong: law(p, wrong), **options)
-            < FAIL_BELOW
-        )
+
+    def chance(markers):
+        def law(prompt):
+            return PAIR.law(["token_v3"], after(markers, strict), prompt, slrs="slrs" in way)
+
+        return p_value(PAIR, ["token_v3"], [strict[0]], [3], rows, law=law, **options)
+
+    assert chance(spellings) > FAIL_BELOW
+    for fewer in ([], spellings[:1], spellings[1:]):  # the controls
+        assert chance(fewer) < FAIL_BELOW
 
 
 @pytest.mark.full
