@@ -78,6 +78,11 @@ class Sweep:
         return f"{self.inputs} examples of the {self.split} split{times}"
 
     @property
+    def axis(self) -> str:
+        """What the picture draws quality against, of plots.AXES."""
+        return "latency" if self.timed else "calls"
+
+    @property
     def label(self) -> str:
         """Of the quality."""
         return METRICS[task_of(pair(self.config)).metric].label
@@ -85,16 +90,17 @@ class Sweep:
 
 def shown(r: Comparison, mark: str = "") -> list[Any]:
     """A point's cells, without its panel: what decodes, its quality against both models, its costs."""
-    name, _, kind = r.name.partition(", ")
-    name = f"`{name}`" if name not in SINGLE_MODEL else f"{name} alone"
+    curve, _, kind = r.name.partition(", ")
+    alone = r.point.name in SINGLE_MODEL
+    name = f"{curve} alone" if alone else f"`{r.point.name}`{curve.removeprefix(r.point.name)}"
     if kind:
         name += f", {kind.replace('_', '-')} {r.lenience:g}"
     time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
-    plain = kind or r.name in SINGLE_MODEL or r.point.lossless
+    plain = kind or alone or r.point.lossless
     return [
         name + mark,
         "" if plain else f"{r.lenience:g}",
-        block_size_of(r.point) if r.name.partition(", ")[0] not in SINGLE_MODEL else "",
+        "" if alone else block_size_of(r.point),
         f"{r.quality:.1f}",
         difference(r.gain),
         difference(r.gain_over_drafter),
@@ -142,9 +148,7 @@ class TradeOff(Sweep):
             f"{self.config}-at-{temperature:g}".replace(".", "-"): self._table(comparisons, temperature)
             for temperature in self.temperatures
         }
-        metric = task_of(pair(self.config)).metric
-        axis = "latency" if self.timed else "calls"
-        picture = plots.page(comparisons, metric, axis)
+        picture = plots.page(comparisons, task_of(pair(self.config)).metric, self.axis)
         return Findings(tables, {self.picture or f"trade-off-{self.config}": picture})
 
     def _table(self, comparisons: list[Comparison], temperature: float) -> Table:
@@ -257,48 +261,29 @@ def calls(quality: Quality) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spans(Sweep):
-    """Lenience before and after a marker: as lenient everywhere, and strict on either side of the marker."""
+    """Every lenience before a marker with every one after it."""
 
     marker: str
+    alphas_after: tuple[float, ...]
 
     def points(self) -> list[Settings]:
-        points = super().points()
-        lenient = [p for p in points if p.name in self.methods and p.alpha != 0 and not p.lossless]
-        return [*points, *(variant for point in lenient for variant in self._sides(point))]
-
-    def _sides(self, point: Settings) -> list[Settings]:
-        """The point, strict after the marker, and strict before it."""
-        return [
-            dataclasses.replace(point, alpha_after={self.marker: 0.0}),
-            dataclasses.replace(point, alpha=0.0, alpha_after={self.marker: point.alpha}),
-        ]
+        return grid(
+            dataclasses.replace(pair(self.config).settings, alpha_after={self.marker: 0.0}),
+            self.methods,
+            self.alphas,
+            self.block_sizes,
+            self.temperatures,
+            alphas_after=self.alphas_after,
+        )
 
     def measure(self, bench: Bench) -> Findings:
         comparisons = self.measurements(bench).measure(self.points(), bench.folder)
-        rows, curves = list[list[Any]](), dict[str, dict[str, list[Any]]]()
-        for r in comparisons:
-            rows.append([f"{r.point.temperature:g}", self._span(r), *shown(r)])
-            panel = f"Temperature {r.point.temperature:g}, block size {max(self.block_sizes)}"
-            verifier = next(v for v in comparisons if v.point == r.panel)
-            heights = (r.quality, *(verifier.quality + gain for gain in r.gain))
-            curve = curves.setdefault(panel, {}).setdefault(f"{r.name}{self._place(r)}", [])
-            curve.append((cost(r), heights))
-        for drawn in curves.values():
-            for points in drawn.values():
-                points.sort()
-        axis = "Time relative to the verifier alone (share)" if self.timed else "Verifier calls per token"
-        picture = plots.lines(curves, axis, self.label)
+        rows = [[f"{r.point.temperature:g}", *shown(r)] for r in comparisons]
         title = (
-            f'`{self.config}`: lenience before and after the marker "{self.marker}", {self.about} '
-            "(95%, paired over examples)."
+            f'`{self.config}`: alpha before the marker "{self.marker}" and after it, {self.about} (95%, '
+            "paired over examples)."
         )
-        found = table(title, ["T", "alpha after the marker", *columns(self.label)], rows)
-        return Findings({"spans": found}, {self.picture or "spans": picture})
-
-    def _span(self, r: Comparison) -> str:
-        return f"{r.point.alpha_after[self.marker]:g}" if r.point.alpha_after else ""
-
-    def _place(self, r: Comparison) -> str:
-        if not r.point.alpha_after:
-            return ""
-        return ", strict before the marker" if r.point.alpha == 0 else ", strict after the marker"
+        picture = plots.page(comparisons, task_of(pair(self.config)).metric, self.axis)
+        return Findings(
+            {"spans": table(title, ["T", *columns(self.label)], rows)}, {self.picture or "spans": picture}
+        )

@@ -6,7 +6,7 @@ from speccascade_jax.experiments import libraries, models, races, speeds, sweeps
 from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
-    "methods": ("speculative", "lossy", "token_v3", "opt", "diff"),
+    "methods": ("speculative", "lossy", "token_v3", "opt", "diff", "cactus", "relaxed"),
     "alphas": (0.0, 0.1, 0.3, 0.5, 0.7),
     "temperatures": (0.0, 0.5, 1.0),
     "top_ps": (1.0, 0.5),
@@ -111,7 +111,8 @@ SPANS = Experiment(
     sweeps.Spans(
         config="word_problems",
         methods=("speculative", "opt", "lossy", "token_v3"),
-        alphas=(0.1, 0.3, 0.5),
+        alphas=(0.0, 0.1, 0.3, 0.5),
+        alphas_after=(0.0, 0.1, 0.3, 0.5),
         block_sizes=(5,),
         temperatures=(0.0, 1.0),
         inputs=1000,
