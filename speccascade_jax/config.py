@@ -223,7 +223,7 @@ class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
     # checkpoint folder of the small model; FOLDER@NAME: a member of a network; lookup: no model, but what
-    # followed the last tokens in the source and the text
+    # followed the last tokens in the source and the text; lookup+FOLDER: that or the model, round by round
     drafter: str = ""
     verifier: str = ""  # checkpoint folder of the large model
     models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
@@ -298,10 +298,14 @@ class DecodeConfig(Settings):
                 f"this is a plan for the models {', '.join(self.planned_for)}, not for {', '.join(paths)}",
             )
         for n, (role, path) in enumerate(self.roles):
-            if split_drafter(path)[0] is not None and (n > 0 or levels == 0):
-                field = "models" if self.models else role.removeprefix("the ")
+            model_free, folder = split_drafter(path)
+            field = "models" if self.models else role.removeprefix("the ")
+            if model_free is not None and (n > 0 or levels == 0):
                 remedy = "name it before the models that verify its drafts."
                 raise FieldError(field, path, remedy, f"{role} is {path}, which only drafts")
+            if model_free is not None and folder and levels > 1:
+                remedy = f"name {model_free.name} and {folder} one after the other."
+                raise FieldError(field, path, remedy, f"{path} drafts for one verifier, not for {levels}")
         super().check(vocab_size, levels, {**known, **self._known})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError(

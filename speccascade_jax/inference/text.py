@@ -24,6 +24,7 @@ from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
+from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
@@ -74,7 +75,7 @@ class Cascade:
     """Models of one vocabulary, the smallest first: a drafter and a verifier, or one alone, or a hierarchy.
 
     Members of one network stand next to each other, and have the same parameters. With `model_free` the
-    smallest is no model, and has no parameters.
+    smallest is no model and has no parameters, or `beside` drafts together with it.
     """
 
     models: tuple[LanguageModel, ...]
@@ -90,6 +91,7 @@ class Cascade:
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
     vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
     model_free: ModelFree | None = None  # what drafts without a checkpoint
+    beside: Any = None  # its model, where that is not the smallest one but drafts beside it
     trained: Method | None = None  # a trained method, which stands for its name: see learned.router
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -139,9 +141,9 @@ class Cascade:
     ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
         given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
-        read once. The first of several may be a name of MODEL_FREE, such as lookup. Parameters are cut over
-        `tensor_parallel` devices as they are read. Where vocabularies differ, `vocabulary` says how they are
-        joined.
+        read once. The first of several may be a name of MODEL_FREE, such as lookup, or NAME+FOLDER.
+        Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies differ,
+        `vocabulary` says how they are joined.
 
         Raises ValueError where the models do not fit each other.
         """
@@ -177,9 +179,13 @@ class Cascade:
         )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         models, params = joint.models, joint.params
+        beside = None
         if model_free is not None:
             drafter = model_free.model(models[-1].vocab_size, start_of(largest.model.config))
-            models, params = [drafter, *models], [(), *params]
+            if folder:
+                beside = drafter
+            else:
+                models, params = [drafter, *models], [(), *params]
         return cls(
             tuple(models),
             tuple(params),
@@ -187,6 +193,7 @@ class Cascade:
             foreign=joint.foreign,
             vocabulary=vocabulary,
             model_free=model_free,
+            beside=beside,
             **fields,
         )
 
@@ -261,7 +268,7 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
-            if self.model_free is not None and sampler.models == self.drafter:
+            if self.model_free is not None and self.beside is None and sampler.models == self.drafter:
                 raise FieldError(
                     "method",
                     settings.name,
@@ -285,9 +292,12 @@ class Cascade:
         verification = ways if len(ways) > 1 else ways[0]
         if self.host_drafter is not None:
             return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
-        sampler: Sampler = Autoregressive(self.drafter)
+        sampler: Any = Autoregressive(self.drafter)
+        if self.beside is not None:
+            sampler = WithLookup(sampler, self.beside)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
-        kinds = [kind if self.model_free is None else Matched, *[kind] * (self.levels - 1)]
+        lowest = kind if self.model_free is None else Matched if self.beside is None else Choosing
+        kinds = [lowest, *[kind] * (self.levels - 1)]
         for kind, model, several, size in zip(kinds, self.models[1:], levels, sizes, strict=True):
             method = several if len(several) > 1 else several[0]
             sampler = kind(sampler, model, method, size, settings.hand_over, verification)

@@ -63,3 +63,81 @@ def token_v3_law(law_after, source, prompt, block_size, alpha, steps, eos):
 
     write((), 1.0, None)
     return texts
+
+
+def chooses(found, match, limit, seen):
+    """Whether a round is looked up, where `limit` tokens would be drafted otherwise."""
+    tested, kept, found_tested, found_kept = seen
+    own = (kept + 8 * 0.8) / (tested + 8)
+    looked_up = (found_kept + 8 * LOOKED_UP) / (found_tested + 8)
+    yields = [sum(a**n for n in range(count + 1)) for a, count in ((looked_up, len(found)), (own, limit))]
+    return bool(found) and match >= 2 and yields[0] >= yields[1] - 1e-9
+
+
+LOOKED_UP = 0.9
+"""Of the tests: more than the package's, so that a short text has rounds of both kinds."""
+
+
+def seen_after(seen, found, match, written, looked_up, drafted, accepted):
+    """What a row knows after a round that has `written` these tokens."""
+    known = min(len(found), len(written)) if match >= 2 else 0
+    same = next((n for n in range(known) if found[n] != written[n]), known)
+    own = (0, 0) if looked_up else (accepted + (accepted < drafted), accepted)
+    return tuple(a + b for a, b in zip(seen, (*own, same + (same < known), same), strict=True))
+
+
+def greedy_choices(source, prompt, text, size, eos, likeliest):
+    """The counts of greedy rounds that write `text` with a lookup beside a drafter, whose next token is
+    likeliest(text): rounds, drafted and accepted tokens, rounds that are looked up."""
+    seen, at, counts = (0, 0, 0, 0), 0, [0, 0, 0, 0]
+    while at < len(text):
+        before = [*prompt, *text[:at]]
+        found, match = drafted(source, before, size, eos), followed(source, before)[1]
+        looked_up = chooses(found, match, size, seen)
+        draft = list(found)
+        if not looked_up:
+            draft = []
+            while len(draft) < size:
+                draft.append(likeliest([*before, *draft]))
+        same = 0
+        while same < len(draft) and at + same < len(text) and draft[same] == text[at + same]:
+            same += 1
+        written = text[at : at + same + 1]
+        accepted = min(same, len(written))
+        seen = seen_after(seen, found, match, written, looked_up, len(draft), accepted)
+        for n, count in enumerate((1, len(draft), accepted, looked_up)):
+            counts[n] += count
+        at += len(written)
+    return tuple(counts)
+
+
+def choice_law(q_after, p_after, rule, source, prompt, size, steps, eos):
+    """Every text of `steps` tokens -> its probability, with a lookup beside a drafter: rule(q~, p) is the
+    target where a token is drafted from q~. After the last draft q~ is the drafter's."""
+    texts = {}
+
+    def write(text, mass, seen, state):
+        if len(text) == steps or (text and text[-1] == eos):
+            texts[text] = texts.get(text, 0.0) + mass
+            return
+        before = [*prompt, *text]
+        if state is None:
+            found, match = drafted(source, before, size, eos), followed(source, before)[1]
+            limit = size
+            state = found, match, chooses(found, match, limit, seen), len(text)
+        found, match, looked_up, begin = state
+        place, count = len(text) - begin, len(found) if looked_up else size
+        q = q_after(before)
+        q = np.eye(len(q))[found[place]] if looked_up and place < count else q
+        pi = rule(q, p_after(before))
+        for token in range(len(q)):
+            stands = min(q[token], pi[token]) if place < count else 0.0
+            if stands > 0:
+                write((*text, token), mass * stands, seen, state)
+            if pi[token] - stands > 1e-12:
+                written = (*text[begin:], token)
+                after = seen_after(seen, found, match, written, looked_up, count, place)
+                write((*text, token), mass * (pi[token] - stands), after, None)
+
+    write((), 1.0, (0, 0, 0, 0), None)
+    return texts

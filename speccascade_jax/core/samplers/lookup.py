@@ -152,5 +152,7 @@ MODEL_FREE = {
 
 
 def split_drafter(path: str) -> tuple[ModelFree | None, str]:
-    """What a model's path names: a drafter without a checkpoint, if any, and a folder, "" for none."""
-    return (MODEL_FREE[path], "") if path in MODEL_FREE else (None, path)
+    """What a model's path names: a drafter without a checkpoint, if any, and a folder, "" for none. Both are
+    named by NAME+FOLDER."""
+    name, _, folder = path.partition("+")
+    return (MODEL_FREE[name], folder) if name in MODEL_FREE else (None, path)

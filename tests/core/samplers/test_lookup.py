@@ -1,19 +1,28 @@
 """Drafts without a model: the search, the law of what is written, and that nothing but committed tokens
 counts."""
 
+import copy
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lookup_reference import followed, greedy_rounds, token_v3_law
-from toys import TableLM, chi_square, sequence_law, table, table_law
+from lookup_reference import (
+    LOOKED_UP,
+    choice_law,
+    followed,
+    greedy_choices,
+    greedy_rounds,
+    token_v3_law,
+)
+from toys import TableLM, chi_square, sequence_law, table, table_law, target
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import LanguageModel, Prefix
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers import Autoregressive, Speculative, lookup
+from speccascade_jax.core.samplers import Autoregressive, Speculative, choosing, lookup
+from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
 from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, found_in
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import SamplingOptions
@@ -205,6 +214,81 @@ def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
     without = Speculative(Autoregressive(small), large, METHODS[method], 4)
     found = decode(with_lookup, (((), params[0]), params[1]), prompts, **options)
     assert written(found) == written(decode(without, params, prompts, **options))
+
+
+# Lookup beside a drafter
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """A lookup that is chosen in short texts, too."""
+    monkeypatch.setattr(choosing, "LOOKED_UP", LOOKED_UP)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def chooser_of(method="speculative", size=3, vocab=4, start=None, **fields):
+    model = TableLM(vocab) if start is None else Started(vocab)
+    beside = WithLookup(Autoregressive(copy.copy(model)), Lookup(vocab, start))
+    return Choosing(beside, model, METHODS[method], size, **fields)
+
+
+@pytest.mark.parametrize(
+    "method,alpha,way,start",
+    [("speculative", 0.0, TOKEN, 0), ("speculative", 0.0, BLOCK, None), ("token_v3", 0.5, TOKEN, None)],
+)
+def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
+    """token_v3: enumerated over the prefix and all that the choice knows."""
+    tables = table(40, 4), LOGITS
+    sampler = chooser_of(method, start=start, verification=way)
+    result = decode(sampler, (((), tables[0]), tables[1]), [PROMPT] * rows, alpha=alpha)
+    source, prompt = ([], PROMPT) if start is None else (PROMPT, [0])
+    law = sequence_law(tables[1:], [], [], tuple(prompt), steps=STEPS, eos=EOS)
+    if method != "speculative":
+        q, p = (lambda text, own=own: table_law(own, *[0, *text][-2:]) for own in tables)
+
+        def rule(q, p):
+            return target(method, q, p, q, p, alpha, False)
+
+        assert chi_square(np.asarray(result.tokens), law) < 1e-6
+        law = choice_law(q, p, rule, source, prompt, 3, STEPS, EOS)
+    assert chi_square(np.asarray(result.tokens), law) > 1e-4
+    looked_up, rounds = np.sum(result.counts[0].looked_up), np.sum(result.counts[1].rounds)
+    assert 0.1 * rounds < looked_up < 0.9 * rounds
+
+
+@pytest.mark.parametrize("start", [None, pytest.param(0, marks=pytest.mark.full)])
+def test_greedy_choices_are_the_references(start, often):
+    check_choices(start)
+
+
+def check_choices(start, count=400, steps=24, size=4, vocab=9):
+    """The verifier's texts, in the rounds that the reference counts, whether all rows of a round are looked
+    up or some; and so in a batch of one."""
+    tables, prompts = (table(7, vocab, 3.0) + table(8, vocab), table(7, vocab, 3.0)), prompts_of(count, vocab)
+    sampler = chooser_of(size=size, vocab=vocab, start=start)
+    params = ((), tables[0]), tables[1]
+    options = {"temperature": 0.0, "steps": steps, "eos": vocab - 1}
+    result = decode(sampler, params, prompts, **options)
+    alone = written(decode(Autoregressive(sampler.verifier), tables[1], prompts, **options))
+    assert written(result) == alone
+
+    def likeliest(text):
+        return int(tables[0][tuple([0, *text][-2:])].argmax())
+
+    tried, counts = result.counts
+    for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
+        source, begun = ([], prompt) if start is None else (prompt, [0])
+        expected = greedy_choices(source, begun, text, size, vocab - 1, likeliest)
+        found = counts.rounds[row], counts.drafted[row], counts.accepted[row], tried.looked_up[row]
+        assert tuple(map(int, found)) == expected
+    rounds = np.sum(counts.rounds)
+    assert 0.1 * rounds < np.sum(tried.looked_up) < 0.9 * rounds
+    for row in range(4):
+        single = decode(sampler, params, prompts[row : row + 1], **options)
+        for one, all_rows in zip(jax.tree.leaves(single.counts), jax.tree.leaves(result.counts), strict=True):
+            np.testing.assert_array_equal(one[0], all_rows[row])
 
 
 # Planted bugs

@@ -1,0 +1,177 @@
+"""Lookup beside a drafter: each row's round is drafted by the one from which more tokens are expected."""
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.protocols import Block, Cache, Counts, Origin, Params, Rows
+from speccascade_jax.core.rounds import read
+from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
+from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.samplers.lookup import Lookup, Text, placed
+from speccascade_jax.core.samplers.speculative import Speculative
+from speccascade_jax.core.transforms import token_probs
+
+Array = jax.Array
+LEAST = 2  # tokens of a match from which its draft is considered: after one, few drafts are right
+LOOKED_UP = 0.7  # how likely such a token is the next one, in a row that has seen none
+PRIOR = 8.0  # tested tokens by which that and ACCEPTANCE are believed before a row has any
+
+
+@dataclasses.dataclass(frozen=True)
+class WithLookup:
+    """`drafter`, or where the text already reaches further than the committed tokens, its next token."""
+
+    drafter: Autoregressive
+    lookup: Lookup
+    behind: int = 0  # as Autoregressive's
+    width: int = dataclasses.field(default=1, init=False)
+    level: int = dataclasses.field(default=0, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def models(self) -> Any:
+        return self.lookup, self.drafter.models
+
+    @property
+    def reader(self) -> Autoregressive:
+        return dataclasses.replace(self.drafter, behind=self.behind)
+
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        return self.drafter.plain(counts)
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        text, below = caches
+        block, below, counts = self.reader.step(params[1], below, rows, eos_id)
+        known = (rows.start < text.length)[:, None]
+        token = jnp.take_along_axis(text.tokens, rows.start[:, None], axis=1, mode="clip")
+        law = jax.nn.one_hot(token, block.probs.shape[-1])
+        certain = Block(token, law, law, block.origin, block.size)
+        chosen = [
+            jnp.where(known.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+            for new, old in zip(certain[:-1], block[:-1], strict=True)
+        ]
+        return Block._make((*chosen, block.size)), (text, below), counts
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["passes", "looked_up", "tested", "kept", "found_tested", "found_kept"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What each row has seen of its drafter and of the lookup, [B].
+
+    What is found in a round is compared with the tokens that are written, whether it was the draft or not:
+    that is known from the committed tokens. Of the drafter's tokens only those up to and with a rejection
+    count, as in adaptive.Experience.
+    """
+
+    passes: Any
+    looked_up: Any  # rounds whose draft was looked up
+    tested: Any
+    kept: Any
+    found_tested: Any
+    found_kept: Any
+
+    def acceptance(self) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+        """How likely a token of the drafter's is accepted, and one that is looked up."""
+        return (
+            (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR),
+            (self.found_kept + PRIOR * LOOKED_UP) / (self.found_tested + PRIOR),
+        )
+
+
+def expected(
+    acceptance: float | Float[Array, " B"], count: int | Int[Array, " B"], most: int
+) -> Float[Array, " B"]:
+    """1 + a + .. + a^n, the tokens that a round of n <= `most` drafts yields."""
+    powers = jnp.asarray(acceptance)[..., None] ** jnp.arange(1, most + 1)
+    return 1 + jnp.sum(jnp.where(jnp.arange(most) < jnp.asarray(count)[..., None], powers, 0.0), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choosing(Speculative):
+    """Speculative whose `drafter` is a WithLookup: a round's draft is looked up where at least as many of its
+    tokens are expected to stand as of the drafter's.
+
+    The choice depends on what is committed and on which drafted tokens stood, so each drafted token follows
+    its law, which is one-hot for what is looked up. The drafter reads such a draft, and its law serves the
+    bonus position.
+    """
+
+    remembers: ClassVar[bool] = True
+    by_prefix: ClassVar[bool] = False  # a token's law depends on who drafted it
+
+    def plain(self, counts: Counts) -> dict[str, Any]:
+        tried, own = counts
+        return {"drafter_passes": int(tried.passes), "looked_up": int(tried.looked_up), **own.plain()}
+
+    def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        block, caches, ((passes, looked_up, found), counts) = super().step(params, caches, rows, eos_id)
+        below = caches if self.shares else caches[0]
+        below = placed_in(below[0], block.tokens, rows.start), *below[1:]
+        caches = below if self.shares else (below, caches[1])
+        considered = found.match >= LEAST
+        known = jnp.where(considered, jnp.minimum(found.size, block.size), 0)
+        inside = jnp.arange(self.block_size) < known[:, None]
+        same = (found.tokens == block.tokens[:, : self.block_size]) & inside
+        kept = jnp.sum(jnp.cumprod(same, axis=1), axis=1)
+        tested = jnp.where(looked_up, 0, counts.accepted + (counts.accepted < counts.drafted))
+        accepted = jnp.where(looked_up, 0, counts.accepted)
+        tried = Tried(passes, 1 * looked_up, tested, accepted, kept + (kept < known), kept)
+        return block, caches, (tried, counts)
+
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+        (text, below), active = caches, rows.room > 0
+        drafter: Any = self.reader
+        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        limit = jnp.where(active, limit, 0)
+        found, text = drafter.lookup.find(text, rows, limit, self.block_size, eos_id)
+        tried: Tried | None = None if rows.so_far is None else rows.so_far[0]
+        drafted, looked_up = (ACCEPTANCE, LOOKED_UP) if tried is None else tried.acceptance()
+        most = self.block_size
+        better = expected(looked_up, found.size, most) >= expected(drafted, limit, most)
+        chosen = active & better & (found.size > 0) & (found.match >= LEAST)
+        text = text._replace(length=jnp.where(chosen, text.length, rows.start - 1))
+        everywhere = jnp.all(chosen | ~active)
+
+        def by_model(carry: Any) -> Any:
+            _, block, caches, passes = carry
+            block, caches, passes = super(Choosing, self)._draft(params, caches, rows, eos_id)
+            size = jnp.where(chosen, found.size, block.size)
+            return jnp.array(True), block._replace(size=size), caches, passes
+
+        def by_lookup(carry: Any) -> Any:
+            _, _, (text, below), passes = carry
+            model = drafter.drafter.model
+            logits, below = read(model, params[1], below, rows, drafter.behind, found.tokens)
+            below = roll_back(drafter.drafter.models, below, rows.start + found.size)
+            certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
+            tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
+            law = jax.nn.one_hot(tokens, logits.shape[-1])
+            own = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
+            after = (jnp.where(certain, law, probs) for probs in own)
+            block = Block(tokens, *after, jnp.full_like(tokens, Origin.MODEL), found.size)
+            return jnp.array(True), block, (text, below), passes
+
+        columns = jnp.zeros((len(active), self.width), jnp.int32)
+        laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
+        blank = Block(columns, laws, laws, columns, found.size)
+        carry = jnp.array(False), blank, (text, below), jnp.zeros_like(rows.room)
+        # Loops of one round or none: XLA copies whole caches that a conditional writes to.
+        carry = lax.while_loop(lambda carry: ~carry[0] & everywhere, by_lookup, carry)
+        _, block, caches, passes = lax.while_loop(lambda carry: ~carry[0], by_model, carry)
+        return block, caches, (jnp.where(chosen, 1, passes), chosen, found)
+
+
+def placed_in(text: Text, tokens: Int[Array, "B N"], start: Int[Array, " B"]) -> Text:
+    """The text with the tokens that a round has written."""
+    return text._replace(tokens=placed(text.tokens, tokens, start))
