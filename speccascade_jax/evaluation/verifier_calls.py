@@ -5,20 +5,26 @@ they were decoded. Where both ways of verifying are compared on the same texts, 
 their acceptance adds nothing to the differences.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Speculative
 from speccascade_jax.core.verification import Verification
 from speccascade_jax.evaluation.quality import interval, resamples
+from speccascade_jax.evaluation.sweep import DAMAGE, Track
+from speccascade_jax.evaluation.turns import Cascades, Ratio, described
+from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.scoring import laws, states_law
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.runs import Runs
@@ -82,6 +88,72 @@ def ratios_along(
     return np.concatenate(found)[: len(outputs)], lengths
 
 
+class Along(NamedTuple):
+    """Texts of several seeds: [seeds, texts, ...]."""
+
+    ratios: Float[np.ndarray, "S T L"]  # ratios_along()
+    lengths: Int[np.ndarray, "S T"]
+    rounds: Float[np.ndarray, "S T"]  # calls of the verifier as these decodings counted them
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " T"]:
+        return self.lengths.sum(axis=0)
+
+    @property
+    def counted(self) -> Float[np.ndarray, " T"]:
+        return self.rounds.sum(axis=0)
+
+    def calls(self, way: Verification, block_size: int) -> Float[np.ndarray, " T"]:
+        """Of the verifier, expected for each input with all seeds."""
+        each = zip(self.ratios, self.lengths, strict=True)
+        return np.sum([expected_calls(*texts, way, block_size) for texts in each], axis=0)
+
+
+def measure_texts(run: DecodeConfig, texts: Sequence[str], path: Path, *, seeds: int, track: Track) -> Along:
+    """What `run` decodes `texts` to with each of `seeds` seeds, read from `path` if it is there.
+
+    Raises ValueError where `path` holds other texts, or a damaged line.
+    """
+    cascades = Cascades(texts)
+
+    def read(_: int, line: Any) -> tuple[Float[np.ndarray, "T L"], Int[np.ndarray, " T"], list[int]]:
+        try:
+            return *pad_ratios(line["ratios"], run.max_new_tokens, len(texts)), line["rounds"]
+        except DAMAGE:
+            raise ValueError("no ratios of these texts") from None
+
+    settings = {"run": run.record("missing", "examples", "task"), **described(texts)}
+    known, file = resume(path, settings, read)
+    with file:
+        for seed in track(range(len(known), seeds), "texts"):
+            decoder = dataclasses.replace(run, seed=run.seed + seed)
+            _, outputs = cascades.decoder(decoder)(0, texts)
+            along, lengths = ratios_along(cascades.of(decoder), outputs, decoder.settings)
+            line = {
+                "ratios": [row[:length].tolist() for row, length in zip(along, lengths, strict=True)],
+                "rounds": [output.counts["rounds"] for output in outputs],
+            }
+            file.add(line)
+            known.append(read(0, line))
+    return Along(*map(np.array, zip(*known[:seeds], strict=True)))
+
+
+def pad_ratios(
+    rows: Sequence[Sequence[float]], width: int, count: int
+) -> tuple[Float[np.ndarray, "T L"], Int[np.ndarray, " T"]]:
+    """Rows of ratios, padded to `width` or the longest of them, and their lengths. Raises ValueError for
+    another number of rows than `count`, and for what is no ratio."""
+    if len(rows) != count:
+        raise ValueError(f"{len(rows)} rows, not {count}")
+    lengths = np.array([len(row) for row in rows])
+    padded = np.ones((count, max(width, *lengths)))
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    if not (padded >= 0).all():
+        raise ValueError("a ratio is negative, or no number")
+    return padded, lengths
+
+
 def expected_calls(
     along: Float[np.ndarray, "T L"], lengths: Int[np.ndarray, " T"], way: Verification, block_size: int
 ) -> Float[np.ndarray, " T"]:
@@ -89,9 +161,9 @@ def expected_calls(
     return Runs.of(along, lengths, way, block_size).calls(np.ones(block_size + 1))
 
 
-def fewer(calls: Float[np.ndarray, " T"], baseline: Float[np.ndarray, " T"]) -> tuple[float, float, float]:
-    """How many times as many calls `baseline` takes for the same texts (so many times as many tokens a call
-    `calls` yields), and the 95% interval over texts."""
+def fewer(calls: Float[np.ndarray, " T"], baseline: Float[np.ndarray, " T"]) -> Ratio:
+    """How many times as many calls `baseline` takes for the same texts: so many times as many tokens a call
+    `calls` yields."""
     drawn = resamples(len(calls))
     ratio = baseline[drawn].sum(axis=1) / calls[drawn].sum(axis=1)
-    return float(baseline.sum() / calls.sum()), *interval(ratio.tolist())
+    return Ratio(float(baseline.sum() / calls.sum()), *interval(ratio.tolist()))

@@ -42,6 +42,18 @@ BLOCK_CALLS = Experiment(
         seeds=3,
     ),
 )
+BLOCK_EXPECTED = Experiment(
+    "verification-expected",
+    "How many more tokens a verifier call is expected to yield along the same texts, verified as a block.",
+    "verification",
+    verification.Expected(
+        pairs=("demo", "e2e", "e2e_gemma"),
+        rules=(("speculative", 0.0), ("opt", 0.1)),
+        block_sizes=(5, 8, 12),
+        inputs=400,
+        seeds=3,
+    ),
+)
 BLOCK_TIMES = Experiment(
     "verification-times",
     "How much faster whole decodings are where drafts are verified as a block.",
@@ -230,6 +242,7 @@ EXPERIMENTS = {
     for experiment in (
         LOSSLESS_SPEEDS,
         BLOCK_CALLS,
+        BLOCK_EXPECTED,
         BLOCK_TIMES,
         OTHERS,
         QUALITY,

@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.verification import BLOCK, TOKEN
+from speccascade_jax.core.verification import BLOCK, TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation import plots, turns
 from speccascade_jax.evaluation.turns import (
     Ratio,
@@ -13,6 +13,7 @@ from speccascade_jax.evaluation.turns import (
     times_as_fast,
     tokens_a_call,
 )
+from speccascade_jax.evaluation.verifier_calls import fewer, measure_texts
 from speccascade_jax.experiments.findings import (
     Bench,
     Findings,
@@ -84,6 +85,66 @@ class Calls:
         panel = f"Temperature {self.temperature:g}"
         label = f"Tokens a verifier call, {BLOCK.name} over {TOKEN.name}"
         return plots.lines({panel: curves}, "Block size", label, level=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Tokens a verifier call that are expected along the same texts, whichever way decodes them."""
+
+    pairs: tuple[str, ...]
+    rules: tuple[tuple[str, float], ...]  # methods, and their leniences
+    block_sizes: tuple[int, ...]
+    inputs: int
+    seeds: int
+    decoded_with: int = 8  # the block size of the decodings; their law does not depend on it
+    temperature: float = 1.0
+    split: str = "test"
+    batch_size: int = 32
+
+    def check(self) -> None:
+        for name in self.pairs:
+            check_pair(pair(name), self.split)
+
+    def measure(self, bench: Bench) -> Findings:
+        expected, counted = list[list[Any]](), list[list[Any]]()
+        for name, (method, alpha) in itertools.product(self.pairs, self.rules):
+            texts = inputs_of(pair(name), self.split, self.inputs)
+            run = pair(
+                name,
+                router=None,
+                method=method,
+                alpha=alpha,
+                block_size=self.decoded_with,
+                temperature=self.temperature,
+                batch_size=self.batch_size,
+            )
+            path = bench.folder / f"texts-{name}-{method}-{alpha:g}.jsonl"
+            along = measure_texts(run, texts, path, seeds=self.seeds, track=bench.track)
+            label = f"`{name}`", f"`{method}`, {alpha:g}"
+            for size in self.block_sizes:
+                token, block = (along.calls(VERIFICATIONS[way], size) for way in WAYS)
+                rates = (f"{along.tokens.sum() / calls.sum():.2f}" for calls in (token, block))
+                expected.append([*label, size, *rates, f"{fewer(block, token):.3f}"])
+            theirs = along.calls(VERIFICATIONS[run.verification], self.decoded_with)
+            rates = (f"{along.tokens.sum() / calls.sum():.2f}" for calls in (along.counted, theirs))
+            counted.append([*label, *rates])
+        return Findings({"expected": self._table(expected), "counted": self._check(counted)})
+
+    def _table(self, rows: list[list[Any]]) -> Table:
+        return table(
+            f"Tokens a verifier call at temperature {self.temperature:g}, expected along the texts of "
+            f"{self.inputs} inputs with {self.seeds} seeds each (95%, over inputs).",
+            ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
+            rows,
+        )
+
+    def _check(self, rows: list[list[Any]]) -> Table:
+        return table(
+            f"Tokens a verifier call in the decodings that wrote these texts, {TOKEN.name} by {TOKEN.name} "
+            f"with block size {self.decoded_with}, as counted and as expected.",
+            ("pair", "rule, alpha", "counted", "expected"),
+            rows,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

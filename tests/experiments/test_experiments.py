@@ -11,7 +11,7 @@ import pytest
 
 from speccascade_jax.commands.commandline import console
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.evaluation import measurements, other_libraries, quality, reductions, turns
+from speccascade_jax.evaluation import measurements, other_libraries, quality, reductions, turns, verifier_calls
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
 from speccascade_jax.experiments import findings, sweeps
@@ -79,6 +79,13 @@ def made_by_hand(monkeypatch):
     monkeypatch.setattr(turns.Cascades, "of", lambda *_: cascade)
     monkeypatch.setattr(
         turns.Cascades, "decoder", lambda _, run: lambda first, texts: decoded(run, first, texts)
+    )
+    monkeypatch.setattr(
+        verifier_calls,
+        "ratios_along",
+        lambda _, outputs, settings: verifier_calls.pad_ratios(
+            [[1.0] * len(output.tokens) for output in outputs], 0, len(outputs)
+        ),
     )
     monkeypatch.setattr(
         other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
@@ -179,6 +186,19 @@ def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand
     rows = result.tables["times"]["rows"]
     assert {cell for row in rows for cell in row[3:5]} == {"10.00 (10.00 to 10.00) at 9"}
     assert {row[5] for row in rows} == {"1.000 (1.000 to 1.000)"}
+
+
+def test_expected_calls_are_those_of_the_decodings(made_by_hand, tmp_path):
+    """Where every draft is accepted, and again from what has been measured."""
+    for _ in range(2):
+        measurement, result = found("verification-expected", tmp_path, {**SMALL, "choices": None})
+        rows = result.tables["expected"]["rows"]
+        assert len(rows) == 3 * 2 * len(measurement.block_sizes)
+        assert {row[5] for row in rows} == {"1.000 (1.000 to 1.000)"}
+        for row in rows:
+            if row[2] == "8":
+                assert row[3] == row[4] == "9.00"
+        assert {tuple(row[2:]) for row in result.tables["counted"]["rows"]} == {("9.00", "9.00")}
 
 
 def test_every_lenience_stands_before_and_after_the_marker():
