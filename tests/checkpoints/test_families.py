@@ -13,14 +13,23 @@ import pytest
 from corpora import SENTENCES, shuffled
 from flax import nnx
 from processes import run
-from shapes import DECODERS, GEMMA4S, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
+from shapes import (
+    DECODERS,
+    GEMMA4S,
+    TINY_ASSISTANT,
+    TINY_GEMMA,
+    TINY_GEMMA4,
+    TINY_T5,
+    TINY_T5_1_0,
+    TINY_T5GEMMA,
+)
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import MODELS, ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.models import MODELS, AssistedConfig, ExitsConfig, SharedEncoderConfig, model_of
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 
 # Every field differs from its default: a field that a format forgets shows.
@@ -39,13 +48,29 @@ UNLIKE = {
         dataclasses.replace(TINY_T5, relative_max_distance=51, dropout_rate=0.0, shared_position_bias=False),
     ],
     "gemma2": [
-        dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6, bos_id=7),
-        dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
+        dataclasses.replace(
+            TINY_ASSISTANT,
+            TINY_GEMMA,
+            TINY_GEMMA4,
+            rope_theta=500.0,
+            norm_epsilon=1e-3,
+            pad_id=5,
+            eos_id=6,
+            bos_id=7,
+        ),
+        dataclasses.replace(
+            TINY_ASSISTANT, TINY_GEMMA, TINY_GEMMA4, attention_softcap=None, logit_softcap=None
+        ),
     ],
 }
 UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
 UNLIKE |= {
     "gemma4_text": list(GEMMA4S.values()),
+    "gemma4_assistant": [
+        TINY_ASSISTANT,
+        dataclasses.replace(TINY_ASSISTANT, vocab_size=96, num_centroids=24, active_centroids=5),
+    ],
+    "assisted": [AssistedConfig(TINY_GEMMA4, TINY_ASSISTANT)],
     "t5gemma": [
         TINY_T5GEMMA,
         dataclasses.replace(
