@@ -1,7 +1,6 @@
 """load(path) recognises a checkpoint's format by the files in its folder; save() writes three of the four."""
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import re

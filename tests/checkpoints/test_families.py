@@ -48,19 +48,8 @@ UNLIKE = {
         dataclasses.replace(TINY_T5, relative_max_distance=51, dropout_rate=0.0, shared_position_bias=False),
     ],
     "gemma2": [
-        dataclasses.replace(
-            TINY_ASSISTANT,
-            TINY_GEMMA,
-            TINY_GEMMA4,
-            rope_theta=500.0,
-            norm_epsilon=1e-3,
-            pad_id=5,
-            eos_id=6,
-            bos_id=7,
-        ),
-        dataclasses.replace(
-            TINY_ASSISTANT, TINY_GEMMA, TINY_GEMMA4, attention_softcap=None, logit_softcap=None
-        ),
+        dataclasses.replace(TINY_GEMMA, rope_theta=500.0, norm_epsilon=1e-3, pad_id=5, eos_id=6, bos_id=7),
+        dataclasses.replace(TINY_GEMMA, attention_softcap=None, logit_softcap=None),
     ],
 }
 UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
