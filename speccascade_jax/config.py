@@ -24,7 +24,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.lookup import split_drafter
-from speccascade_jax.models import Config
+from speccascade_jax.models import TrainedConfig
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
@@ -93,7 +93,7 @@ class TrainConfig:
 
     name: str
     output_dir: str
-    model: AvoidSubcommands[Config]
+    model: AvoidSubcommands[TrainedConfig]
     task: Task
     # its file (or at gs://), trained on the task where it is missing; None: that of `init`
     tokenizer: str | None = None

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from speccascade_jax.checkpoints import huggingface, native, t5x, tokenizer_files
+from speccascade_jax.checkpoints import assistant, huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
-from speccascade_jax.models.members import member
+from speccascade_jax.models.assistant import AssistantModel, AssistedConfig, AssistedModel
+from speccascade_jax.models.gemma4 import Gemma4Model
+from speccascade_jax.models.members import beneath, member
 from speccascade_jax.models.quantization import PackedKernel, wants_packing
 
 
@@ -176,17 +178,47 @@ def load_all(
     fastest here, with kernels packed or layers stacked, and are of no other use.
     """
     read: dict[str, Checkpoint] = {}
-    checkpoints = []
-    for path in paths:
-        folder, name = split_member(path)
+    places = [split_member(path) for path in paths]
+    for path, (folder, _) in zip(paths, places, strict=True):
         if folder not in read:
-            checkpoint = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
-            whole, params = getattr(checkpoint.model, "member_of", checkpoint.model), checkpoint.params
-            if decoding and stacking.wants_stacking():
-                whole, params = stacking.stacked(whole, params)
-            read[folder] = Checkpoint(whole, params, checkpoint.tokenizer, checkpoint.path)
-        checkpoints.append(read[folder]._replace(model=member(read[folder].model, name, folder)))
-    return checkpoints
+            read[folder] = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
+    places = with_assistants(read, places)
+    for folder, checkpoint in read.items():
+        whole, params = getattr(checkpoint.model, "member_of", checkpoint.model), checkpoint.params
+        if decoding and stacking.wants_stacking():
+            whole, params = stacking.stacked(whole, params)
+        read[folder] = checkpoint._replace(model=whole, params=params)
+    return [read[folder]._replace(model=member(read[folder].model, name, folder)) for folder, name in places]
+
+
+def with_assistants(
+    read: dict[str, Checkpoint], places: list[tuple[str, str | None]]
+) -> list[tuple[str, str | None]]:
+    """The `places` of models, the smallest first, where assistants and their verifiers are members of one
+    network, which takes the verifier's place in `read`. Raises ValueError for an assistant of another
+    verifier."""
+    joined = list(places)
+    for number, (folder, _) in enumerate(places):
+        drafter = read[folder]
+        if not isinstance(drafter.model, AssistantModel):
+            continue
+        above = places[number + 1][0] if number + 1 < len(places) else None
+        verifier = None if above is None else read[above]
+        if above is None or verifier is None or not isinstance(verifier.model, Gemma4Model):
+            raise ValueError(
+                f"{folder} holds an assistant, which only drafts for the Gemma 4 that it was trained with: "
+                "name that model's folder right after it, as the verifier."
+            )
+        assistant.check_pair(folder, drafter.model.config, verifier.model.config)
+        full = verifier.model
+        config = AssistedConfig(full.config, drafter.model.config)
+        model = AssistedModel(config, full.dtype, full.cache_dtype, full.remat, full.stacked, full.chunk)
+        params = beneath("verifier", verifier.params) | beneath("drafter", drafter.params)
+        read[above] = verifier._replace(model=model, params=nnx.from_flat_state(params))
+        joined[number : number + 2] = [(above, "drafter"), (above, "verifier")]
+    for folder in {folder for folder, _ in places} - {folder for folder, _ in joined}:
+        del read[folder]
+    return joined
 
 
 def split_member(path: str | Path) -> tuple[str, str | None]:

@@ -113,7 +113,11 @@ class Placement:
     packed: bool = False
 
     def __call__(self, path: ParameterPath, array: np.ndarray, tied: bool) -> jax.Array | PackedKernel:
-        """A host array on the devices; `tied`: the embedding is the logits' kernel, too."""
+        """A host array on the devices; `tied`: the embedding is the logits' kernel, too. Whole numbers stay
+        what they are."""
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            where = None if self.sharding is None else self.sharding(path, array.shape)
+            return put(array.astype(np.int32), where)
         wanted = self.described(path, array.shape, tied)
         made: Any = array
         if isinstance(wanted, PackedKernel):
@@ -146,6 +150,14 @@ class Placement:
         )
 
 
+def check_order(name: str, array: np.ndarray) -> None:
+    """Raises ValueError unless an array is an order of its places."""
+    if not np.issubdtype(array.dtype, np.integer) or (np.sort(array) != np.arange(array.size)).any():
+        raise ValueError(
+            f"{name} does not hold each number below {array.size} once: the file is damaged, fetch it again."
+        )
+
+
 def head_of(path: ParameterPath) -> ParameterPath:
     """The path of the head that belongs to an embedding's part of a network, unless the embedding is the
     head."""
@@ -174,7 +186,9 @@ def to_params(
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))
     for path, name, array in arrays:
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        if jnp.issubdtype(flat[path].get_value().dtype, jnp.integer):
+            check_order(name, array)
+        elif not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")

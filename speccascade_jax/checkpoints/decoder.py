@@ -330,9 +330,15 @@ TEXT_PARTS = {
 }
 
 
+SYNONYMS = {"gemma4_unified_assistant": "gemma4_assistant"}
+"""What transformers calls a model_type -> another that is the same for text."""
+
+
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
     """A config.json's content; for a model that also sees or hears, the content for its text model."""
     text, kind = content.get("text_config"), content.get("model_type")
+    if isinstance(kind, str) and kind in SYNONYMS:
+        return {**content, "model_type": SYNONYMS[kind]}
     if not isinstance(text, dict) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         return content
     part = TEXT_PARTS[kind]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from speccascade_jax.checkpoints import decoder, deepmind, gemma4, networks, t5, t5gemma, t5x
+from speccascade_jax.checkpoints import assistant, decoder, deepmind, gemma4, networks, t5, t5gemma, t5x
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
 from speccascade_jax.checkpoints.files import shown
-from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig, SingleConfig
+from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig
+from speccascade_jax.models import assistant as assistant_models
 from speccascade_jax.models import gemma4 as gemma4_models
 from speccascade_jax.models import presets as decoders
 from speccascade_jax.models import t5 as t5_models
@@ -24,7 +25,7 @@ from speccascade_jax.models import t5gemma as t5gemma_models
 class Family(NamedTuple):
     usual: Config
     """The shape whose fields stand for those that a description leaves out."""
-    presets: Mapping[str, SingleConfig]
+    presets: Mapping[str, Config]
     bos: bool
     """Its prompts begin with <bos>: a tokenizer trained for it has one."""
     check: Callable[[Any, Any], None]
@@ -139,6 +140,20 @@ MODEL_FAMILIES = {
             canonical=gemma4.canonical,
         ),
         Family(
+            assistant_models.ASSISTANT,
+            assistant_models.PRESETS,
+            bos=True,
+            check=assistant.check,
+            formats=("huggingface", "native"),
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
+            read_config=assistant.read_config,
+            describe=assistant.describe,
+            parameter_names=assistant.parameter_names,
+            unused=gemma4.unused,
+        ),
+        Family(
             t5gemma_models.T5GemmaConfig(),
             t5gemma_models.PRESETS,
             bos=True,
@@ -160,9 +175,15 @@ MODEL_FAMILIES = {
             networks.check_shared_encoder,
             networks.shared_encoder_names,
         ),
+        network(
+            assistant_models.AssistedConfig(),
+            ("verifier", "drafter"),
+            assistant.check_assisted,
+            assistant.assisted_names,
+        ),
     )
 }
-PRESETS: dict[str, SingleConfig] = {
+PRESETS: dict[str, Config] = {
     name: config for row in MODEL_FAMILIES.values() for name, config in row.presets.items()
 }
 

@@ -57,6 +57,20 @@ OTHER_SENSES = "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.",
 
 def read_config(where: Path, content: dict[str, Any]) -> Gemma4Config:
     """The Gemma4Config of a config.json's content. Raises ValueError for what is not supported."""
+    config = dataclasses.replace(USUAL, **values_of(where, content))
+    table = content.get("vocab_size_per_layer_input", config.vocab_size)
+    if config.per_layer_width is not None and table != config.vocab_size:
+        raise ValueError(
+            f"{where}: vocab_size_per_layer_input is {shown(table)}, not {config.vocab_size}, as vocab_size: "
+            "each token needs an input for each layer."
+        )
+    check(where, config)
+    return config
+
+
+def values_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Gemma4Config that a config.json's content gives. Raises ValueError for what is not
+    supported."""
     if content.get("enable_moe_block"):
         raise ValueError(
             f"{where}: enable_moe_block is true: a Gemma 4 with experts is not supported, "
@@ -85,15 +99,7 @@ def read_config(where: Path, content: dict[str, Any]) -> Gemma4Config:
     if content.get(PER_LAYER) is not None:
         values |= of_global_layers(where, content[PER_LAYER], kinds, values)
     check_fields(where, Gemma4Config, values, FIELDS, usual=USUAL)
-    config = dataclasses.replace(USUAL, **values)
-    table = content.get("vocab_size_per_layer_input", config.vocab_size)
-    if config.per_layer_width is not None and table != config.vocab_size:
-        raise ValueError(
-            f"{where}: vocab_size_per_layer_input is {shown(table)}, not {config.vocab_size}, as vocab_size: "
-            "each token needs an input for each layer."
-        )
-    check(where, config)
-    return config
+    return values
 
 
 def rope_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +165,24 @@ def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict
 def check(where: Any, config: Gemma4Config) -> None:
     """Raises ValueError naming what no Gemma 4 can have."""
     check_fields(where, Gemma4Config, dataclasses.asdict(config))
-    c, wrong = config, []
+    c, wrong = config, wrong_sizes(config)
+    if c.num_writers < 1:
+        wrong.append(
+            f"num_kv_shared_layers is {c.num_readers}, but there are {c.num_layers} layers: one at least has "
+            "keys and values"
+        )
+    elif not set(map(c.is_local, range(c.num_layers))) <= set(map(c.is_local, range(c.num_writers))):
+        wrong.append(
+            f"num_kv_shared_layers is {c.num_readers}: no layer before those has keys and values of "
+            "their kind"
+        )
+    for sentence in wrong:
+        raise ValueError(f"{where}: {sentence}.")
+
+
+def wrong_sizes(config: Gemma4Config) -> list[str]:
+    """What neither a Gemma 4 nor an assistant can have."""
+    c, wrong = config, list[str]()
     for heads in (c.num_kv_heads, c.num_kv_heads_global):
         if c.num_heads % heads:
             wrong.append(
@@ -175,22 +198,11 @@ def check(where: Any, config: Gemma4Config) -> None:
         wrong.append(f"partial_rotary_factor is {c.rope_share}: it is at most 1")
     if not set(c.local) <= {0, 1} or len(c.local) > MOST_LAYERS:
         wrong.append(f"local is {shown(c.local)}, not a list of 0 and 1")
-    elif c.num_writers < 1:
-        wrong.append(
-            f"num_kv_shared_layers is {c.num_readers}, but there are {c.num_layers} layers: one at least has "
-            "keys and values"
-        )
     elif c.is_local(c.num_layers - 1):
         wrong.append("the last layer is local, but Gemma 4 ends with a global one")
-    elif not set(map(c.is_local, range(c.num_layers))) <= set(map(c.is_local, range(c.num_writers))):
-        wrong.append(
-            f"num_kv_shared_layers is {c.num_readers}: no layer before those has keys and values of "
-            "their kind"
-        )
     if any(not 0 <= token < c.vocab_size for token in c.more_eos):
         wrong.append(f"eos_token_id names {shown(c.more_eos)}, which are no tokens")
-    for sentence in wrong:
-        raise ValueError(f"{where}: {sentence}.")
+    return wrong
 
 
 def parameter_names(config: Gemma4Config) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
@@ -255,9 +267,16 @@ def canonical(name: str) -> str | None:
 
 def describe(config: Gemma4Config) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a model that Gemma 4's code cannot be."""
+    content = described(config)
+    check_same(config, read_config(Path("config.json"), content))
+    return content
+
+
+def described(config: Gemma4Config) -> dict[str, Any]:
+    """The content of config.json, of which not all may be possible there."""
     content = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}
     content |= {
-        "model_type": config.family,
+        "model_type": Gemma4Config.family,
         "architectures": ["Gemma4ForCausalLM"],
         "num_kv_shared_layers": config.num_readers or 0,
         "hidden_size_per_layer_input": config.per_layer_width or 0,
@@ -274,11 +293,14 @@ def describe(config: Gemma4Config) -> dict[str, Any]:
     }
     if config.more_eos:
         content["eos_token_id"] = [config.eos_id, *config.more_eos]
-    again = vars(read_config(Path("config.json"), content))
+    return content
+
+
+def check_same(config: Gemma4Config, again: Gemma4Config) -> None:
+    """Raises ValueError naming a field that comes back from config.json as another value."""
     for name, value in vars(config).items():
-        if again[name] != value:
+        if vars(again)[name] != value:
             raise ValueError(
                 f"{name} is {shown(value)}, and Hugging Face's {config.family} is only ever "
-                f"{shown(again[name])}: export it natively."
+                f"{shown(vars(again)[name])}: export it natively."
             )
-    return content

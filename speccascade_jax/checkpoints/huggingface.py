@@ -178,7 +178,8 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
     for file, entries in zip(files, shards, strict=True):
         tensors, metadata = {}, {"format": "pt"}
         for path, name, transposed in entries:
-            array = np.asarray(flat[path][...]).astype(dtype, copy=False)
+            array = np.asarray(flat[path][...])
+            array = array if np.issubdtype(array.dtype, np.integer) else array.astype(dtype, copy=False)
             tensors[name] = np.ascontiguousarray(array.T if transposed else array)
             metadata[f"crc32 {name}"] = str(checksum(tensors[name]))
         save_file(tensors, folder / file, metadata=metadata)

@@ -15,6 +15,7 @@ intact.
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,7 +278,12 @@ def export(
             {path: value for path, value in nnx.to_flat_state(params) if path[0] != model.config.full_part}
         )
     with manager(run / "latest") as steps:
-        save(steps, 0, {"params": jax.tree.map(lambda x: jnp.asarray(x, dtype), nnx.to_pure_dict(params))})
+        save(steps, 0, {"params": jax.tree.map(partial(stored, dtype), nnx.to_pure_dict(params))})
+
+
+def stored(dtype: Any, array: Any) -> jax.Array:
+    """The array in `dtype`; whole numbers stay what they are."""
+    return jnp.asarray(array, None if jnp.issubdtype(array.dtype, jnp.integer) else dtype)
 
 
 def remote(path: str) -> Any:

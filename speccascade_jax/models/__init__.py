@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from speccascade_jax.models.assistant import AssistantConfig, AssistantModel, AssistedConfig, AssistedModel
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.gemma4 import Gemma4Config, Gemma4Model
@@ -12,23 +13,29 @@ from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
 DecoderOnlyConfig = DecoderConfig | Gemma4Config
 SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
-NetworkConfig = ExitsConfig | SharedEncoderConfig
+TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig
+NetworkConfig = TrainedNetworkConfig | AssistedConfig
 """Of several models that share parameters."""
-Config = SingleConfig | NetworkConfig
+TrainedConfig = SingleConfig | TrainedNetworkConfig
+"""What finetune.py trains."""
+Config = TrainedConfig | AssistedConfig | AssistantConfig
 NetworkModel = ExitsModel | SharedEncoderModel
-Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel
-MODELS: dict[type, Callable[..., Model]] = {
+Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel | AssistedModel
+MODELS: dict[type, Callable[..., Any]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,
     Gemma4Config: Gemma4Model,
     T5GemmaConfig: T5GemmaModel,
     ExitsConfig: ExitsModel,
     SharedEncoderConfig: SharedEncoderModel,
+    AssistantConfig: AssistantModel,
+    AssistedConfig: AssistedModel,
 }
 
 
 def model_of(config: Config, **fields: Any) -> Model:
-    """The model with that config. `fields` are its other fields: dtype, cache_dtype, remat."""
+    """The model with that config; for an assistant without its verifier, what holds its parameters. `fields`
+    are its other fields: dtype, cache_dtype, remat."""
     return MODELS[type(config)](config, **fields)
 
 

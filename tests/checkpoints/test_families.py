@@ -13,14 +13,23 @@ import pytest
 from corpora import SENTENCES, shuffled
 from flax import nnx
 from processes import run
-from shapes import DECODERS, GEMMA4S, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA
+from shapes import (
+    DECODERS,
+    GEMMA4S,
+    TINY_ASSISTANT,
+    TINY_GEMMA,
+    TINY_GEMMA4,
+    TINY_T5,
+    TINY_T5_1_0,
+    TINY_T5GEMMA,
+)
 from tiny_models import random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import MODELS, ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.models import MODELS, AssistedConfig, ExitsConfig, SharedEncoderConfig, model_of
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 
 # Every field differs from its default: a field that a format forgets shows.
@@ -46,6 +55,11 @@ UNLIKE = {
 UNLIKE = {name: [config] for name, config in DECODERS.items()} | UNLIKE
 UNLIKE |= {
     "gemma4_text": list(GEMMA4S.values()),
+    "gemma4_assistant": [
+        TINY_ASSISTANT,
+        dataclasses.replace(TINY_ASSISTANT, vocab_size=96, num_centroids=24, active_centroids=5),
+    ],
+    "assisted": [AssistedConfig(TINY_GEMMA4, TINY_ASSISTANT)],
     "t5gemma": [
         TINY_T5GEMMA,
         dataclasses.replace(

@@ -11,7 +11,14 @@ import pytest
 
 from speccascade_jax.commands.commandline import console
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.evaluation import measurements, other_libraries, quality, reductions, turns, verifier_calls
+from speccascade_jax.evaluation import (
+    measurements,
+    other_libraries,
+    quality,
+    reductions,
+    turns,
+    verifier_calls,
+)
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
 from speccascade_jax.experiments import findings, sweeps

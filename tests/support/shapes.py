@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from speccascade_jax.models.assistant import ASSISTANT
 from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
 from speccascade_jax.models.t5 import T5Config
@@ -140,6 +141,20 @@ GEMMA4S = {
         more_eos=(5, 3),
     ),
 }
+TINY_ASSISTANT = dataclasses.replace(  # of TINY_GEMMA4, with another window
+    ASSISTANT,
+    **SMALL | {"d_model": 20, "d_ff": 28, "num_layers": 3},
+    num_readers=3,
+    d_kv_global=16,
+    num_kv_heads_global=2,
+    keys_are_values=True,
+    local=(1, 1, 0),
+    window=4,
+    rope_theta=100.0,
+    local_rope_theta=50.0,
+    state_width=36,
+    num_centroids=None,
+)
 SOURCE = np.random.default_rng(0).integers(2, 97, (3, 20)).astype(np.int32)
 LENGTH = np.array([20, 13, 1], np.int32)
 TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)

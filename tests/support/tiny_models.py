@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE
 
-from speccascade_jax.checkpoints import Checkpoint, decoder, gemma4, t5
+from speccascade_jax.checkpoints import Checkpoint, decoder, t5
+from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
@@ -16,7 +17,12 @@ from speccascade_jax.models import model_of
 def random_checkpoint(config, seed=0):
     """A checkpoint in memory; its weights are normal numbers, so that every one of them matters."""
     model, rng = model_of(config), np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, dtype=np.float32), model.abstract_params())
+
+    def drawn(x):
+        whole = jnp.issubdtype(x.dtype, jnp.integer)  # an order of the tokens
+        return rng.permutation(x.size).astype(x.dtype) if whole else rng.standard_normal(x.shape, np.float32)
+
+    params = jax.tree.map(drawn, model.abstract_params())
     return Checkpoint(model, params, None, "memory")
 
 
@@ -107,20 +113,20 @@ def transformers_t5(config, seed=0):
 
 
 def transformers_gemma4(config, seed=0):
-    """transformers' Gemma 4 of that shape, with random weights: scales of layers are no parameters there."""
+    """transformers' Gemma 4 or assistant of that shape, with random weights, also of what is no parameter."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    described = gemma4.describe(config)
-    del described["architectures"]
-    model = transformers.Gemma4ForCausalLM(
-        transformers.Gemma4TextConfig(**described, attn_implementation="eager")
-    )
+    described = MODEL_FAMILIES[config.family].describe(config)
+    kind = getattr(transformers, described.pop("architectures")[0])
+    model = kind(kind.config_class(**described, attn_implementation="eager"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * parameter)
         for layer in model.model.layers:
             layer.layer_scalar.copy_(0.5 + torch.rand(1))
+        if getattr(model, "masked_embedding", None) is not None:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(config.vocab_size))
     return model.eval()
 
 
