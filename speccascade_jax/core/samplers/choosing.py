@@ -157,9 +157,9 @@ class Choosing(Speculative):
             certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
             tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
             law = jax.nn.one_hot(tokens, logits.shape[-1])
-            own = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
-            after = (jnp.where(certain, law, probs) for probs in own)
-            block = Block(tokens, *after, jnp.full_like(tokens, Origin.MODEL), found.size)
+            probs = jnp.where(certain, law, token_probs(logits, rows.options))
+            untransformed = jnp.where(certain, law, jax.nn.softmax(logits, axis=-1))
+            block = Block(tokens, probs, untransformed, jnp.full_like(tokens, Origin.MODEL), found.size)
             return jnp.array(True), block, (text, below), passes
 
         columns = jnp.zeros((len(active), self.width), jnp.int32)
