@@ -104,6 +104,8 @@ def enumerated(case, chances_of=None):
             chance = stays * (chances[number, count - 1] if count else 1.0)
             stays -= chance
             accepted += chance * count
+            if chance == 0:  # after a token that pi excludes there is nothing to draw from
+                continue
             for token in range(VOCAB):
                 rest = np.array(chance * after[number, count, token])
                 text = (*tokens[:count], token)
