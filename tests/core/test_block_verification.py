@@ -104,7 +104,7 @@ def enumerated(case, chances_of=None):
             chance = stays * (chances[number, count - 1] if count else 1.0)
             stays -= chance
             accepted += chance * count
-            for token in range(VOCAB):
+            for token in range(VOCAB) if chance > 0 else ():  # nothing is left over where no draft can stand
                 rest = np.array(chance * after[number, count, token])
                 text = (*tokens[:count], token)
                 for size in range(len(text), LONGEST + 1):
