@@ -90,7 +90,7 @@ class Assistant(Layered):
     ) -> tuple[Float[Array, "B 1 V"], Array]:
         """The logits after a token whose verifier's embedding is `embedded` [B, 1, D'], and the next state
         [B, 1, D']. `position` is the last committed token's; `held` are the keys and values before it."""
-        size = entries(held)
+        size = entries(held[0])
         back = position[:, None, None] - jnp.arange(size)
         kinds = kinds_of(self.config, position[:, None], jnp.where(back > 0, back, -1))
         made = Pass(kinds, None, last_written, False)
