@@ -36,9 +36,9 @@ PROMPTS = SOURCE % TOKENS
 
 @pytest.fixture
 def repaired(monkeypatch):
-    """transformers 5.23 without three faults: no assistant could be made, a verifier that shares no keys and
-    values hands none over, and those of rejected tokens were handed over. Yields a list, to which every draft
-    is added."""
+    """transformers 5.23 without its faults: no assistant can be made, a verifier that shares no keys and
+    values hands none over, those of rejected tokens are handed over, and local layers see more than the
+    window. Returns a list, to which every draft is added."""
     transformers = pytest.importorskip("transformers")
     from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
