@@ -52,7 +52,7 @@ EXCUSED = {
     "guide/first-texts.md": {"about how long the first run takes, which compiles": "20"},
     "guide/install.md": {"about how long the first run takes, which compiles": "20"},
     "guide/large-models.md": {
-        "parameters times two bytes": "17.6 30.7 18.5 24.1 56.0 259.7 51.9 17.3 16.7 13.5",
+        "parameters times two bytes": "17.6 30.7 18.5 24.1 56.0 9.4 62.3 259.7 51.9 17.3 16.7 13.5",
         "devices that these fit, and their memory": "4 8 16 80",
     },
     "guide/published-models.md": {"parameters times four bytes": "3.4"},
@@ -84,6 +84,7 @@ EXCUSED = {
         "the values of a sweep, of TRUNCATIONS": "16 4 0.9 0.7 0.5 0.3 0.05 0.15 0.4 26",
     },
     "reference/few-shot.md": {"questions scored in a comparison with the official script": "6078"},
+    "reference/hierarchies.md": {"centroids of published assistants": "32 2048"},
     "reference/serving.md": {
         "limits and defaults of flags": "5 1024 8000 8 64 128 120 60",
         "the load that load.py offers": "120%",

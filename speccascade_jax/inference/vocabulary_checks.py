@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from speccascade_jax import checkpoints
+from speccascade_jax.checkpoints import tokenizer_files
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import TRAINED
@@ -52,10 +53,13 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
             if point.name not in TRAINED:
                 check_drafts(resolved(point, samplers), levels, model_free)
         return
-    paths = [path for _, path in run.roles]
-    if run.tokenizer or not all(Path(checkpoints.split_member(path)[0]).is_dir() for path in paths):
+    folders = [Path(checkpoints.split_member(path)[0]) for _, path in run.roles]
+    if run.tokenizer or not all(folder.is_dir() for folder in folders):
         return
-    *others, target = (Tokenizer(checkpoints.tokenizer_file(path)).pieces() for path in paths)
+    files = [file for file in map(tokenizer_files.find, folders) if file is not None]
+    if len(files) < len(folders):  # a Gemma 4's assistant needs none
+        return
+    *others, target = (Tokenizer(file).pieces() for file in files)
     if all(pieces == target for pieces in others):
         return
     for point in points:

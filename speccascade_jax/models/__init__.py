@@ -20,8 +20,8 @@ TrainedConfig = SingleConfig | TrainedNetworkConfig
 """What finetune.py trains."""
 Config = TrainedConfig | AssistedConfig | AssistantConfig
 NetworkModel = ExitsModel | SharedEncoderModel
-Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel | AssistedModel
-MODELS: dict[type, Callable[..., Any]] = {
+Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel | AssistantModel | AssistedModel
+MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,
     Gemma4Config: Gemma4Model,

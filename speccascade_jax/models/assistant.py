@@ -7,7 +7,7 @@ is that of the last committed token for the whole draft. So it has no cache and 
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class Assistant(Layered):
     ) -> tuple[Float[Array, "B 1 V"], Array]:
         """The logits after a token whose verifier's embedding is `embedded` [B, 1, D'], and the next state
         [B, 1, D']. `position` is the last committed token's; `held` are the keys and values before it."""
-        size = entries(held)
+        size = entries(held[0])
         back = position[:, None, None] - jnp.arange(size)
         kinds = kinds_of(self.config, position[:, None], jnp.where(back > 0, back, -1))
         made = Pass(kinds, None, last_written, False)
@@ -114,7 +114,7 @@ class Assistant(Layered):
 
 @dataclasses.dataclass(frozen=True)
 class AssistantModel(FlaxModel):
-    """An assistant without its verifier: parameters, but no language model."""
+    """An assistant without its verifier: it has parameters, and refuses to decode."""
 
     config: AssistantConfig
 
@@ -122,6 +122,13 @@ class AssistantModel(FlaxModel):
         return Assistant(
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
+
+    def prefill(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            "an assistant only drafts for the Gemma 4 that it was trained with: load both, it first."
+        )
+
+    extend = roll_back = prefill
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.models import model_of, presets, t5
+from speccascade_jax.models import AssistantConfig, AssistedConfig, model_of, presets, t5
 from speccascade_jax.models.members import member
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.vocabularies.joining import shapes_of
@@ -84,6 +84,8 @@ PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
     "llama3_1b_8b": ("llama3_1b", "llama3_8b"),
     "gemma3_270m_12b": ("gemma3_270m", "gemma3_12b"),
     "gemma3_1b_27b": ("gemma3_1b", "gemma3_27b"),
+    "gemma4_e2b_assistant": ("gemma4_e2b_assistant", "gemma4_e2b"),
+    "gemma4_31b_assistant": ("gemma4_31b_assistant", "gemma4_31b"),
     "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
     "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"),
     "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
@@ -92,15 +94,23 @@ PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
 }
 
 
+def in_bfloat16(params):
+    """The shapes in bfloat16; whole numbers stay what they are."""
+    return jax.tree.map(
+        lambda x: x if x.dtype == jnp.int32 else numbers(*x.shape, dtype=jnp.bfloat16), params
+    )
+
+
 def pair(name):
     """generate's arguments for a pair, its layers stacked as on accelerators; a drafter of another vocabulary
     has tables of half of its tokens."""
     run, shapes = configs.load(name), [PRESETS[preset] for preset in PAIRS[name]]
+    if isinstance(shapes[0], AssistantConfig):
+        config = AssistedConfig(shapes[1], shapes[0])
+        network = stackable(model_of(config, dtype="bfloat16", cache_dtype="bfloat16"))
+        return arguments_of(run, network.members, in_bfloat16(network.abstract_params()))
     models = [stackable(model_of(config, dtype="bfloat16", cache_dtype="bfloat16")) for config in shapes]
-    params = [
-        jax.tree.map(lambda x: numbers(*x.shape, dtype=jnp.bfloat16), model.abstract_params())
-        for model in models
-    ]
+    params = [in_bfloat16(model.abstract_params()) for model in models]
     drafter, size = models[0], models[-1].vocab_size
     if run.vocabulary == "auto" and shapes[0].family != shapes[1].family:
         tables = Tables(numbers(size), numbers(size, 4), numbers(size))
