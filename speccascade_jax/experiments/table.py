@@ -92,6 +92,12 @@ QUALITY = Experiment(
         inputs=1000,
     ),
 )
+ARCHITECTURES = Experiment(
+    "architectures",
+    "Whether a pair in the Qwen 3 architecture writes better than one in Gemma's of the same size.",
+    "architectures",
+    models.Models(pairs=("e2e_gemma", "e2e_qwen"), dtypes=("float32",), inputs=1000),
+)
 TRANSLATION = Experiment(
     "trade-offs-translation",
     "What the rules trade on the shipped translation pair, with and without truncation.",
@@ -338,6 +344,7 @@ EXPERIMENTS = {
         BLOCK_TIMES,
         OTHERS,
         QUALITY,
+        ARCHITECTURES,
         TRANSLATION,
         DATA_TO_TEXT,
         PROBLEMS,

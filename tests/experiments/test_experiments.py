@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,6 +217,15 @@ def test_every_lenience_stands_before_and_after_the_marker():
     points = [p for p in measurement.points() if p.name == "opt" and p.temperature == 1]
     spans = {(p.alpha, p.alpha_after[measurement.marker]) for p in points}
     assert spans == {*itertools.product(measurement.alphas, measurement.alphas_after)}
+
+
+def test_every_page_of_results_has_an_experiment_or_is_excused():
+    """reference/report.md names the pages that no experiment makes."""
+    docs = Path(__file__).parent.parent.parent / "docs"
+    excused = re.findall(r"\(\.\./results/([\w-]+)\.md\)", (docs / "reference" / "report.md").read_text())
+    pages = {page.stem for page in (docs / "results").glob("*.md")} - {"index"}
+    records = {experiment.record for experiment in EXPERIMENTS.values()}
+    assert pages <= records | {*excused} and not records & ({*excused} - {"index"})
 
 
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
