@@ -139,26 +139,24 @@ def keep(
     """Writes the record, the page's tables and the pictures."""
     path = folder / f"{experiment.record}.json"
     before = records.read_record(path) if path.exists() else None
+    about = {**about, "pictures": list(findings.pictures)}
     record = records.merged(before, experiment.name, about, findings.tables)
-    drawn = list[str]()
     pictures.mkdir(parents=True, exist_ok=True)
-    for name, figure in findings.pictures.items():
-        drawn.append(os.path.relpath(pictures / f"{name}.png", folder))
-        figure.savefig(pictures / f"{name}.png", dpi=150)
+    files = [pictures / f"{name}.png" for name in findings.pictures]
+    for file, figure in zip(files, findings.pictures.values(), strict=True):
+        figure.savefig(file, dpi=150)
     write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    page = path.with_suffix(".md")
-    if page.exists():
+    page, beside = path.with_suffix(".md"), os.path.relpath(pictures, folder)
+    if page.exists() and folder == DOCS / "results":  # somebody's sentences are in it
         text = records.redrawn(page.read_text(encoding="utf-8"), record)
     else:
-        text = records.drafted(record, drawn)
+        text = records.drafted(record, beside)
     write_whole(page, text)
-    hidden = [name for name in record["tables"] if f"<!-- table: {name} -->" not in text]
-    for written in (path, page, *(folder / picture for picture in drawn)):
+    for written in (path, page, *files):
         screen.print(f"written: {os.path.relpath(written)}", soft_wrap=True)
-    for name in hidden:
-        screen.print(
-            f"{os.path.relpath(page)} lacks the place of a table: <!-- table: {name} -->", soft_wrap=True
-        )
+    for place in records.places(record, beside):
+        if place not in text:
+            screen.print(f"{os.path.relpath(page)} does not show {place}", soft_wrap=True)
 
 
 def folders(arguments: Arguments) -> tuple[Path, Path, Path]:

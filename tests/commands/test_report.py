@@ -54,6 +54,10 @@ def place(monkeypatch, tmp_path):
     return tmp_path
 
 
+def place_of(page):
+    return page.parent.parent.parent
+
+
 def record_of(path):
     record = records.read_record(path)
     page = path.with_suffix(".md").read_text()
@@ -82,12 +86,23 @@ def test_a_page_and_what_others_measured_stay(place, capsys):
     assert report.main(["speeds"]) == 0  # the page's name stands for its experiments
     record = record_of(path)
     assert list(record["tables"]) == ["old", "one", "two"] and record["command"] == ["by hand"]
-    assert "Caveats." in page.read_text() and "<!-- table: one -->" in capsys.readouterr().out
+    assert "Caveats." in page.read_text()
+    told = capsys.readouterr().out
+    for place in "<!-- table: one -->", "<!-- table: two -->", "../pictures/one.png", "../pictures/two.png":
+        assert f"{page.relative_to(place_of(page))} does not show {place}" in told
+    assert "<!-- table: old -->" not in told
     assert {key: made.get("from") for key, made in record["tables"].items()} == {
         "old": None,
         "one": "one",
         "two": "two",
     }
+
+
+def test_a_draft_shows_all_that_a_record_holds(place, capsys):
+    assert report.main(["one", "two", "--quick"]) == 0
+    text = (place / "runs/report/quick/speeds.md").read_text()
+    assert all(f"<!-- table: {name} -->" in text and f"({name}.png)" in text for name in ("one", "two"))
+    assert "does not show" not in capsys.readouterr().out
 
 
 def test_trials_leave_the_documentation_alone(place):
