@@ -106,10 +106,11 @@ def test_a_draft_shows_all_that_a_record_holds(place, capsys):
 
 
 def test_trials_leave_the_documentation_alone(place):
-    for flags, folder, inputs, sizes in ((["--quick"], "quick", 4, 2), (["--limit=3"], "limit-3", 3, 3)):
+    for flags, folder, inputs, sizes in ((["--quick"], "quick", 4, 2), (["--limit", "3"], "limit-3", 3, 3)):
         assert report.main(["one", *flags]) == 0
         record = record_of(place / "runs/report" / folder / "speeds.json")
         assert record["tables"]["one"]["rows"] == [[str(n), str(inputs)] for n in (3, 5, 7)[:sizes]]
+        assert record["command"] == [f"python scripts/report.py one {' '.join(flags)}"]
         assert list((place / "runs/report" / folder).glob("*.png"))
     assert not list((place / "docs/results").iterdir()) and not (place / "docs/pictures").exists()
 
@@ -126,12 +127,18 @@ def test_what_is_measured_stays_and_keeps_its_date(place, monkeypatch):
     assert len((place / "runs/report/one/numbers").read_text().split()) == 12
 
 
-def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, capsys):
+def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, monkeypatch, capsys):
     assert report.main([]) == 0
     assert "skipped: three: it needs the checkpoint runs/three; train it." in capsys.readouterr().out
     assert not (place / "docs/results/other.json").exists()
     assert report.main(["one", "three"]) == 2
     assert "three cannot run here: it needs the checkpoint" in capsys.readouterr().err
+    assert report.main(["other"]) == 2  # the page of that one alone
+    assert "three cannot run here" in capsys.readouterr().err
+    mixed = dataclasses.replace(EXPERIMENTS[1], measurement=Counting("two", lacks="runs/two"))
+    monkeypatch.setitem(report.EXPERIMENTS, "two", mixed)
+    assert report.main(["speeds"]) == 0  # one of the page can
+    assert "skipped: two" in capsys.readouterr().out
     assert report.main(["four"]) == 2
     assert "four" in capsys.readouterr().err
 
