@@ -84,13 +84,13 @@ def lacking(experiment: Experiment) -> str | None:
     return None
 
 
-def source(experiment: Experiment, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def source(experiment: Experiment, runs: Sequence[dict[str, Any]], flags: str) -> dict[str, Any]:
     """How an experiment's measurements were made, for its record."""
     seen = {field: list(dict.fromkeys(run[field] for run in runs)) for field in ("commit", "machine", "date")}
     loads = [run["load"] for run in runs]
     return {
         "summary": experiment.summary,
-        "command": f"python scripts/report.py {experiment.name}",
+        "command": f"python scripts/report.py {experiment.name}{flags}",
         **{
             field: values[0] if len(values) == 1 else ", ".join(map(str, values))
             for field, values in seen.items()
@@ -100,7 +100,7 @@ def source(experiment: Experiment, runs: Sequence[dict[str, Any]]) -> dict[str, 
     }
 
 
-def run(experiment: Experiment, place: Path, screen: Console) -> tuple[Findings, dict[str, Any]]:
+def run(experiment: Experiment, place: Path, screen: Console, flags: str) -> tuple[Findings, dict[str, Any]]:
     """What an experiment finds, and how its measurements, which are kept in `place`, were made."""
     place.mkdir(parents=True, exist_ok=True)
     now = {
@@ -116,7 +116,7 @@ def run(experiment: Experiment, place: Path, screen: Console) -> tuple[Findings,
     if earlier and measured(place) == before:  # all had been measured: this run has added nothing
         write_whole(kept, earlier)
     runs = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
-    return findings, source(experiment, runs)
+    return findings, source(experiment, runs, flags)
 
 
 def today() -> str:
@@ -139,26 +139,24 @@ def keep(
     """Writes the record, the page's tables and the pictures."""
     path = folder / f"{experiment.record}.json"
     before = records.read_record(path) if path.exists() else None
+    about = {**about, "pictures": list(findings.pictures)}
     record = records.merged(before, experiment.name, about, findings.tables)
-    drawn = list[str]()
     pictures.mkdir(parents=True, exist_ok=True)
-    for name, figure in findings.pictures.items():
-        drawn.append(os.path.relpath(pictures / f"{name}.png", folder))
-        figure.savefig(pictures / f"{name}.png", dpi=150)
+    files = [pictures / f"{name}.png" for name in findings.pictures]
+    for file, figure in zip(files, findings.pictures.values(), strict=True):
+        figure.savefig(file, dpi=150)
     write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    page = path.with_suffix(".md")
-    if page.exists():
+    page, beside = path.with_suffix(".md"), os.path.relpath(pictures, folder)
+    if page.exists() and folder == DOCS / "results":  # somebody's sentences are in it
         text = records.redrawn(page.read_text(encoding="utf-8"), record)
     else:
-        text = records.drafted(record, drawn)
+        text = records.drafted(record, beside)
     write_whole(page, text)
-    hidden = [name for name in record["tables"] if f"<!-- table: {name} -->" not in text]
-    for written in (path, page, *(folder / picture for picture in drawn)):
+    for written in (path, page, *files):
         screen.print(f"written: {os.path.relpath(written)}", soft_wrap=True)
-    for name in hidden:
-        screen.print(
-            f"{os.path.relpath(page)} lacks the place of a table: <!-- table: {name} -->", soft_wrap=True
-        )
+    for place in records.places(record, beside):
+        if place not in text:
+            screen.print(f"{os.path.relpath(page)} does not show {place}", soft_wrap=True)
 
 
 def folders(arguments: Arguments) -> tuple[Path, Path, Path]:
@@ -179,27 +177,31 @@ def report(arguments: Arguments) -> None:
         return
     at_least(1, limit=arguments.limit)
     measurements, results, pictures = folders(arguments)
-    most = dict(QUICK) if arguments.quick else {}
+    most, flags = (dict(QUICK), " --quick") if arguments.quick else ({}, "")
     if arguments.limit is not None:
         most |= {"inputs": arguments.limit, "timed": arguments.limit}
+        flags += f" --limit {arguments.limit}"
     for experiment in able(arguments.names, screen):
         screen.print(f"{experiment.name}: {experiment.summary}", soft_wrap=True)
-        findings, about = run(experiment.smaller(**most), measurements / experiment.name, screen)
+        findings, about = run(experiment.smaller(**most), measurements / experiment.name, screen, flags)
         keep(experiment, findings, about, results, pictures, screen)
 
 
 def able(names: Sequence[str], screen: Console) -> list[Experiment]:
-    """Those of the chosen experiments that can run here. Raises ValueError for one that is named and
-    cannot."""
-    found = []
+    """Those of the chosen experiments that can run here. Raises ValueError for one that is named itself and
+    cannot, and where none can."""
+    found, refused = list[Experiment](), ""
     for experiment in chosen(names):
         missing = lacking(experiment)
         if missing is None:
             found.append(experiment)
-        elif names:
-            raise ValueError(f"{experiment.name} cannot run here: {missing}")
-        else:
-            screen.print(f"skipped: {experiment.name}: {missing}", soft_wrap=True)
+            continue
+        refused = f"{experiment.name} cannot run here: {missing}"
+        if experiment.name in names:
+            raise ValueError(refused)
+        screen.print(f"skipped: {experiment.name}: {missing}", soft_wrap=True)
+    if not found:
+        raise ValueError(refused)
     return found
 
 

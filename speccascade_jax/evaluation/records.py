@@ -19,7 +19,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,9 @@ def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tabl
     """The record with `tables` as the experiment `name` has found them, in place of those that it found
     before.
 
-    record: None where there is none yet. about: summary, command, commit, machine, date, settings. The
-    record's own command and so on are those of tables that name no experiment; where there is none of these,
-    of all its experiments.
+    record: None where there is none yet. about: summary, command, commit, machine, date, settings, and the
+    names of its pictures. The record's own command and so on are those of tables that name no experiment;
+    where there is none of these, of all its experiments.
     """
     before = record or {"experiment": about["summary"], "tables": {}}
     kept = {key: table for key, table in before["tables"].items() if table.get("from") != name}
@@ -76,16 +75,28 @@ def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tabl
     return {"experiment": new.pop("experiment"), **{field: new.pop(field) for field in FIELDS[1:-1]}, **new}
 
 
-def drafted(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+def pictures(record: dict[str, Any], folder: str) -> list[str]:
+    """The paths of its experiments' pictures, which lie in `folder`."""
+    about = record.get("experiments", {}).values()
+    return [os.path.normpath(f"{folder}/{name}.png") for each in about for name in each.get("pictures", ())]
+
+
+def places(record: dict[str, Any], folder: str) -> list[str]:
+    """What shows a record's tables and pictures in a page."""
+    return [*(f"<!-- table: {name} -->" for name in record["tables"]), *pictures(record, folder)]
+
+
+def drafted(record: dict[str, Any], folder: str) -> str:
     """A page that shows a record's tables and pictures, where nobody has written one yet."""
     commands = "\n".join([record["command"]] if isinstance(record["command"], str) else record["command"])
+    tables = (
+        f"<!-- table: {name} -->\n{drawn(table)}\n<!-- end of table -->"
+        for name, table in record["tables"].items()
+    )
     parts = [
         f"# {record['experiment'].rstrip('.')}",
-        *(f"![{Path(path).stem}]({path})" for path in pictures),
-        *(
-            f"<!-- table: {name} -->\n{drawn(table)}\n<!-- end of table -->"
-            for name, table in record["tables"].items()
-        ),
+        *(f"![{Path(path).stem}]({path})" for path in pictures(record, folder)),
+        *tables,
         f"```bash\n{commands}\n```",
     ]
     return "\n\n".join(parts) + "\n"

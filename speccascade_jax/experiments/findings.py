@@ -8,13 +8,12 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.turns import Cascades, Times, measure_times
 from speccascade_jax.inference.progress import track
-from speccascade_jax.inference.text import Cascade
+from speccascade_jax.inference.text import Cascade, check_folders
 from speccascade_jax.training.data import joined_examples
 
 Table = dict[str, Any]
@@ -73,15 +72,16 @@ def pair(name: str, **changes: Any) -> DecodeConfig:
 
 
 def check_pair(run: DecodeConfig, split: str) -> None:
-    """Raises FieldError, with the remedy, where a checkpoint or the data of a pair is missing."""
-    for _, path in run.roles:
-        if not Path(checkpoints.split_member(path)[0]).is_dir():
-            remedy = run.missing or "train it with scripts/finetune.py."
-            raise FieldError("models", path, remedy, f"it needs the checkpoint {path}")
+    """Raises FieldError, with the remedy, where a checkpoint, a trained rule or the data of a pair is
+    missing."""
+    check_folders(run)
+    if run.router is not None and not Path(run.router).is_file():
+        remedy = "train it with scripts/finetune.py."
+        raise FieldError("router", run.router, remedy, f"the trained rule {run.router} is missing")
     data = getattr(task_of(run), split)
     if "://" not in data and not Path(data).exists():
         raise FieldError(
-            "task", data, "set SPECCASCADE_DATA to the folder of the datasets.", f"it needs the data {data}"
+            "task", data, "set SPECCASCADE_DATA to the folder of the datasets.", f"the data {data} is missing"
         )
 
 

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.samplers.autoregressive import DRAFTER, SINGLE_MODEL, VERIFIER
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.measurements import Measurements
 from speccascade_jax.evaluation.quality import METRICS, bootstrap, score
-from speccascade_jax.evaluation.reductions import Comparison
+from speccascade_jax.evaluation.reductions import Comparison, fastest
 from speccascade_jax.evaluation.sweep import Quality, alone, block_size_of, grid
 from speccascade_jax.experiments.findings import (
     Bench,
@@ -43,14 +44,19 @@ class Sweep:
     dtype: str = "auto"
     split: str = "validation"
     batch_size: int = 32
+    changes: tuple[tuple[str, Any], ...] = ()  # of the config's fields
     picture: str | None = None
 
     def check(self) -> None:
-        check_pair(pair(self.config), self.split)
+        check_pair(self.pair, self.split)
+
+    @property
+    def pair(self) -> DecodeConfig:
+        return pair(self.config, dtype=self.dtype, batch_size=self.batch_size, **dict(self.changes))
 
     def points(self) -> list[Settings]:
         return grid(
-            pair(self.config).settings,
+            self.pair.settings,
             self.methods,
             self.alphas,
             self.block_sizes,
@@ -59,12 +65,12 @@ class Sweep:
             self.truncations,
         )
 
-    def measurements(self, bench: Bench) -> Measurements:
-        run = pair(self.config, dtype=self.dtype, batch_size=self.batch_size)
+    def measurements(self, bench: Bench, split: str | None = None) -> Measurements:
+        """Of the sweep's split, or of another one."""
         return Measurements(
-            run,
-            task_of(run),
-            self.split,
+            self.pair,
+            task_of(self.pair),
+            split or self.split,
             limit=self.inputs,
             timed=self.timed,
             trials=self.trials,
@@ -78,6 +84,10 @@ class Sweep:
         return f"{self.inputs} examples of the {self.split} split{times}"
 
     @property
+    def metric(self) -> str:
+        return task_of(self.pair).metric
+
+    @property
     def axis(self) -> str:
         """What the picture draws quality against, of plots.AXES."""
         return "latency" if self.timed else "calls"
@@ -85,7 +95,7 @@ class Sweep:
     @property
     def label(self) -> str:
         """Of the quality."""
-        return METRICS[task_of(pair(self.config)).metric].label
+        return METRICS[self.metric].label
 
 
 def shown(r: Comparison, mark: str = "") -> list[Any]:
@@ -102,8 +112,8 @@ def shown(r: Comparison, mark: str = "") -> list[Any]:
         "" if plain else f"{r.lenience:g}",
         "" if alone else block_size_of(r.point),
         f"{r.quality:.1f}",
-        difference(r.gain),
-        difference(r.gain_over_drafter),
+        "" if r.name == VERIFIER.name else difference(r.gain),
+        "" if r.name == DRAFTER.name else difference(r.gain_over_drafter),
         time,
         f"{r.calls_per_token:.3f}",
     ]
@@ -148,7 +158,7 @@ class TradeOff(Sweep):
             f"{self.config}-at-{temperature:g}".replace(".", "-"): self._table(comparisons, temperature)
             for temperature in self.temperatures
         }
-        picture = plots.page(comparisons, task_of(pair(self.config)).metric, self.axis)
+        picture = plots.page(comparisons, self.metric, self.axis)
         return Findings(tables, {self.picture or f"trade-off-{self.config}": picture})
 
     def _table(self, comparisons: list[Comparison], temperature: float) -> Table:
@@ -170,6 +180,34 @@ class TradeOff(Sweep):
         )
 
 
+class Picks(Sweep):
+    """The fastest point at the verifier's quality on the sweep's split, and what it gives on the test
+    split."""
+
+    def measure(self, bench: Bench) -> Findings:
+        comparisons = self.measurements(bench).measure(self.points(), bench.folder)
+        rows = []
+        for panel in dict.fromkeys(r.panel for r in comparisons):
+            here = [r for r in comparisons if r.panel == panel]
+            verifier = next(r for r in here if r.point == panel)
+            rivals = [r for r in here if r.point.name not in SINGLE_MODEL and ", " not in r.name]
+            picked = fastest(rivals, verifier.quality)
+            if picked is None:
+                continue
+            points = [*(alone(panel, model) for model in SINGLE_MODEL), picked.point]
+            folder = bench.folder / f"test-{panel.temperature:g}-{panel.top_p or 1:g}"
+            for r in self.measurements(bench, "test").measure(points, folder):
+                promise = shown(picked)[3:7] if r.point == picked.point else ["", "", "", ""]
+                rows.append([f"{panel.temperature:g}", f"{panel.top_p or 1:g}", *promise, *shown(r)])
+        promised = [f"{name} on {self.split}" for name in columns(self.label)[3:7]]
+        title = (
+            f"`{self.config}`: the fastest point at the verifier's quality on {self.about}, and both models "
+            "and that point on as many of the test split."
+        )
+        found = table(title, ["T", "top-p", *promised, *columns(self.label)], rows)
+        return Findings({self.config.replace("_", "-"): found})
+
+
 class Rejections(Sweep):
     """The share of the drafted tokens that each rule rejects, and its best quality."""
 
@@ -182,7 +220,7 @@ class Rejections(Sweep):
                 best = max((r for r in here if r.name == name), key=lambda r: r.expected)
                 rejected = "" if best.rejection_rate is None else f"{best.rejection_rate:.2f}"
                 rows.append([f"{panel.temperature:g}", rejected, *shown(best)])
-        picture = plots.page(comparisons, task_of(pair(self.config)).metric, "rejected")
+        picture = plots.page(comparisons, self.metric, "rejected")
         sizes = ", ".join(map(str, self.block_sizes))
         title = (
             f"`{self.config}` at block size {sizes}, {self.about}: the point of best quality of each rule, "
@@ -203,7 +241,7 @@ class EqualCalls(Sweep):
     def measure(self, bench: Bench) -> Findings:
         points = self.points()
         qualities = self.measurements(bench).qualities(points, bench.folder)
-        metric, rows = task_of(pair(self.config)).metric, []
+        metric, rows = self.metric, list[list[Any]]()
 
         def told(one: Settings, other: Settings) -> str:
             sums = [qualities[point].statistics for point in (one, other)]
@@ -268,7 +306,7 @@ class Spans(Sweep):
 
     def points(self) -> list[Settings]:
         return grid(
-            dataclasses.replace(pair(self.config).settings, alpha_after={self.marker: 0.0}),
+            dataclasses.replace(self.pair.settings, alpha_after={self.marker: 0.0}),
             self.methods,
             self.alphas,
             self.block_sizes,
@@ -283,7 +321,7 @@ class Spans(Sweep):
             f'`{self.config}`: alpha before the marker "{self.marker}" and after it, {self.about} (95%, '
             "paired over examples)."
         )
-        picture = plots.page(comparisons, task_of(pair(self.config)).metric, self.axis)
+        picture = plots.page(comparisons, self.metric, self.axis)
         return Findings(
             {"spans": table(title, ["T", *columns(self.label)], rows)}, {self.picture or "spans": picture}
         )

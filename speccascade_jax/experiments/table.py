@@ -92,6 +92,12 @@ QUALITY = Experiment(
         inputs=1000,
     ),
 )
+ARCHITECTURES = Experiment(
+    "architectures",
+    "Whether a pair in the Qwen 3 architecture writes better than one in Gemma's of the same size.",
+    "architectures",
+    models.Models(pairs=("e2e_gemma", "e2e_qwen"), dtypes=("float32",), inputs=1000),
+)
 TRANSLATION = Experiment(
     "trade-offs-translation",
     "What the rules trade on the shipped translation pair, with and without truncation.",
@@ -237,6 +243,98 @@ REJECTION = Experiment(
     ),
 )
 
+ADAPTIVE = tuple(
+    Experiment(
+        f"adaptive-blocks-{config}",
+        f"Whether blocks that end where the drafter is unsure are faster than fixed ones, with {what}.",
+        "adaptive-blocks",
+        races.Race(
+            key=f"in-turn-{config}",
+            baseline=config,
+            runners=tuple(races.Runner(config, size) for size in (*sizes, "adaptive")),
+            temperatures=(0.0, 1.0),
+            timed=80,
+            trials=3,
+        ),
+    )
+    for config, what, sizes in (
+        ("demo", "the translation pair", (5, 7, 9)),
+        ("e2e", "the data-to-text pair", (5, 7, 9)),
+        ("multi30k", "captions", (5, 7, 9)),
+    )
+)
+RIVALS = tuple(
+    Experiment(
+        f"truncated-rivals-{config.replace('_', '-')}",
+        f"Whether a rule is better than the verifier under its best truncation, with {what}.",
+        "truncated-rivals",
+        sweeps.TradeOff(
+            config=config,
+            methods=("speculative", "opt", "token_v3"),
+            alphas=(0.0, 0.1, 0.3),
+            block_sizes=(size,),
+            temperatures=(1.0,),
+            top_ps=(1.0, 0.3),
+            inputs=1000,
+            timed=48,
+            dtype="bfloat16",
+            split="test",
+            picture=f"truncated-rivals-{config.replace('_', '-')}",
+        ),
+    )
+    for config, what, size in (
+        ("demo", "the translation pair", 5),
+        ("e2e", "the data-to-text pair", 7),
+        ("e2e_large", "a larger verifier", 12),
+        ("multi30k", "captions", 5),
+    )
+)
+PICKS = tuple(
+    Experiment(
+        f"picks-{config.replace('_', '-')}",
+        f"Whether a setting picked on validation keeps its quality and time on the test split, with {what}.",
+        "picks",
+        sweeps.Picks(
+            config=config,
+            methods=("speculative", "opt"),
+            alphas=(0.0, 0.1, 0.3),
+            block_sizes=(size,),
+            temperatures=(0.0, 1.0),
+            top_ps=(0.3,),
+            truncations=(),
+            inputs=200,
+            timed=48,
+            dtype="bfloat16",
+        ),
+    )
+    for config, what, size in (
+        ("demo", "the translation pair", 5),
+        ("e2e", "the data-to-text pair", 7),
+        ("e2e_large", "a larger verifier", 12),
+        ("multi30k", "captions", 5),
+    )
+)
+MIXTURES = Experiment(
+    "mixtures",
+    "Whether a mixture whose weight is learnt for each position is better than one of constant weight.",
+    "mixtures",
+    sweeps.EqualCalls(
+        rule="learned_mixture",
+        rival="mixture",
+        config="demo",
+        methods=("mixture", "learned_mixture"),
+        alphas=(0.0, 0.3, 0.6, 0.9),
+        block_sizes=(5,),
+        temperatures=(1.0,),
+        top_ps=(1.0, 0.3),
+        truncations=(),
+        inputs=300,
+        dtype="bfloat16",
+        split="test",
+        changes=(("router", "runs/demo_mixture/mixture.json"),),
+    ),
+)
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -246,16 +344,21 @@ EXPERIMENTS = {
         BLOCK_TIMES,
         OTHERS,
         QUALITY,
+        ARCHITECTURES,
         TRANSLATION,
         DATA_TO_TEXT,
         PROBLEMS,
         CAPTIONS,
+        *RIVALS,
+        *PICKS,
         SPANS,
+        *ADAPTIVE,
         HIERARCHIES,
         VOCABULARIES,
         BYTES,
         ROUTER,
         PRICED,
+        MIXTURES,
         REJECTION,
     )
 }

@@ -209,19 +209,7 @@ class Cascade:
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
         """The models a DecodeConfig names. Raises ValueError with the remedy where they cannot be had."""
-        for role, path in config.folders:
-            if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
-                flag = "models" if config.models else role.removeprefix("the ")
-                if in_the_repository_only(path):
-                    raise FieldError(
-                        flag, path, ONLY_IN_THE_REPOSITORY, f"{role}'s checkpoint {path} is missing"
-                    )
-                raise FieldError(
-                    flag,
-                    path,
-                    config.missing or f"give its folder with --{flag}.",
-                    f"{role}'s checkpoint {path} is missing",
-                )
+        check_folders(config)
         config.check()
         names = (
             "tokenizer",
@@ -651,6 +639,21 @@ class Cascade:
         while step > SHORT and length <= step // 2:
             step //= 2
         return min(-(-length // step) * step, max(self.max_source_length, 1))
+
+
+def check_folders(config: DecodeConfig) -> None:
+    """Raises FieldError, with the remedy, where a checkpoint that a DecodeConfig names is not here."""
+    for role, path in config.folders:
+        if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
+            flag = "models" if config.models else role.removeprefix("the ")
+            if in_the_repository_only(path):
+                raise FieldError(flag, path, ONLY_IN_THE_REPOSITORY, f"{role}'s checkpoint {path} is missing")
+            raise FieldError(
+                flag,
+                path,
+                config.missing or f"give its folder with --{flag}.",
+                f"{role}'s checkpoint {path} is missing",
+            )
 
 
 def truncations_of(settings: Sequence[Settings]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:

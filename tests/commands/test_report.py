@@ -54,6 +54,10 @@ def place(monkeypatch, tmp_path):
     return tmp_path
 
 
+def place_of(page):
+    return page.parent.parent.parent
+
+
 def record_of(path):
     record = records.read_record(path)
     page = path.with_suffix(".md").read_text()
@@ -82,7 +86,11 @@ def test_a_page_and_what_others_measured_stay(place, capsys):
     assert report.main(["speeds"]) == 0  # the page's name stands for its experiments
     record = record_of(path)
     assert list(record["tables"]) == ["old", "one", "two"] and record["command"] == ["by hand"]
-    assert "Caveats." in page.read_text() and "<!-- table: one -->" in capsys.readouterr().out
+    assert "Caveats." in page.read_text()
+    told = capsys.readouterr().out
+    for place in "<!-- table: one -->", "<!-- table: two -->", "../pictures/one.png", "../pictures/two.png":
+        assert f"{page.relative_to(place_of(page))} does not show {place}" in told
+    assert "<!-- table: old -->" not in told
     assert {key: made.get("from") for key, made in record["tables"].items()} == {
         "old": None,
         "one": "one",
@@ -90,11 +98,19 @@ def test_a_page_and_what_others_measured_stay(place, capsys):
     }
 
 
+def test_a_draft_shows_all_that_a_record_holds(place, capsys):
+    assert report.main(["one", "two", "--quick"]) == 0
+    text = (place / "runs/report/quick/speeds.md").read_text()
+    assert all(f"<!-- table: {name} -->" in text and f"({name}.png)" in text for name in ("one", "two"))
+    assert "does not show" not in capsys.readouterr().out
+
+
 def test_trials_leave_the_documentation_alone(place):
-    for flags, folder, inputs, sizes in ((["--quick"], "quick", 4, 2), (["--limit=3"], "limit-3", 3, 3)):
+    for flags, folder, inputs, sizes in ((["--quick"], "quick", 4, 2), (["--limit", "3"], "limit-3", 3, 3)):
         assert report.main(["one", *flags]) == 0
         record = record_of(place / "runs/report" / folder / "speeds.json")
         assert record["tables"]["one"]["rows"] == [[str(n), str(inputs)] for n in (3, 5, 7)[:sizes]]
+        assert record["command"] == [f"python scripts/report.py one {' '.join(flags)}"]
         assert list((place / "runs/report" / folder).glob("*.png"))
     assert not list((place / "docs/results").iterdir()) and not (place / "docs/pictures").exists()
 
@@ -111,12 +127,18 @@ def test_what_is_measured_stays_and_keeps_its_date(place, monkeypatch):
     assert len((place / "runs/report/one/numbers").read_text().split()) == 12
 
 
-def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, capsys):
+def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, monkeypatch, capsys):
     assert report.main([]) == 0
     assert "skipped: three: it needs the checkpoint runs/three; train it." in capsys.readouterr().out
     assert not (place / "docs/results/other.json").exists()
     assert report.main(["one", "three"]) == 2
     assert "three cannot run here: it needs the checkpoint" in capsys.readouterr().err
+    assert report.main(["other"]) == 2  # the page of that one alone
+    assert "three cannot run here" in capsys.readouterr().err
+    mixed = dataclasses.replace(EXPERIMENTS[1], measurement=Counting("two", lacks="runs/two"))
+    monkeypatch.setitem(report.EXPERIMENTS, "two", mixed)
+    assert report.main(["speeds"]) == 0  # one of the page can
+    assert "skipped: two" in capsys.readouterr().out
     assert report.main(["four"]) == 2
     assert "four" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,7 +154,10 @@ def test_the_points_of_a_sweep_can_be_decoded(name):
     assert {point.temperature for point in points} == {*measurement.temperatures}
 
 
-@pytest.mark.parametrize("name", [name for name in SWEEPS if name.startswith("trade-offs")])
+TRADE_OFFS = [name for name in SWEEPS if isinstance(EXPERIMENTS[name].measurement, sweeps.TradeOff)]
+
+
+@pytest.mark.parametrize("name", TRADE_OFFS)
 def test_every_trade_off_has_its_rivals(name, made_by_hand, tmp_path):
     """The drafter alone in every panel, and the truncated verifier wherever it samples."""
     measurement, result = found(name, tmp_path)
@@ -215,15 +219,35 @@ def test_every_lenience_stands_before_and_after_the_marker():
     assert spans == {*itertools.product(measurement.alphas, measurement.alphas_after)}
 
 
+def test_every_page_of_results_has_an_experiment_or_is_excused():
+    """reference/report.md names the pages that no experiment makes."""
+    docs = Path(__file__).parent.parent.parent / "docs"
+    excused = re.findall(r"\(\.\./results/([\w-]+)\.md\)", (docs / "reference" / "report.md").read_text())
+    pages = {page.stem for page in (docs / "results").glob("*.md")} - {"index"}
+    records = {experiment.record for experiment in EXPERIMENTS.values()}
+    assert pages <= records | {*excused} and not records & ({*excused} - {"index"})
+
+
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
     run = DecodeConfig(drafter="runs/none", verifier="runs/none", task="demo_verifier", missing="Train it.")
-    with pytest.raises(ValueError, match=r"it needs the checkpoint runs/none; Train it\."):
+    with pytest.raises(ValueError, match=r"checkpoint runs/none is missing; Train it\."):
         findings.check_pair(run, "test")
     made = dataclasses.replace(run, drafter=str(tmp_path), verifier=str(tmp_path))
     task = dataclasses.replace(findings.task_of(run), test=str(tmp_path / "test.jsonl.gz"))
     monkeypatch.setattr(findings, "task_of", lambda _: task)
     with pytest.raises(ValueError, match="SPECCASCADE_DATA"):
         findings.check_pair(made, "test")
+
+
+def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):
+    """The most lenient point at the verifier's quality: only alpha 0 has it. Its promise stands before it."""
+    measurement, result = found("picks-demo", tmp_path, {**SMALL, "choices": None})
+    rows = result.tables["demo"]["rows"]
+    assert [row[6] for row in rows][:2] == ["verifier alone", "drafter alone"]
+    assert len(rows) == 3 * len(measurement.temperatures)
+    for row in rows[2::3]:
+        assert row[7] in ("", "0") and row[2] == row[9]  # the same quality on both splits
+    assert all(row[2:6] == [""] * 4 for n, row in enumerate(rows) if n % 3 < 2)
 
 
 def test_a_rival_is_compared_at_no_more_calls(made_by_hand, tmp_path):
