@@ -13,14 +13,13 @@ import dataclasses
 import datetime
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from speccascade_jax.commands.commandline import at_least, console, exit_code, program
 from speccascade_jax.config import PACKAGE
@@ -66,13 +65,19 @@ def chosen(names: Sequence[str]) -> list[Experiment]:
 
 
 def show_list(screen: Console) -> None:
-    table = Table("experiment", "what it measures", "page", "here")
+    indent = " " * 4
     for experiment in EXPERIMENTS.values():
         missing = lacking(experiment)
-        table.add_row(
-            *map(Text, (experiment.name, experiment.summary, experiment.record, missing or "can run"))
+        said = [experiment.summary, f"Page: {experiment.record}."]
+        said += [f"It cannot run here: {missing}"] if missing else []
+        text = textwrap.fill(
+            " ".join(said),
+            screen.width,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
         )
-    screen.print(table)
+        screen.print(f"{experiment.name}\n{text}", soft_wrap=True)
 
 
 def lacking(experiment: Experiment) -> str | None:

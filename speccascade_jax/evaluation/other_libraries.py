@@ -30,7 +30,10 @@ def check_installed(libraries: Sequence[str]) -> None:
         needed = NEEDED[library]
         if any(find_spec(module) is None for module in needed):
             raise FieldError(
-                "vs", library, f"pip install {' '.join(needed)}", f"--vs {library} needs {', '.join(needed)}"
+                "vs",
+                library,
+                f"pip install {' '.join(needed)}",
+                f"comparing with {library} needs {', '.join(needed)}",
             )
 
 
