@@ -236,6 +236,11 @@ class Cascade:
         return self.models[-1]
 
     @property
+    def looks_up_alone(self) -> bool:
+        """Whether the smallest model is none: drafts are looked up, and no model drafts beside that."""
+        return self.model_free is not None and self.beside is None
+
+    @property
     def levels(self) -> int:
         """How many of the models verify."""
         return len(self.models) - 1
@@ -256,7 +261,7 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
-            if self.model_free is not None and self.beside is None and sampler.models == self.drafter:
+            if self.model_free is not None and not self.beside and sampler.models == self.drafter:
                 raise FieldError(
                     "method",
                     settings.name,

@@ -157,9 +157,14 @@ class Choosing(Speculative):
             certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
             tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
             law = jax.nn.one_hot(tokens, logits.shape[-1])
-            probs = jnp.where(certain, law, token_probs(logits, rows.options))
-            untransformed = jnp.where(certain, law, jax.nn.softmax(logits, axis=-1))
-            block = Block(tokens, probs, untransformed, jnp.full_like(tokens, Origin.MODEL), found.size)
+            sampled, own = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
+            block = Block(
+                tokens,
+                jnp.where(certain, law, sampled),
+                jnp.where(certain, law, own),
+                jnp.full_like(tokens, Origin.MODEL),
+                found.size,
+            )
             return jnp.array(True), block, (text, below), passes
 
         columns = jnp.zeros((len(active), self.width), jnp.int32)
