@@ -497,8 +497,8 @@ def benchmark(arguments: Arguments) -> None:
                 "config",
                 arguments.config,
                 "give --input alone.",
-                f"config {arguments.config} drafts by {cascade.model_free.name}; parts and other libraries are "
-                "timed of models",
+                f"config {arguments.config} drafts by {cascade.model_free.name}; parts and other "
+                "libraries are timed of models",
             )
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)
