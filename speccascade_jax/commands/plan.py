@@ -31,8 +31,8 @@ from speccascade_jax.commands.commandline import (
 )
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
