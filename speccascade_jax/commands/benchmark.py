@@ -270,7 +270,8 @@ def time_decodings(
         temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
     )
     block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
-    settings = {name: dataclasses.replace(base, method=name) for name in ("verifier", "drafter")}
+    alone = ("verifier",) if cascade.looks_up_alone else ("verifier", "drafter")
+    settings = {name: dataclasses.replace(base, method=name) for name in alone}
     settings |= {
         f"block size {size}": dataclasses.replace(
             base, method=arguments.method, block_size=size, alpha=arguments.alpha
@@ -299,18 +300,22 @@ def time_decodings(
     seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
     outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
-    step = {
-        name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name])
-        for name in ("verifier", "drafter")
-    }
+    step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name]) for name in alone}
+    of_drafter = (
+        {
+            "drafter step, ms": 1e3 * step["drafter"],
+            "verifier step / drafter step": step["verifier"] / step["drafter"],
+        }
+        if "drafter" in step
+        else {}
+    )
     report.table(
         "one model alone",
         {
             "inputs": len(kept),
             "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
             "verifier step, ms": 1e3 * step["verifier"],
-            "drafter step, ms": 1e3 * step["drafter"],
-            "verifier step / drafter step": step["verifier"] / step["drafter"],
+            **of_drafter,
         },
     )
     for block_size in block_sizes:
@@ -362,7 +367,7 @@ def rounds_of(
     }
     if cascade.levels > 1:
         return counted | {"levels": rates["levels"]}
-    if cascade.foreign:
+    if cascade.foreign or cascade.model_free is not None:
         return counted
     timings = profiling.measure(
         cascade.drafter,
@@ -486,6 +491,14 @@ def benchmark(arguments: Arguments) -> None:
                 "give --input alone.",
                 f"config {arguments.config} has a drafter of another vocabulary; parts and "
                 "other libraries are timed of models of one",
+            )
+        if cascade.model_free is not None and (texts is None or arguments.vs):
+            raise FieldError(
+                "config",
+                arguments.config,
+                "give --input alone.",
+                f"config {arguments.config} drafts by {cascade.model_free.name}; parts and other "
+                "libraries are timed of models",
             )
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)

@@ -32,6 +32,7 @@ from speccascade_jax.commands.commandline import (
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
@@ -117,6 +118,13 @@ def check(arguments: Arguments) -> None:
             run.vocabulary,
             "give --vocabulary tli.",
             f"a plan needs every drafter's distribution, which {run.vocabulary} does not provide",
+        )
+    if model_free := split_drafter(run.roles[0][1])[0]:
+        raise FieldError(
+            "models" if run.models else "drafter",
+            run.roles[0][1],
+            "time it with scripts/benchmark.py.",
+            f"a plan needs every drafter's distribution, which {model_free.name} does not have",
         )
     if a.output is not None:
         path = Path(a.output)

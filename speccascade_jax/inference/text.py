@@ -236,6 +236,11 @@ class Cascade:
         return self.models[-1]
 
     @property
+    def looks_up_alone(self) -> bool:
+        """Whether the smallest model is none: drafts are looked up, and no model drafts beside that."""
+        return self.model_free is not None and self.beside is None
+
+    @property
     def levels(self) -> int:
         """How many of the models verify."""
         return len(self.models) - 1
@@ -256,13 +261,6 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
-            if self.model_free is not None and self.beside is None and sampler.models == self.drafter:
-                raise FieldError(
-                    "method",
-                    settings.name,
-                    "take another method.",
-                    f"{self.model_free.name} writes no text by itself",
-                )
         else:
             sampler = self._cascaded(settings, methods, verifications or (settings.verification,))
         return sampler, of_nest(self._params_of, sampler.models)
@@ -398,8 +396,7 @@ class Cascade:
         settings.check(self.verifier.vocab_size, self.levels, {**NAMED, **self.named})
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
-        if self.model_free is not None:
-            check_drafts(settings, self.levels, self.model_free)
+        self.check_model_free(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
             raise FieldError(
                 "max_new_tokens",
@@ -410,6 +407,16 @@ class Cascade:
             )
         self.spans(settings)
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
+
+    def check_model_free(self, settings: Settings) -> None:
+        """Raises FieldError for settings that cannot decode with drafts of no model."""
+        if self.model_free is None:
+            return
+        check_drafts(settings, self.levels, self.model_free)
+        scheme = settings.scheme(self.levels)
+        if scheme and self.looks_up_alone and scheme.sampler(self.models).models == self.drafter:
+            problem = f"{self.model_free.name} writes no text by itself"
+            raise FieldError("method", settings.name, "take another method.", problem)
 
     def spans(self, settings: Settings) -> Spelled:
         """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""

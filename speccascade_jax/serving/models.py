@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.text import Cascade
@@ -46,8 +46,8 @@ class Decoding(NamedTuple):
 
 
 class ServedModel:
-    """One config under its name. Each of `methods` is compiled; requests choose among them. Models that can
-    read `chunk` tokens of a prompt between two rounds.
+    """One config under its name. Each of `methods` that can follow its drafts is compiled; requests choose
+    among them. Models that can read `chunk` tokens of a prompt between two rounds.
 
     Raises ValueError for a method that cannot be served, and a chat template that cannot be read.
     """
@@ -73,6 +73,8 @@ class ServedModel:
         self.chats = chats[0] is not None
         if cascade.levels == 0:  # whatever its config says, it is the verifier
             self.defaults, methods = dataclasses.replace(self.defaults, alpha_after={}, **ALONE), ()
+        cascade.check_model_free(resolved(self.defaults, cascade.named))
+        methods = [name for name in methods if self._can_follow(name)]
         choices: dict[str, Choice | tuple[Choice, ...]] = {
             self.defaults.name: self.defaults.method,
             **{method: method for method in methods},
@@ -94,6 +96,16 @@ class ServedModel:
             self.lanes[key] = ServedLane(
                 name, cascade, lane, by_name[names[0]], rows, cascade.max_source_length, names
             )
+
+    def _can_follow(self, method: str) -> bool:
+        """Whether a method can decode with the drafts of these models."""
+        if NAMED.get(method) is None or method in TRAINED:  # whatever it is, it is refused or resolved later
+            return True
+        try:
+            self.cascade.check_model_free(dataclasses.replace(self.defaults, method=method))
+        except FieldError:
+            return False
+        return True
 
     def _compiled(self, method: Choice | tuple[Choice, ...]) -> Settings:
         """Settings of everything that this method's requests may ask for."""

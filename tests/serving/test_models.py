@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from served_toys import toy_model, toy_models
+from served_toys import toy_lookup, toy_model, toy_models
 
 from speccascade_jax.config import DEMO, DecodeConfig, load
 from speccascade_jax.core.errors import FieldError
@@ -115,6 +115,13 @@ def test_the_blocks_of_a_hierarchy_are_fixed():
     with pytest.raises(FieldError) as error:
         decoding(model, block_size=1)
     assert (error.value.field, error.value.value) == ("block_size", 1)
+
+
+def test_methods_that_cannot_follow_what_is_looked_up_are_not_served():
+    assert toy_lookup().methods == ("speculative", "token_v3")
+    with pytest.raises(FieldError) as error:
+        decoding(toy_lookup(), method="opt")
+    assert (error.value.field, error.value.value) == ("method", "opt")
 
 
 def test_a_request_has_a_seed_of_its_own_unless_it_names_one():

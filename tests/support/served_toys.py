@@ -50,7 +50,7 @@ def toy_lookup():
     models, params = (entry.model(4, None), toys.TableLM(4)), ((), toys.table(40, 4))
     cascade = Cascade(models, params, Digits(), max_source_length=16, max_new_tokens=3, model_free=entry)
     config = DecodeConfig(drafter="lookup", verifier="toy", block_size=2, temperature=1.0, max_new_tokens=3)
-    return ServedModel("lookup", config, cascade, ("speculative", "token_v3"), 4)
+    return ServedModel("lookup", config, cascade, ("speculative", "token_v3", "opt", "drafter"), 4)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,12 @@ def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
 @dataclasses.dataclass(frozen=True)
 class Narrowed(Speculative):
     """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
-    every row's."""
+    every row's, or of four, where a width of no drafts is worth it."""
+
+    @property
+    def narrowest(self) -> int:
+        """The first width, in parts of a block."""
+        return 1
 
     def verified(
         self,
@@ -75,7 +80,9 @@ class Narrowed(Speculative):
         """As Speculative's. A method that reads its place in the round must not see how long the draft is:
         it has one width."""
         whole, verified = self.block_size, super().verified
-        parts = range(1, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
+        parts = (
+            range(self.narrowest, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
+        )
         widths = sorted({-(-whole * part // PARTS) for part in parts})
 
         chosen = jnp.searchsorted(jnp.array(widths), jnp.max(drafted.size))

@@ -141,35 +141,30 @@ class Choosing(Speculative):
         better = expected(looked_up, found.size, most) >= expected(drafted, limit, most)
         chosen = active & better & (found.size > 0) & (found.match >= LEAST)
         text = text._replace(length=jnp.where(chosen, text.length, rows.start - 1))
-        everywhere = jnp.all(chosen | ~active)
 
-        def by_model(carry: Any) -> Any:
-            _, block, caches, passes = carry
-            block, caches, passes = super(Choosing, self)._draft(params, caches, rows, eos_id)
-            size = jnp.where(chosen, found.size, block.size)
-            return jnp.array(True), block._replace(size=size), caches, passes
+        def by_model(below: Cache) -> Any:
+            block, (_, below), passes = super(Choosing, self)._draft(params, (text, below), rows, eos_id)
+            return block._replace(size=jnp.where(chosen, found.size, block.size)), below, passes
 
-        def by_lookup(carry: Any) -> Any:
-            _, _, (text, below), passes = carry
-            model = drafter.drafter.model
-            logits, below = read(model, params[1], below, rows, drafter.behind, found.tokens)
+        def by_lookup(below: Cache) -> Any:
+            logits, below = read(drafter.drafter.model, params[1], below, rows, drafter.behind, found.tokens)
             below = roll_back(drafter.drafter.models, below, rows.start + found.size)
             certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
             tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
             law = jax.nn.one_hot(tokens, logits.shape[-1])
-            probs = jnp.where(certain, law, token_probs(logits, rows.options))
-            untransformed = jnp.where(certain, law, jax.nn.softmax(logits, axis=-1))
-            block = Block(tokens, probs, untransformed, jnp.full_like(tokens, Origin.MODEL), found.size)
-            return jnp.array(True), block, (text, below), passes
+            sampled, own = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
+            block = Block(
+                tokens,
+                jnp.where(certain, law, sampled),
+                jnp.where(certain, law, own),
+                jnp.full_like(tokens, Origin.MODEL),
+                found.size,
+            )
+            return block, below, jnp.zeros_like(rows.room)
 
-        columns = jnp.zeros((len(active), self.width), jnp.int32)
-        laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
-        blank = Block(columns, laws, laws, columns, found.size)
-        carry = jnp.array(False), blank, (text, below), jnp.zeros_like(rows.room)
-        # Loops of one round or none: XLA copies whole caches that a conditional writes to.
-        carry = lax.while_loop(lambda carry: ~carry[0] & everywhere, by_lookup, carry)
-        _, block, caches, passes = lax.while_loop(lambda carry: ~carry[0], by_model, carry)
-        return block, caches, (jnp.where(chosen, 1, passes), chosen, found)
+        # Where every row's draft is looked up, the drafter need not write one.
+        block, below, passes = lax.cond(jnp.all(chosen | ~active), by_lookup, by_model, below)
+        return block, (text, below), (jnp.where(chosen, 1, passes), chosen, found)
 
 
 def placed_in(text: Text, tokens: Int[Array, "B N"], start: Int[Array, " B"]) -> Text:

@@ -6,7 +6,7 @@ known from the prefix, so its law is one-hot, and the output's law does not depe
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class Lookup:
 
     vocab_size: int
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+    sparse: ClassVar[bool] = True  # many rounds have no draft
 
     def params_from(self, params_of: Any) -> Params:
         return ()

@@ -85,6 +85,11 @@ class Matched(Narrowed):
 
     by_prefix: ClassVar[bool] = False  # after the last draft, a rule's target is another one
 
+    @property
+    def narrowest(self) -> int:
+        drafter: Any = self.drafter
+        return 0 if getattr(drafter.model, "sparse", False) else 1
+
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(rows.room > 0, limit, 0)
