@@ -129,13 +129,9 @@ def test_the_small_pairs_write_about_the_facts(name):
         assert facts.split("[")[1].split("]")[0] in out.text
 
 
-@pytest.mark.full
 def test_the_word_problems_pair_writes_solutions():
-    """Lossless decoding of both, steps in their form; where they were trained."""
-    run = configs.load("word_problems")
-    if not all(Path(path).is_dir() for _, path in run.roles):
-        pytest.skip("the models of word_problems are not here: train them with scripts/finetune.py")
-    cascade = sc.load("word_problems")
+    """In their form, and losslessly."""
+    run, cascade = configs.load("word_problems"), sc.load("word_problems")
     verifier, speculative = (
         list(cascade.generate(run.examples, method=method)) for method in ("verifier", "speculative")
     )
