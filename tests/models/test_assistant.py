@@ -256,7 +256,7 @@ def test_an_assistant_needs_its_verifier(tmp_path, capsys):
 
 
 def test_an_order_that_is_none_is_damage(tmp_path):
-    config = dataclasses.replace(TINY_ASSISTANT, vocab_size=96, num_centroids=24)
+    config = dataclasses.replace(TINY_ASSISTANT, vocab_size=96, num_centroids=24, active_centroids=5)
     original = random_checkpoint(config)
     original.params["order"].set_value(np.zeros(96, np.int32))
     checkpoints.save(tmp_path / "it", original, "huggingface")

@@ -38,7 +38,7 @@ def test_logits_agree_with_transformers(config, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = huggingface.load(tmp_path / "theirs", Placement())
     assert model.config == config
-    expected = their_logits(theirs)
+    expected = their_logits(theirs.double())  # in float32 it is the less exact of the two
     assert np.ptp(expected) > 4  # weights large enough that a wrong scale, norm or window shows
     for chunk, sizes in ((512, [1] * 30), (8, [13, 4, 13])):
         chunked = dataclasses.replace(model, chunk=chunk)

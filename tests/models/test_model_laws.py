@@ -129,12 +129,12 @@ def test_todays_families_keep_the_five_laws(shape):
     assert (cache.length - start.length).tolist() == [12, 12, 12]
     assert whole.shape[-1] == model.vocab_size and np.isfinite(whole).all()
     parts, cache = read(text, start, 4, 8)
-    np.testing.assert_allclose(parts, whole, atol=1e-5)
+    np.testing.assert_allclose(parts, whole, atol=3e-5)
     kept = np.array([4, 12, 8], np.int32)
     rolled, _ = read(other, model.roll_back(cache, start.length + kept), 8)
     for row, length in enumerate(kept):
         tokens = np.tile(np.concatenate([text[row, :length], other[row]]), (3, 1))
         fresh, _ = read(tokens, start, *[4] * (tokens.shape[1] // 4))
-        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=3e-5)
     _, alone = model.prefill(params, SOURCE[1:2], LENGTH[1:2], 64)
-    np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=1e-5)
+    np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=3e-5)

@@ -122,7 +122,7 @@ def transformers_gemma4(config, seed=0):
     model = kind(kind.config_class(**described, attn_implementation="eager"))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1) * parameter)
+            parameter.copy_(torch.randn_like(parameter) * 0.12 + (parameter.ndim == 1) * parameter)
         for layer in model.model.layers:
             layer.layer_scalar.copy_(0.5 + torch.rand(1))
         if getattr(model, "masked_embedding", None) is not None:
