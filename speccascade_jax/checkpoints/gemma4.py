@@ -136,14 +136,15 @@ def kinds_of(where: Path, content: dict[str, Any], layers: int) -> list[int]:
 
 def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict[str, Any]) -> dict[str, Any]:
     """The sizes of global layers where config.json has fields for single layers, as transformers writes it
-    since 5.23."""
+    since 5.23: under the layers' numbers, with zeros before the smaller ones."""
     names = {
         "head_dim": ("d_kv", "d_kv_global"),
         "num_key_value_heads": ("num_kv_heads", "num_kv_heads_global"),
     }
     if not isinstance(overrides, dict) or not all(isinstance(x, dict) for x in overrides.values()):
         raise ValueError(f"{where}: {PER_LAYER} is {shown(overrides)}, not an object of objects.")
-    layers = [overrides.get(str(number), {}) for number in range(len(kinds))]
+    given = {int(number): layer for number, layer in overrides.items() if number.isdecimal()}
+    layers = [given.get(number, {}) for number in range(len(kinds))]
     found: dict[str, Any] = {}
     for theirs, (usual, of_global) in names.items():
         base = values.get(usual, getattr(USUAL, usual))
@@ -155,7 +156,7 @@ def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict
                 f"{EVERYTHING} only."
             )
     unknown = sorted({name for layer in overrides.values() for name in layer} - names.keys())
-    if unknown or not overrides.keys() <= {str(number) for number in range(len(kinds))}:
+    if unknown or len(given) < len(overrides) or not given.keys() <= set(range(len(kinds))):
         raise ValueError(
             f"{where}: {PER_LAYER} is {shown(overrides)}; only {', '.join(names)} are supported."
         )
