@@ -72,7 +72,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path):
     "change",
     [
         {"window": 6},
-        {"rope_theta": 101.0},
+        {"rope_theta": 400.0},
         {"local_rope_theta": 51.0},
         {"rope_share": 0.5},
         {"logit_softcap": 3.1},
@@ -83,14 +83,14 @@ def test_greedy_texts_are_those_of_transformers(tmp_path):
 def test_every_part_of_the_shape_matters(change, tiny):
     """Negative controls: what the comparison with transformers holds, it could have missed."""
     params, usual = tiny
-    other = Gemma4Model(dataclasses.replace(TINY_GEMMA4, d_kv_global=10, num_kv_heads_global=1, **change))
+    other = Gemma4Model(dataclasses.replace(TINY_GEMMA4, d_kv_global=16, num_kv_heads_global=1, **change))
     found = in_blocks(other, params, AFTER_PROMPT, [30], prefilled(other, params))[0]
     assert np.abs(found - usual).max() > 1e-3
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    model = Gemma4Model(dataclasses.replace(TINY_GEMMA4, d_kv_global=10, num_kv_heads_global=1))
+    model = Gemma4Model(dataclasses.replace(TINY_GEMMA4, d_kv_global=16, num_kv_heads_global=1))
     params = model.init(0)
     return params, in_blocks(model, params, AFTER_PROMPT, [30], prefilled(model, params))[0]
 
