@@ -115,6 +115,7 @@ def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
 def test_todays_families_keep_the_five_laws(shape):
     """Append, chunk, vocabulary, rollback with ragged lengths and rows, in as few programs as possible."""
     model = model_of(shape)
+    atol = 3e-5 if shape in GEMMA4S.values() else 1e-5  # Gemma 4 does not scale scores: it rounds more
     params, extend = model.init(0), jax.jit(model.extend)
     start, text, other = prefilled(model, params), TARGET[:, :12], TARGET[:, 12:20]
 
@@ -129,12 +130,12 @@ def test_todays_families_keep_the_five_laws(shape):
     assert (cache.length - start.length).tolist() == [12, 12, 12]
     assert whole.shape[-1] == model.vocab_size and np.isfinite(whole).all()
     parts, cache = read(text, start, 4, 8)
-    np.testing.assert_allclose(parts, whole, atol=3e-5)
+    np.testing.assert_allclose(parts, whole, atol=atol)
     kept = np.array([4, 12, 8], np.int32)
     rolled, _ = read(other, model.roll_back(cache, start.length + kept), 8)
     for row, length in enumerate(kept):
         tokens = np.tile(np.concatenate([text[row, :length], other[row]]), (3, 1))
         fresh, _ = read(tokens, start, *[4] * (tokens.shape[1] // 4))
-        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=3e-5)
+        np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=atol)
     _, alone = model.prefill(params, SOURCE[1:2], LENGTH[1:2], 64)
-    np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=3e-5)
+    np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=atol)

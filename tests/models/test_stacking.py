@@ -74,9 +74,10 @@ def decoded(model, params, rows):
     ],
 )
 def test_logits_are_those_of_layers_one_by_one(name, rows):
+    atol = 5e-5 if name in GEMMA4S else 1e-5  # Gemma 4 does not scale scores: it rounds more
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
     for wanted, found in zip(one_by_one, at_once, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=5e-5)
+        np.testing.assert_allclose(found, wanted, atol=atol)
 
 
 @pytest.mark.full

@@ -57,7 +57,7 @@ def test_the_law_with_truncations():
     ),
 )
 def test_the_law_of_hierarchies(hand_over, methods, full):
-    options = {"rows": 100_000 if full else 60_000, "hand_over": hand_over, "verification": BLOCK}
+    options = {"rows": 200_000 if full else 60_000, "hand_over": hand_over, "verification": BLOCK}
     alphas = [FAMILIES[name] for name in methods]
     assert p_value(methods, alphas, [2, 2], **options) > FAIL_BELOW
 
@@ -65,7 +65,7 @@ def test_the_law_of_hierarchies(hand_over, methods, full):
 @pytest.mark.full
 def test_the_law_of_four_levels():
     methods = ["speculative", "opt", "speculative"]
-    options = {"rows": 50_000, "verification": BLOCK}
+    options = {"rows": 200_000, "verification": BLOCK}
     assert p_value(methods, [FAMILIES[m] for m in methods], [1, 2, 2], **options) > FAIL_BELOW
 
 
