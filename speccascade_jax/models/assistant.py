@@ -22,7 +22,7 @@ from speccascade_jax.models.cache import LocalCache, empty, entries, insert_buff
 from speccascade_jax.models.decoder import MASKED, in_chunks
 from speccascade_jax.models.gemma4 import GEMMA4, Gemma4, Gemma4Config, Gemma4Model, Layered, Pass, kinds_of
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, project
-from speccascade_jax.models.members import Member, members
+from speccascade_jax.models.members import Member, NetworkShape, members
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.stacking import each_layer
 
@@ -132,7 +132,7 @@ class AssistantModel(FlaxModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistedConfig:
+class AssistedConfig(NetworkShape):
     """A verifier and its assistant."""
 
     family: ClassVar[str] = "assisted"
@@ -143,18 +143,6 @@ class AssistedConfig:
     @property
     def full(self) -> Gemma4Config:
         return self.verifier
-
-    @property
-    def vocab_size(self) -> int:
-        return self.verifier.vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        return self.verifier.pad_id
-
-    @property
-    def eos_id(self) -> int:
-        return self.verifier.eos_id
 
 
 class AssistedCache(NamedTuple):

@@ -20,7 +20,7 @@ from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written
-from speccascade_jax.models.members import Member, beneath, members
+from speccascade_jax.models.members import Member, NetworkShape, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
@@ -28,7 +28,7 @@ HEADS = "shared", "norm", "adapter", "own"
 
 
 @dataclasses.dataclass(frozen=True)
-class ExitsConfig:
+class ExitsConfig(NetworkShape):
     """A model and its exits.
 
     head: what each exit adds to the full model's norm and head: nothing ("shared", as in LayerSkip), a norm
@@ -41,18 +41,6 @@ class ExitsConfig:
     layers: tuple[int, ...] = (4,)  # how many decoder layers each exit has, the fewest first
     head: str = "shared"
     rank: int = 64  # of adapters
-
-    @property
-    def vocab_size(self) -> int:
-        return self.full.vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        return self.full.pad_id
-
-    @property
-    def eos_id(self) -> int:
-        return self.full.eos_id
 
 
 def depth_of(config: Any) -> int:

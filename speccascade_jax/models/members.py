@@ -6,12 +6,30 @@ of them.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
+
+
+class NetworkShape:
+    """What a network's config has from that of its full model, the field named `full_part`."""
+
+    full_part: ClassVar[str]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(getattr(self, self.full_part).vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        return int(getattr(self, self.full_part).pad_id)
+
+    @property
+    def eos_id(self) -> int:
+        return int(getattr(self, self.full_part).eos_id)
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout
-from speccascade_jax.models.members import Member, beneath, members
+from speccascade_jax.models.members import Member, NetworkShape, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
 Array = jax.Array
@@ -24,7 +24,7 @@ ROUND = 4  # the assumed tokens of a round in training, which has no rounds
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedEncoderConfig:
+class SharedEncoderConfig(NetworkShape):
     """A verifier and a drafter without an encoder. Its fields are not flags of a training run."""
 
     family: ClassVar[str] = "shared_encoder"
@@ -40,18 +40,6 @@ class SharedEncoderConfig:
     @property
     def full(self) -> T5Config:
         return self.verifier
-
-    @property
-    def vocab_size(self) -> int:
-        return self.verifier.vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        return self.verifier.pad_id
-
-    @property
-    def eos_id(self) -> int:
-        return self.verifier.eos_id
 
 
 class SharedEncoderCache(NamedTuple):
