@@ -155,18 +155,18 @@ def grid(
         for method, rule in rules.items():
             if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
                 continue
-            own = chosen.by(method, known)
+            settings = chosen.by(method, known)
             sizes = [(1, TOKEN.name)] if isinstance(rule, Scheme) else itertools.product(block_sizes, ways)
             leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
             if isinstance(rule, Method) and rule.lossless:
                 leniences = (0.0,)
-            spans: list[Any] = [own.alpha_after]
-            if own.alpha_after and alphas_after is not None:
+            spans: list[Any] = [settings.alpha_after]
+            if settings.alpha_after and alphas_after is not None:
                 values = [_lenience("alphas_after", method, rule, alpha) for alpha in alphas_after]
-                spans = [dict.fromkeys(own.alpha_after, value) for value in values]
+                spans = [dict.fromkeys(settings.alpha_after, value) for value in values]
             for (block_size, way), alpha, span in itertools.product(sizes, leniences, spans):
                 point = dataclasses.replace(
-                    own,
+                    settings,
                     block_size=block_size,
                     verification=way,
                     alpha=_lenience("alphas", method, rule, alpha),

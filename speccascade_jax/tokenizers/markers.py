@@ -52,16 +52,16 @@ def spelling(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tupl
     """The tokens of before + marker + after that hold the marker: the first may also hold an end of `before`,
     and the last a beginning of `after`. () where the tokenizer does not keep the text."""
     [tokens] = tokenizer.encode_batch([before + marker + after])
-    text, own = (before + marker).lstrip(" "), marker.lstrip(" ")
+    text, stripped = (before + marker).lstrip(" "), marker.lstrip(" ")
 
     def decoded(first: int, end: int) -> str:
         return tokenizer.decode(tokens[first:end]).lstrip(" ")
 
     end = next((n for n in range(1, len(tokens) + 1) if decoded(0, n).startswith(text)), 0)
-    if not (end and own):
+    if not (end and stripped):
         return ()
     more = decoded(0, end)[len(text) :]
-    first = max(n for n in range(end) if decoded(n, end).removesuffix(more).endswith(own))
+    first = max(n for n in range(end) if decoded(n, end).removesuffix(more).endswith(stripped))
     return tuple(tokens[first:end])
 
 

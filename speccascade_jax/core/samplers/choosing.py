@@ -111,8 +111,8 @@ class Choosing(Speculative):
     by_prefix: ClassVar[bool] = False  # a token's law depends on who drafted it
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        tried, own = counts
-        return {"drafter_passes": int(tried.passes), "looked_up": int(tried.looked_up), **own.plain()}
+        tried, verified = counts
+        return {"drafter_passes": int(tried.passes), "looked_up": int(tried.looked_up), **verified.plain()}
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         block, caches, ((passes, looked_up, found), counts) = super().step(params, caches, rows, eos_id)
@@ -152,11 +152,11 @@ class Choosing(Speculative):
             certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
             tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
             law = jax.nn.one_hot(tokens, logits.shape[-1])
-            sampled, own = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
+            sampled, untransformed = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
             block = Block(
                 tokens,
                 jnp.where(certain, law, sampled),
-                jnp.where(certain, law, own),
+                jnp.where(certain, law, untransformed),
                 jnp.full_like(tokens, Origin.MODEL),
                 found.size,
             )
