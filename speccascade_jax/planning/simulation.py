@@ -1,0 +1,244 @@
+"""A server under load, simulated: requests that come at random times, rows, rounds and what clients see.
+
+The rules are those of scheduling.continuous and serving.engine, with the seconds of a round and of a prompt
+in place of the models. A round takes equally long however many of its rows are busy, because its programs
+have a static width; while a prompt is read, no round runs.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.errors import FieldError
+
+LAST = 10_000_000  # simulated rounds; a server that needs more for the requests is overloaded for hours
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What decides how long requests wait: the flags of serve.py, and times on the machine in question.
+
+    Raises FieldError for values below their least.
+    """
+
+    rows: int  # decoded at once
+    round_seconds: float
+    prompt_seconds: float  # for reading one prompt
+    queue: int = 256  # requests that may wait for a row; others are refused
+    rounds: int = 2  # between two looks for new requests
+    step_seconds: float = 0.0  # of the host, each time that it sends what was written
+
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0, "step_seconds": 0}
+        for name, bound in least.items():
+            if not bound <= getattr(self, name) < np.inf:
+                raise FieldError(name, getattr(self, name), f"it must be at least {bound}.")
+        if not 0 < self.round_seconds < np.inf:
+            raise FieldError("round_seconds", self.round_seconds, "it must be above 0.")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """What became of each request, in the order of their arrival. A refused one has NaN seconds."""
+
+    first: Float[np.ndarray, " N"]  # seconds from the arrival to the first tokens
+    whole: Float[np.ndarray, " N"]  # and to the last ones
+    tokens: Int[np.ndarray, " N"]
+    seconds: float  # from the first arrival to the last token
+    busy: float  # the share of row-rounds in which a row wrote something
+
+    @property
+    def refused(self) -> int:
+        return int(np.isnan(self.whole).sum())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.tokens[~np.isnan(self.whole)].sum() / self.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures under the names of evaluation.load.Load's."""
+        figures: dict[str, Any] = {
+            "requests": len(self.whole),
+            "accepted": len(self.whole) - self.refused,
+            "refused_429": self.refused,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        for key, times in (("first_token_ms", self.first), ("whole_ms", self.whole)):
+            kept = 1000 * times[~np.isnan(times)]
+            figures |= {f"{key}_p{p}": float(np.percentile(kept, p)) if kept.size else None for p in (50, 99)}
+        return figures
+
+
+@dataclasses.dataclass
+class Row:
+    """A request in a row."""
+
+    number: int
+    left: int  # rounds that it still needs
+    written: bool = False  # whether its client has had tokens
+
+
+class Simulation:
+    """A server's state: one device, or one group of devices that share the models."""
+
+    def __init__(
+        self, server: Server, arrivals: Float[np.ndarray, " N"], rounds: Int[np.ndarray, " N"]
+    ) -> None:
+        self.server, self.arrivals, self.rounds = server, arrivals, rounds
+        self.now, self.come = 0.0, 0
+        self.waiting: collections.deque[int] = collections.deque()
+        self.rows: list[Row] = []
+        self.first, self.whole = (np.full(len(arrivals), np.nan) for _ in range(2))
+        self.all_rounds = self.row_rounds = 0
+        self.ahead = max(server.rows // 2, 1)  # prompts read together where so many wait
+
+    def run(self) -> None:
+        """Until every request is answered or refused. Raises FieldError where that takes too long."""
+        while self.come < len(self.arrivals) or self.waiting or self.rows:
+            self._hear()
+            if not (self.waiting or self.rows):
+                self.now = self.arrivals[self.come]
+                continue
+            self._step()
+            if self.all_rounds > LAST:
+                raise FieldError(
+                    "arrivals", len(self.arrivals), f"simulate fewer: they take more than {LAST:,} rounds."
+                )
+
+    def _hear(self) -> None:
+        """Requests that have arrived take their places in the queue, or are refused."""
+        while self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now:
+            if len(self.waiting) + len(self.rows) < self.server.rows + self.server.queue:
+                self.waiting.append(self.come)
+            self.come += 1
+
+    def _step(self) -> None:
+        """What ServedLane.step() does: several runs of the scheduler, then clients hear of it."""
+        server = self.server
+        crowded = len(self.waiting) + len(self.rows) > server.rows
+        fresh = bool(self.waiting) or not all(row.written for row in self.rows)
+        finished: list[Row] = []
+        for _ in range(4 if crowded else 1 if fresh else server.rounds):
+            finished += self._rounds(server.rounds if crowded else 1)
+            called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
+            if (called and not crowded) or not (self.rows or self.waiting):
+                break
+        self.now += server.step_seconds
+        for row in [*finished, *self.rows]:
+            if not row.written:
+                row.written, self.first[row.number] = True, self.now
+        for row in finished:
+            self.whole[row.number] = self.now
+
+    def _rounds(self, limit: int) -> list[Row]:
+        """What Continuous.run() does: prompts are read into free rows, then rounds run, up to `limit`, until
+        as many rows are free as the waiting requests need. Returns the rows that finished."""
+        share = max(self.server.rows // 4, 1) if len(self.waiting) >= self.ahead else 1
+        self._place()
+        enough = share if self.waiting else self.server.rows
+        finished = list[Row]()
+        for _ in range(limit):
+            if not self.rows or self.server.rows - len(self.rows) >= enough:
+                break
+            self.now += self.server.round_seconds
+            self.all_rounds += 1
+            self.row_rounds += len(self.rows)
+            for row in self.rows:
+                row.left -= 1
+            finished += [row for row in self.rows if row.left == 0]
+            self.rows = [row for row in self.rows if row.left > 0]
+        return finished
+
+    def _place(self) -> None:
+        """Idle rows take waiting requests, whose prompts are read first."""
+        while self.waiting and len(self.rows) < self.server.rows:
+            number = self.waiting.popleft()
+            self.now += self.server.prompt_seconds
+            self.rows.append(Row(number, int(self.rounds[number])))
+
+
+def simulate(
+    server: Server,
+    tokens: Int[np.ndarray, " N"],
+    rounds: Int[np.ndarray, " N"],
+    requests_per_second: float,
+    seed: int = 0,
+) -> Served:
+    """N requests at random times (a Poisson process). The n-th writes tokens[n] tokens in rounds[n] rounds.
+
+    Raises FieldError for shapes that differ, texts without a round, and a rate that is not positive.
+    """
+    tokens, rounds = np.asarray(tokens), np.asarray(rounds)
+    if tokens.shape != rounds.shape or tokens.ndim != 1 or not tokens.size:
+        raise FieldError(
+            "rounds", rounds.shape, f"each request needs one number of rounds: {tokens.shape} has them."
+        )
+    if rounds.min() < 1:
+        raise FieldError("rounds", int(rounds.min()), "a text takes at least one round.")
+    if not 0 < requests_per_second < np.inf:
+        raise FieldError("requests_per_second", requests_per_second, "it must be above 0.")
+    gaps = np.random.default_rng(seed).exponential(1 / requests_per_second, len(tokens))
+    arrivals = np.cumsum(gaps)
+    simulation = Simulation(server, arrivals, rounds)
+    simulation.run()
+    return Served(
+        simulation.first - arrivals,
+        simulation.whole - arrivals,
+        tokens,
+        float(simulation.now - arrivals[0]),
+        simulation.row_rounds / max(simulation.all_rounds * server.rows, 1),
+    )
+
+
+def rounds_of_texts(
+    emitted: Float[np.ndarray, " L"], tokens: Int[np.ndarray, " N"], seed: int = 0
+) -> Int[np.ndarray, " N"]:
+    """How many rounds it takes to write texts of these numbers of tokens, drawn; emitted[x] is the chance
+    that a round writes x tokens, whatever the others do."""
+    draw = np.random.default_rng(seed)
+    left, rounds = np.array(tokens, np.int64), np.zeros(len(tokens), np.int64)
+    while (unfinished := left > 0).any():
+        rounds += unfinished
+        left -= np.where(unfinished, draw.choice(len(emitted), size=len(left), p=emitted), 0)
+    return rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """As many servers as the load needs."""
+
+    servers: int
+    served: Served  # by one of them
+
+
+def fewest(
+    server: Server,
+    tokens: Int[np.ndarray, " N"],
+    rounds: Int[np.ndarray, " N"],
+    requests_per_second: float,
+    first_token_seconds: float,
+    most: int = 1 << 16,
+) -> Fleet | None:
+    """The fewest servers, each of which gets an equal share of the requests at random, that refuse none and
+    give 99 of 100 clients their first tokens within that many seconds; None if `most` are too few."""
+
+    def tried(servers: int) -> Served | None:
+        served = simulate(server, tokens, rounds, requests_per_second / servers)
+        late = np.percentile(served.first, 99) if not served.refused else np.inf
+        return served if late <= first_token_seconds else None
+
+    low, high = 0, 1
+    while (good := tried(high)) is None:
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (served := tried(middle)) is not None:
+            high, good = middle, served
+        else:
+            low = middle
+    return Fleet(high, good)

@@ -1,0 +1,89 @@
+"""The simulated server against queues whose laws are known, and against the real scheduler."""
+
+import numpy as np
+import pytest
+
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.planning.simulation import Server, fewest, rounds_of_texts, simulate
+
+def texts(count, rounds):
+    return np.full(count, 5 * rounds), np.full(count, rounds)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6])
+def test_one_row_is_a_queue_of_constant_service(load):
+    """The mean wait of M/D/1 is load / (2 (1 - load)) services (Pollaczek and Khinchine)."""
+    service = 60 * 0.01 + 0.005
+    server = Server(1, 0.01, 0.005, queue=10**6, rounds=1)
+    served = simulate(server, *texts(3000, 60), load / service)
+    wait = served.whole.mean() - service
+    assert wait == pytest.approx(load / (2 * (1 - load)) * service, rel=0.15)
+
+
+def test_without_a_queue_requests_are_lost_by_erlangs_formula():
+    """One row, no queue: a share load / (1 + load) is refused."""
+    server = Server(1, 0.01, 0.0, queue=0, rounds=1)
+    served = simulate(server, *texts(3000, 60), 1.0 / (60 * 0.01))
+    assert served.refused / 3000 == pytest.approx(0.5, abs=0.03)
+    assert np.isnan(served.first).sum() == served.refused
+
+
+def test_requests_that_share_rounds_cost_no_more_than_one():
+    """Far below its load, a request with rows to spare waits at most for the round that runs."""
+    server = Server(64, 0.01, 0.0, rounds=1)
+    served = simulate(server, *texts(2000, 7), 50.0)
+    assert not served.refused
+    assert (served.first > 0.01 - 1e-9).all() and (served.first < 0.02 + 1e-9).all()
+    assert (served.whole < 0.08 + 1e-9).all()
+
+
+def test_a_saturated_server_writes_what_its_rounds_write():
+    server = Server(8, 0.01, 0.002, queue=100)
+    served = simulate(server, *texts(3000, 6), 10_000.0)
+    # Eight texts of 30 tokens take six rounds and eight prompts, but for rows that idle until others are free.
+    full = 8 * 30 / (6 * 0.01 + 8 * 0.002)
+    assert 0.9 * full < served.tokens_per_second <= full * 1.001
+    assert served.busy > 0.95 and served.refused > 2000
+
+
+def test_rounds_of_a_text_are_a_renewal_process():
+    emitted = np.array([0.0, 0.5, 0.3, 0.2])
+    rounds = rounds_of_texts(emitted, np.full(20_000, 200), seed=1)
+    mean, variance = 1.7, 0.5 + 0.3 * 4 + 0.2 * 9 - 1.7**2
+    # E[N(n)] = n / m + (s^2 + m^2) / (2 m^2) - 1/2 + (lattice) 1 / (2 m), up to terms that vanish.
+    expected = 200 / mean + (variance + mean**2) / (2 * mean**2) - 0.5 + 0.5 / mean - 0.5
+    assert rounds.mean() == pytest.approx(expected, abs=0.5)
+    assert (rounds_of_texts(np.array([0.0, 1.0]), np.arange(1, 9)) == np.arange(1, 9)).all()
+
+
+def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
+    server, rate = Server(4, 0.01, 0.002, queue=50), 400.0
+    tokens, rounds = texts(4000, 10)
+    fleet = fewest(server, tokens, rounds, rate, 0.05)
+    assert fleet is not None and fleet.servers > 1
+    assert np.percentile(fleet.served.first, 99) <= 0.05 and not fleet.served.refused
+    fewer = simulate(server, tokens, rounds, rate / (fleet.servers - 1))
+    assert fewer.refused or np.percentile(fewer.first, 99) > 0.05
+    assert fewest(server, tokens, rounds, rate, 0.001, most=64) is None  # below a prompt and a round
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rows", 0), ("queue", -1), ("rounds", 0), ("round_seconds", 0.0), ("prompt_seconds", -1.0)],
+)
+def test_a_server_that_cannot_be_is_refused(field, value):
+    with pytest.raises(FieldError) as refused:
+        Server(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, field: value})
+    assert (refused.value.field, refused.value.value) == (field, value)
+
+
+def test_requests_that_cannot_be_are_refused():
+    server, one = Server(1, 1.0, 0.0), np.ones(1, int)
+    for field, arguments in (
+        ("rounds", (one, np.zeros(1, int), 1.0)),
+        ("rounds", (one, np.ones(2, int), 1.0)),
+        ("requests_per_second", (one, one, 0.0)),
+    ):
+        with pytest.raises(FieldError) as refused:
+            simulate(server, *arguments)
+        assert refused.value.field == field
