@@ -40,7 +40,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.costs import WIDTHS, call_seconds, reading, step_watch
+from speccascade_jax.planning.costs import WIDTHS, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import (
     Candidates,
@@ -49,6 +49,7 @@ from speccascade_jax.planning.prediction import (
     predict,
     triangle_violations,
 )
+from speccascade_jax.planning.readings import reading
 from speccascade_jax.settings import Settings, named
 from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES

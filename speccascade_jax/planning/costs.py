@@ -1,28 +1,23 @@
-"""What a plan is made of: what each model's calls take here, and how often each accepts another's tokens."""
+"""What each model's calls take on this machine."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from speccascade_jax.core import loop
-from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
-from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_probs
-from speccascade_jax.core.verification import Verification
-from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.runs import Runs
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.planning.readings import options_of
 from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
-from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.joining import inputs_of
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -138,69 +133,3 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
     )
     begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
     return round_part(sampler, params, begin(params, requests))
-
-
-def options_of(settings: Settings) -> SamplingOptions:
-    return SamplingOptions(settings.temperature, **{name: getattr(settings, name) for name in TRUNCATIONS})
-
-
-class Reading(NamedTuple):
-    """What all models say of texts of the largest."""
-
-    acceptance: Float[np.ndarray, "M M"]
-    """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
-    sum_v min(p_j(v), p_i(v)) over the positions of the texts."""
-    probs: Float[np.ndarray, "M T L"]  # of each text's tokens, by each model; 1 after the end
-    lengths: Int[np.ndarray, " T"]
-
-    def runs(self, drafter: int, verification: Verification, most: int) -> Runs:
-        """How far a model's drafts of up to `most` tokens stand."""
-        q, p = self.probs[drafter], self.probs[-1]
-        ratios = np.where(p > 0, q / np.where(p > 0, p, 1), q > 0)
-        return Runs.of(ratios, self.lengths, verification, most)
-
-
-def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> Reading:
-    """What the models say of `outputs`. Raises FieldError where these are empty."""
-    kept = [output for output in outputs if output.tokens]
-    if not kept:
-        raise FieldError(
-            "outputs",
-            list(outputs),
-            "give inputs that are not blank.",
-            "there is no text to compare the models on",
-        )
-    options = options_of(settings)
-    size = max(len(output.tokens) for output in kept)
-    rows, _ = cascade.encode([output.source for output in kept], truncate=True)
-    readings = cascade.foreign_readings([output.source for output in kept])
-    needed = [model.needs(len(ids)) for reading in readings for model, ids in reading.items()]
-    width = cascade.bucket(max([*map(len, rows), *needed]))
-
-    def read_text(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> tuple[Array, Array]:
-        laws = []
-        models: tuple[Any, ...] = cascade.models
-        for model, weights, read in zip(models, params, inputs, strict=True):
-            network = network_of(model)
-            if getattr(network.config, "states", False):  # which a drafter reads where the verifier has been
-                logits = network.forced_members(weights, read, length, tokens)[model.number]
-            else:
-                prefix, cache = model.prefill(weights, read, length, width + size + 1)
-                last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
-                logits, _ = model.extend(weights, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
-            laws.append(token_probs(logits, options))
-        inside = jnp.arange(size) < count[:, None]
-        overlaps = [[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws]
-        probs = jnp.take_along_axis(jnp.stack(laws), tokens[None, ..., None], axis=-1)[..., 0]
-        return jnp.array(overlaps), jnp.where(inside, probs, 1.0)[:, 0]
-
-    program, total, probs = jax.jit(read_text), np.zeros((len(cascade.models),) * 2), []
-    for row, foreign, output in zip(rows, readings, kept, strict=True):
-        tokens, length = pad([row], width, cascade.tokenizer.pad_id)
-        inputs = tuple(inputs_of(model, tokens, [foreign]) for model in cascade.models)
-        tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
-        overlaps, of_text = program(cascade.params, inputs, length, tokens, count)
-        total += np.asarray(overlaps)
-        probs.append(np.asarray(of_text))
-    lengths = np.array([len(output.tokens) for output in kept])
-    return Reading(np.clip(total / lengths.sum(), 0, 1), np.stack(probs, axis=1), lengths)

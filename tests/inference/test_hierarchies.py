@@ -17,7 +17,7 @@ from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.members import Member
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.planning.costs import reading
+from speccascade_jax.planning.readings import reading
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 

@@ -6,6 +6,7 @@ import pytest
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.planning.simulation import Server, fewest, rounds_of_texts, simulate
 
+
 def texts(count, rounds):
     return np.full(count, 5 * rounds), np.full(count, rounds)
 
@@ -40,7 +41,7 @@ def test_requests_that_share_rounds_cost_no_more_than_one():
 def test_a_saturated_server_writes_what_its_rounds_write():
     server = Server(8, 0.01, 0.002, queue=100)
     served = simulate(server, *texts(3000, 6), 10_000.0)
-    # Eight texts of 30 tokens take six rounds and eight prompts, but for rows that idle until others are free.
+    # Eight texts of 30 tokens take six rounds and eight prompts; some rows idle until others are free.
     full = 8 * 30 / (6 * 0.01 + 8 * 0.002)
     assert 0.9 * full < served.tokens_per_second <= full * 1.001
     assert served.busy > 0.95 and served.refused > 2000
