@@ -180,6 +180,11 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
+def whole_words(*columns: str, title: str) -> Table:
+    """A table that never cuts a word off: where the terminal is narrow, a long one continues below."""
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
+
+
 def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: int | None) -> Task:
     """The task that the pair of `config` is scored on."""
     name = task or run.task

@@ -4,8 +4,9 @@
 
 Measured in turn, three times: decode.py's loop over the same texts; the server saturated; one with a single
 row, that is one request at a time; and, with --vs-transformers, a server that answers with transformers, one
-request after the other. Then the server at half of its load (times to the first token), and at 120% (memory,
-refusals).
+request after the other. Then the server at half of its load and at 90% (times to the first token), and at
+120% (memory, refusals). Next to each stands what a simulation of the scheduler predicts from the times of a
+round and of a prompt alone.
 """
 
 import asyncio
@@ -27,10 +28,12 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import numpy as np
 import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
+from speccascade_jax.commands import serve
 from speccascade_jax.commands.commandline import at_least, console, exit_code, program
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
@@ -39,6 +42,7 @@ from speccascade_jax.evaluation.other_libraries import check_installed, exported
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.planning import simulation
 from speccascade_jax.scheduling.scheduler import Request
 
 ROUNDS = 50  # that a round's time is the median of
@@ -60,7 +64,7 @@ class Arguments:
     clients: int = 32
     """How many clients send at the same time to saturate the server."""
     minutes: float = 1.0
-    """How many minutes to run at 120% load. At 50%, for times to the first token, at most one."""
+    """How many minutes to run at 120% load. At 50% and 90%, for times to the first token, at most one."""
     vs_transformers: bool = False
     """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
     output: str | None = None
@@ -128,8 +132,21 @@ class Alone:
 
     def tokens_per_second(self) -> float:
         began = time.perf_counter()
-        outputs = self.cascade.generate(self.texts, self.settings, batch_size=self.rows)
-        return sum(len(output.tokens) for output in outputs) / (time.perf_counter() - began)
+        outputs = list(self.cascade.generate(self.texts, self.settings, batch_size=self.rows))
+        seconds = time.perf_counter() - began
+        self.tokens = np.array([len(output.tokens) for output in outputs])
+        calls = [output.counts.get("rounds", len(output.tokens)) for output in outputs]
+        self.rounds = np.maximum(calls, 1)
+        return float(self.tokens.sum() / seconds)
+
+    def simulated(self, times: dict[str, float], queue: int, rate: float, seconds: float) -> dict[str, Any]:
+        """What clients of a server of these rows would see, by its scheduler's rules and the times alone."""
+        server = simulation.Server(
+            self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, serve.Arguments.rounds
+        )
+        count = max(round(rate * seconds), 1)
+        tokens, rounds = (np.resize(values, count) for values in (self.tokens, self.rounds))
+        return simulation.simulate(server, tokens, rounds, rate).summary()
 
     def times(self) -> dict[str, float]:
         """The milliseconds of a round, and of reading a prompt, in a full batch as a server's."""
@@ -253,11 +270,11 @@ def load(arguments: Arguments) -> None:
                 | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
             )
         rate = median(load.requests_per_second for load in loads["saturated"])
-        half = asyncio.run(open_loop(server.url, body_of, rate / 2, min(seconds, 60)))
-        say(
-            "half_load",
-            half.summary() | {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]},
-        )
+        for name, share in (("half_load", 0.5), ("load_90", 0.9)):
+            calm = asyncio.run(open_loop(server.url, body_of, share * rate, min(seconds, 60)))
+            rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
+            say(name, calm.summary() | rounds)
+            say(f"{name}, simulated", alone.simulated(times, queue, share * rate, min(seconds, 60)))
         memory: list[float] = []
         over = asyncio.run(
             open_loop(
@@ -265,6 +282,7 @@ def load(arguments: Arguments) -> None:
             )
         )
         say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
+        say("load_120, simulated", alone.simulated(times, queue, 1.2 * rate, seconds))
     if arguments.output is not None:
         write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
 

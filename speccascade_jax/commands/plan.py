@@ -5,6 +5,10 @@
     python scripts/decode.py --config=plan.py
 
 Every call is timed, and how often each model accepts another's tokens is read off the largest one's texts.
+With --acceptance-to this is written to a file, from which a plan for TPUs that are not at hand can be made:
+
+    python scripts/plan.py --config=demo --acceptance-to demo.json
+    python scripts/plan.py --config=demo --tpu=v5e:2x2 --acceptance-from demo.json --requests-per-second 500
 """
 
 import dataclasses
@@ -17,23 +21,26 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 from rich.console import Console
-from rich.table import Column, Table
 
 from speccascade_jax import config as configs
+from speccascade_jax.commands.chips import Load, plan_for_chips
 from speccascade_jax.commands.commandline import (
     at_least,
     at_most,
     config_of,
     console,
     exit_code,
+    flag_of,
     program,
     task_of,
+    whole_words,
 )
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.verification import VERIFICATIONS
+from speccascade_jax.evaluation import tpus
 from speccascade_jax.evaluation.profiling import Contestant, in_turn
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.inference.inputs import read_texts
@@ -85,6 +92,26 @@ class Arguments:
     times."""
     output: str | None = None
     """The config file to write for the plan; with adaptive blocks if --check finds them surely faster."""
+    acceptance_to: str | None = None
+    """Write how often the models accept each other's tokens to this JSON file, for --acceptance-from."""
+    acceptance_from: str | None = None
+    """With --tpu: what --acceptance-to has written of these models, on any machine."""
+    tpu: str | None = None
+    """Plan for these chips, v5e:2x4 say, with times that TPU's compiler and the chips' public figures bound
+    from below. No TPU is needed, and no weights are read; --tensor-parallel chips share each model."""
+    requests_per_second: float | None = None
+    """With --tpu: simulate servers under this load, and tell how many chips it needs."""
+    tokens: int | None = None
+    """With --requests-per-second: the tokens of an answer, on average (default: the measured texts')."""
+    first_token_ms: float = 1000.0
+    """With --requests-per-second: within this time 99 of 100 requests have their first tokens."""
+
+    @property
+    def load(self) -> Load | None:
+        """What servers have to bear."""
+        if self.requests_per_second is None:
+            return None
+        return Load(self.requests_per_second, self.tokens, self.first_token_ms)
 
 
 def read_inputs(arguments: Arguments) -> list[str]:
@@ -127,11 +154,14 @@ def check(arguments: Arguments) -> None:
             "time it with scripts/benchmark.py.",
             f"a plan needs every drafter's distribution, which {model_free.name} does not have",
         )
+    check_chips(a)
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":
             raise FieldError("output", str(path), "a config file's name ends in .py.", f"--output is {path}")
-        check_targets({"--output": path}, {"--config": configs.path_of(a.config)})
+        check_targets(
+            {"--output": path, "--acceptance-to": a.acceptance_to}, {"--config": configs.path_of(a.config)}
+        )
         if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
             raise FieldError(
                 "output",
@@ -139,6 +169,35 @@ def check(arguments: Arguments) -> None:
                 "delete it or name another.",
                 f"--output is {path}, which holds something else",
             )
+
+
+def check_chips(a: Arguments) -> None:
+    """Raises FieldError for flags of plans for other machines that do not go together."""
+    loads = a.load
+    if a.tpu is None:
+        for name in ("acceptance_from", "requests_per_second"):
+            if getattr(a, name) is not None:
+                raise FieldError(name, getattr(a, name), "give --tpu, too.", f"{flag_of(name)} is for --tpu")
+    else:
+        tpus.checked(a.tpu)
+        if a.acceptance_from is None:
+            raise FieldError(
+                "acceptance_from",
+                None,
+                "give a file that --acceptance-to has written.",
+                "--tpu runs no model, so it cannot see how often drafts are accepted",
+            )
+        for name in ("input", "acceptance_to"):
+            if getattr(a, name) is not None:
+                raise FieldError(name, getattr(a, name), "leave it out.", "--tpu runs no model")
+        if a.check:
+            raise FieldError("check", True, "leave it out.", "--tpu runs no model")
+    if loads is not None:
+        loads.check()
+    elif a.tokens is not None:
+        raise FieldError("tokens", a.tokens, "give --requests-per-second, too.")
+    if a.output is None:
+        check_targets({"--acceptance-to": a.acceptance_to}, {"--config": configs.path_of(a.config)})
 
 
 def measured(
@@ -157,6 +216,8 @@ def measured(
         )
     )
     read = reading(cascade, outputs, settings)
+    if arguments.acceptance_to is not None:
+        read.save(arguments.acceptance_to, names, settings)
     rows = cascade.encode(texts, truncate=True)[0]
     widest = arguments.max_block + 1
     widths = sorted({width for width in WIDTHS if width < widest} | {widest})
@@ -226,11 +287,6 @@ def text_seconds(
 
     *drafters, once = map(besides, names, seconds, rounds[:, -1])
     return pace, np.maximum([*(drafter - once for drafter in drafters), once], 0)
-
-
-def whole_words(*columns: str, title: str) -> Table:
-    """A table that never cuts a word off: where the terminal is narrow, a long one continues below."""
-    return Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
 
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
@@ -473,6 +529,9 @@ def fastest(runs: Runs, times: dict[str, Measured]) -> str:
 
 def plan(arguments: Arguments) -> None:
     check(arguments)
+    if arguments.tpu is not None:
+        plan_for(arguments, arguments.tpu)
+        return
     run, screen = arguments.run, console()
     texts = [text for text in read_inputs(arguments) if text.strip()]
     if not texts:
@@ -517,6 +576,32 @@ def plan(arguments: Arguments) -> None:
             f"written: {arguments.output} ({told(chosen, settings)}); "
             f"decode with --config={arguments.output}",
             soft_wrap=True,
+        )
+
+
+def plan_for(arguments: Arguments, topology: str) -> None:
+    """A plan for chips that are not at hand."""
+    run = arguments.run
+    paths = short_names([path for _, path in run.roles])
+    choice = plan_for_chips(
+        run,
+        tuple(paths),
+        topology,
+        arguments.acceptance_from or "",
+        arguments.max_block,
+        arguments.load,
+    )
+    if arguments.output is not None:
+        chosen = settings_of(choice.plan.block_sizes, run.settings)
+        changes = {"block_size": chosen.block_size, "verification": choice.verification}
+        heading = f"{told(choice.plan, chosen)}; {choice.rows} rows on {topology}"
+        write_config(
+            arguments.output,
+            arguments,
+            choice.plan,
+            paths,
+            heading,
+            changes | {"batch_size": choice.rows},
         )
 
 

@@ -98,7 +98,13 @@ def bytes_read(model: LanguageModel, params: Any) -> int:
     that are only indexed."""
     inputs, lengths = jnp.ones((1, 2), jnp.int32), jnp.ones((1,), jnp.int32)
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
-    jaxpr = jax.make_jaxpr(lambda p, c: model.extend(p, inputs[:, :1], c)[0])(params, cache).jaxpr
+    return bytes_used(lambda p, c: model.extend(p, inputs[:, :1], c)[0], params, cache)
+
+
+def bytes_used(function: Callable[..., Any], params: Any, *arguments: Any) -> int:
+    """Bytes of the parameters, on one device, that function(params, *arguments) reads and does not only
+    index."""
+    jaxpr = jax.make_jaxpr(function)(params, *arguments).jaxpr
     used = {
         id(v)
         for eqn in jaxpr.eqns

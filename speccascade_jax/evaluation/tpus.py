@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,10 +126,15 @@ def check_pair(shapes: Shapes, devices: list[Any]) -> None:
             "name a larger topology.",
             f"{shapes.devices} chips share the parameters, and the topology has {len(devices)}",
         )
-    small, large = shapes.drafter.vocab_size, shapes.verifier.vocab_size
-    if small != large:
+    check_vocabularies([shapes.drafter, shapes.verifier])
+
+
+def check_vocabularies(configs: Sequence[Config]) -> None:
+    """Raises ValueError for models of several vocabularies."""
+    sizes = [config.vocab_size for config in configs]
+    if len(set(sizes)) > 1:
         raise ValueError(
-            f"the drafter has {small} tokens, the verifier {large}; --tpu compiles models of one vocabulary."
+            f"the models have {', '.join(map(str, sizes))} tokens; --tpu compiles models of one vocabulary."
         )
 
 
@@ -140,36 +145,50 @@ class Described(Programs):
         return
 
 
+class DescribedDevices:
+    """Devices that are only described, which share the parameters of models in shapes without values."""
+
+    def __init__(self, count: int, devices: list[Any]):
+        self.mesh = None if count == 1 else tensor_mesh(count, devices)
+        self.whole = SingleDeviceSharding(devices[0]) if self.mesh is None else NamedSharding(self.mesh, P())
+
+    def params(self, model: Any, dtype: str) -> nnx.State:
+        """A model's parameters, and where their parts are."""
+        mesh = self.mesh
+        place = Placement(
+            dtype,
+            lambda path, shape: (
+                self.whole if mesh is None else tensor_sharding(mesh, model.config, path, shape)
+            ),
+        )
+        flat = dict(nnx.to_flat_state(model.abstract_params()))
+        return nnx.from_flat_state(
+            {
+                path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
+                for path, x in flat.items()
+            }
+        )
+
+
+def model_for(config: Config, dtype: str) -> Any:
+    """The model that decodes in `dtype`, its layers separate."""
+    return model_of(config, dtype=dtype, cache_dtype="bfloat16" if dtype == "int8" else dtype)
+
+
 class Pair:
     """A drafter and a verifier on described devices, in shapes without values."""
 
     def __init__(self, shapes: Shapes, devices: list[Any]):
         check_pair(shapes, devices)
         self.shapes = a = shapes
-        mesh = None if a.devices == 1 else tensor_mesh(a.devices, devices)
-        self.whole = SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
-        self.plain = tuple(
-            model_of(config, dtype=a.dtype, cache_dtype="bfloat16" if a.dtype == "int8" else a.dtype)
-            for config in (a.drafter, a.verifier)
-        )
+        described = DescribedDevices(a.devices, devices)
+        self.whole = described.whole
+        self.plain = tuple(model_for(config, a.dtype) for config in (a.drafter, a.verifier))
         self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
-
-        def weights(model: Any) -> nnx.State:
-            place = Placement(
-                a.dtype,
-                lambda path, shape: (
-                    self.whole if mesh is None else (tensor_sharding(mesh, model.config, path, shape))
-                ),
-            )
-            flat = dict(nnx.to_flat_state(model.abstract_params()))
-            return nnx.from_flat_state(
-                {
-                    path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
-                    for path, x in flat.items()
-                }
-            )
-
-        self.plain_params, self.params = (tuple(map(weights, models)) for models in (self.plain, self.models))
+        self.plain_params, self.params = (
+            tuple(described.params(model, a.dtype) for model in models)
+            for models in (self.plain, self.models)
+        )
         self.sampler = Speculative(
             Autoregressive(self.models[0]),
             self.models[1],

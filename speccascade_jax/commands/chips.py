@@ -1,0 +1,170 @@
+"""What plan.py --tpu does: a plan for chips that are not at hand, and how many of them a load needs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from rich.console import Console
+
+from speccascade_jax.commands.commandline import at_least, console, table_of, whole_words
+from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.evaluation import tpus
+from speccascade_jax.evaluation.chips import Chips, Choice, Member, choices
+from speccascade_jax.planning.prediction import even_acceptance
+from speccascade_jax.planning.readings import Reading
+from speccascade_jax.planning.simulation import Fleet, Server, fewest, rounds_of_texts
+
+REQUESTS = 4000  # that are simulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What clients send, and what they are promised."""
+
+    requests_per_second: float
+    tokens: int | None  # of an answer, on average; None: as many as the texts of the measurement have
+    first_token_ms: float  # for 99 of 100 requests
+
+    def check(self) -> None:
+        for name in ("requests_per_second", "first_token_ms"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise FieldError(name, getattr(self, name), "it must be above 0, and below 1e9.")
+        at_least(1, tokens=self.tokens)
+
+    def texts(self, reading: Reading) -> Int[np.ndarray, " N"]:
+        """The tokens of the simulated answers: the lengths of the measured texts, stretched to the mean."""
+        mean = float(np.mean(reading.lengths))
+        stretch = 1.0 if self.tokens is None else self.tokens / mean
+        drawn = np.random.default_rng(0).choice(reading.lengths, REQUESTS)
+        return np.maximum(np.rint(drawn * stretch), 1).astype(int)
+
+
+def fleet_of(choice: Choice, load: Load, reading: Reading) -> Fleet | None:
+    """The fewest servers that decode as chosen and bear the load."""
+    tokens = load.texts(reading)
+    server = Server(choice.rows, choice.round_seconds, choice.prompt_seconds)
+    rounds = rounds_of_texts(choice.emitted, tokens)
+    return fewest(server, tokens, rounds, load.requests_per_second, load.first_token_ms / 1000)
+
+
+def plan_for_chips(
+    run: DecodeConfig,
+    names: Sequence[str],
+    topology: str,
+    acceptance: str,
+    max_block: int,
+    load: Load | None,
+) -> Choice:
+    """Prints the plans for each batch size that fits, and what the compiler says of the best of them: with a
+    load the one that needs the fewest chips, else the one at the config's batch size. Returns it."""
+    screen = console()
+    reading = Reading.load(acceptance, names, run.settings)
+    dtype = "bfloat16" if run.dtype == "auto" else run.dtype
+    chips = Chips(topology, run.tensor_parallel, dtype, run.max_source_length, run.max_new_tokens)
+    described = tpus.devices_of(topology)
+    if chips.devices > len(described):
+        raise FieldError("tensor_parallel", chips.devices, f"{topology} has {len(described)} chips.")
+    shapes = tpus.shapes_of(run)
+    tpus.check_vocabularies(shapes)
+    members = [Member(config, chips) for config in shapes]
+    found = list(choices(members, names, reading, max_block, run.hand_over))
+    fleets = [None if load is None else fleet_of(choice, load, reading) for choice in found]
+    show(found, fleets, chips, load, screen)
+    if load is None:
+        best = max((choice for choice in found if choice.rows <= max(run.batch_size, 1)), key=rows_of)
+    else:
+        borne = [(fleet, choice) for fleet, choice in zip(fleets, found, strict=True) if fleet is not None]
+        if not borne:
+            raise FieldError(
+                "first_token_ms",
+                load.first_token_ms,
+                "allow more, or name faster chips.",
+                "no number of these chips keeps that promise",
+            )
+        fleet, best = min(borne, key=lambda pair: (pair[0].servers, pair[1].rows))
+        screen.print(
+            f"Chips needed: {fleet.servers * chips.devices} (servers of {chips.devices}: {fleet.servers}; "
+            f"rows of each: {best.rows}).",
+            soft_wrap=True,
+        )
+    if len(best.plan.models) == 2:
+        confirm(best, members, names, chips, described, screen)
+    return best
+
+
+def rows_of(choice: Choice) -> int:
+    return choice.rows
+
+
+def show(
+    found: Sequence[Choice],
+    fleets: Sequence[Fleet | None],
+    chips: Chips,
+    load: Load | None,
+    screen: Console,
+) -> None:
+    columns = "rows", "models", "block sizes", "verified by", "ms a token of each row", "tokens a second"
+    plans = whole_words(*columns, title=f"least times on {chips.devices} of {chips.topology}")
+    for choice in found:
+        plan = choice.plan
+        plans.add_row(
+            str(choice.rows),
+            ", ".join(plan.models),
+            ", ".join(map(str, plan.block_sizes)) or "-",
+            choice.verification if plan.block_sizes else "-",
+            f"{1e3 * plan.seconds_per_token:.3f}",
+            f"{choice.tokens_per_second:.0f}",
+        )
+    screen.print(plans)
+    if load is None:
+        return
+    columns = "rows", "chips", "busy rows", "first token, ms: p50, p99", "last token, ms: p50, p99"
+    table = whole_words(
+        *columns, title=f"chips for {load.requests_per_second:g} requests a second, simulated"
+    )
+    for choice, fleet in zip(found, fleets, strict=True):
+        table.add_row(str(choice.rows), *cells_of(fleet, chips))
+    screen.print(table)
+
+
+def cells_of(fleet: Fleet | None, chips: Chips) -> list[str]:
+    if fleet is None:
+        return ["no number is enough", "-", "-", "-"]
+    said = fleet.served.summary()
+    return [
+        str(fleet.servers * chips.devices),
+        f"{fleet.served.busy:.0%}",
+        *(f"{said[f'{key}_p50']:.1f}, {said[f'{key}_p99']:.1f}" for key in ("first_token_ms", "whole_ms")),
+    ]
+
+
+def confirm(
+    choice: Choice,
+    members: Sequence[Member],
+    names: Sequence[str],
+    chips: Chips,
+    described: list[Any],
+    screen: Console,
+) -> None:
+    """Compiles the plan's programs, and prints what a round reads and whether all of it fits."""
+    drafter, verifier = (members[names.index(name)].config for name in choice.plan.models)
+    pair = names.index(choice.plan.models[0]), names.index(choice.plan.models[1])
+    [size] = choice.plan.block_sizes
+    shapes = tpus.Shapes(
+        drafter,
+        verifier,
+        chips.source_length,
+        chips.new_tokens,
+        size,
+        "speculative",
+        choice.rows,
+        chips.devices,
+        chips.dtype,
+        verification=choice.verification,
+    )
+    acceptance = even_acceptance(choice.candidates.survival[pair][: size + 1])
+    for title, figures in tpus.figures(tpus.Pair(shapes, described), chips.topology, acceptance):
+        screen.print(table_of(figures, title))
