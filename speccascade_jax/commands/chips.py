@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 from rich.console import Console
@@ -61,6 +62,7 @@ def plan_for_chips(
     """Prints the plans for each batch size that fits, and what the compiler says of the best of them: with a
     load the one that needs the fewest chips, else the one at the config's batch size. Returns it."""
     screen = console()
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot keep what is compiled for others
     reading = Reading.load(acceptance, names, run.settings)
     dtype = "bfloat16" if run.dtype == "auto" else run.dtype
     chips = Chips(topology, run.tensor_parallel, dtype, run.max_source_length, run.max_new_tokens)
@@ -121,10 +123,8 @@ def show(
     screen.print(plans)
     if load is None:
         return
-    columns = "rows", "chips", "busy rows", "first token, ms: p50, p99", "last token, ms: p50, p99"
-    table = whole_words(
-        *columns, title=f"chips for {load.requests_per_second:g} requests a second, simulated"
-    )
+    headings = "rows", "chips", "busy rows", "first token, ms: p50, p99", "last token, ms: p50, p99"
+    table = whole_words(*headings, title=f"{load.requests_per_second:g} requests a second, simulated")
     for choice, fleet in zip(found, fleets, strict=True):
         table.add_row(str(choice.rows), *cells_of(fleet, chips))
     screen.print(table)

@@ -75,9 +75,7 @@ class Reading(NamedTuple):
         if content.get("kind") != KIND:
             raise refused("give a file that plan.py --acceptance-to has written.", "holds something else")
         if content.get("names") != list(names):
-            raise refused(
-                f"measure {', '.join(names)}.", f"is about the models {', '.join(map(str, content['names']))}"
-            )
+            raise refused(f"measure {', '.join(names)}.", f"is about the models {content.get('names')}")
         truncations = {name: getattr(settings, name) for name in TRUNCATIONS}
         if (content.get("temperature"), content.get("truncations")) != (settings.temperature, truncations):
             raise refused(
