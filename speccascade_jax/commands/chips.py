@@ -149,7 +149,7 @@ def confirm(
     described: list[Any],
     screen: Console,
 ) -> None:
-    """Compiles the plan's programs, and prints what a round reads and whether all of it fits."""
+    """Compiles the plan's programs, and prints those that do not fit, and what a round reads."""
     drafter, verifier = (members[names.index(name)].config for name in choice.plan.models)
     pair = names.index(choice.plan.models[0]), names.index(choice.plan.models[1])
     [size] = choice.plan.block_sizes
@@ -165,6 +165,7 @@ def confirm(
         chips.dtype,
         verification=choice.verification,
     )
-    acceptance = even_acceptance(choice.candidates.survival[pair][: size + 1])
+    acceptance = round(even_acceptance(choice.candidates.survival[pair][: size + 1]), 3)
     for title, figures in tpus.figures(tpus.Pair(shapes, described), chips.topology, acceptance):
-        screen.print(table_of(figures, title))
+        if not figures.get("fits", False):  # a program that fits is not worth a table
+            screen.print(table_of(figures, title))

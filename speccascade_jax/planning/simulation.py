@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.errors import FieldError
 
+FULL = 0.95
+"""The most of its time that a planned server is busy: closer to 1, waits grow for longer than that."""
 LAST = 10_000_000  # simulated rounds; a server that needs more for the requests is overloaded for hours
 
 
@@ -38,6 +40,12 @@ class Server:
                 raise FieldError(name, getattr(self, name), f"it must be at least {bound}.")
         if not 0 < self.round_seconds < np.inf:
             raise FieldError("round_seconds", self.round_seconds, "it must be above 0.")
+
+    def load(self, rounds: Int[np.ndarray, " N"], requests_per_second: float) -> float:
+        """The share of its time that it is busy with full batches of such texts; above 1 its queue grows
+        without end."""
+        seconds = float(np.mean(rounds)) * self.round_seconds / self.rows + self.prompt_seconds
+        return seconds * requests_per_second
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,10 +230,13 @@ def fewest(
     first_token_seconds: float,
     most: int = 1 << 16,
 ) -> Fleet | None:
-    """The fewest servers, each of which gets an equal share of the requests at random, that refuse none and
-    give 99 of 100 clients their first tokens within that many seconds; None if `most` are too few."""
+    """The fewest servers, each of which gets an equal share of the requests at random, that are busy for at
+    most FULL of the time, refuse none, and give 99 of 100 clients their first tokens within that many
+    seconds; None if `most` are too few."""
 
     def tried(servers: int) -> Served | None:
+        if server.load(rounds, requests_per_second / servers) > FULL:
+            return None
         served = simulate(server, tokens, rounds, requests_per_second / servers)
         late = np.percentile(served.first, 99) if not served.refused else np.inf
         return served if late <= first_token_seconds else None

@@ -68,6 +68,16 @@ def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
     assert fewest(server, tokens, rounds, rate, 0.001, most=64) is None  # below a prompt and a round
 
 
+def test_a_queue_that_only_begins_to_grow_is_no_plan():
+    """A little more than one server bears: few requests wait before the simulation ends."""
+    server, (tokens, rounds) = Server(4, 0.01, 0.002, queue=10_000), texts(500, 10)
+    rate = 1.02 / (10 * 0.01 / 4 + 0.002)
+    assert server.load(rounds, rate) == pytest.approx(1.02)
+    assert np.percentile(simulate(server, tokens, rounds, rate).first, 99) < 10
+    fleet = fewest(server, tokens, rounds, rate, 10.0)
+    assert fleet is not None and fleet.servers == 2
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("rows", 0), ("queue", -1), ("rounds", 0), ("round_seconds", 0.0), ("prompt_seconds", -1.0)],
