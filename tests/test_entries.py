@@ -26,8 +26,8 @@ TABLES = {"METHODS", "BASELINES", "TRUNCATIONS", "VOCABULARIES", "DIVERGENCES"}
 
 COLLECTIONS = "set", "frozenset", "tuple", "list", "dict.fromkeys"
 ALLOWED = {  # what only looks like a comparison with an entry's name
-    "commands/compiling.py": ["run.dtype == 'auto'"],  # no vocabulary, but a dtype
     "config.py": ["config.dtype == 'auto'", "self.dtype != 'auto'"],
+    "evaluation/tpus.py": ["run.dtype == 'auto'"],  # no vocabulary, but a dtype
     "inference/ray_jobs.py": ["address in ('local', 'auto')"],
     "parallel.py": ["cluster == 'auto'"],
     # Values of these fields, not a choice by their names.

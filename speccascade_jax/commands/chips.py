@@ -17,6 +17,7 @@ from speccascade_jax.evaluation.chips import Chips, Choice, Member, choices
 from speccascade_jax.planning.prediction import even_acceptance
 from speccascade_jax.planning.readings import Reading
 from speccascade_jax.planning.simulation import Fleet, Server, fewest, rounds_of_texts
+from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 
 REQUESTS = 4000  # that are simulated
 
@@ -46,7 +47,7 @@ class Load:
 def fleet_of(choice: Choice, load: Load, reading: Reading) -> Fleet | None:
     """The fewest servers that decode as chosen and bear the load."""
     tokens = load.texts(reading)
-    server = Server(choice.rows, choice.round_seconds, choice.prompt_seconds)
+    server = Server(choice.rows, choice.round_seconds, choice.prompt_seconds, MAX_QUEUE, ROUNDS)
     rounds = rounds_of_texts(choice.emitted, tokens)
     return fewest(server, tokens, rounds, load.requests_per_second, load.first_token_ms / 1000)
 
@@ -64,8 +65,9 @@ def plan_for_chips(
     screen = console()
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot keep what is compiled for others
     reading = Reading.load(acceptance, names, run.settings)
-    dtype = "bfloat16" if run.dtype == "auto" else run.dtype
-    chips = Chips(topology, run.tensor_parallel, dtype, run.max_source_length, run.max_new_tokens)
+    chips = Chips(
+        topology, run.tensor_parallel, tpus.dtype_of(run), run.max_source_length, run.max_new_tokens
+    )
     described = tpus.devices_of(topology)
     if chips.devices > len(described):
         raise FieldError("tensor_parallel", chips.devices, f"{topology} has {len(described)} chips.")

@@ -36,7 +36,7 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
 
     Raises ValueError before anything is compiled where one of them cannot be.
     """
-    a, dtype = arguments, "bfloat16" if run.dtype == "auto" else run.dtype
+    a, dtype = arguments, tpus.dtype_of(run)
     drafter, verifier = shapes or tpus.shapes_of(run)
     each = [
         tpus.Shapes(

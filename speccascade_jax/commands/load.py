@@ -33,7 +33,6 @@ import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands import serve
 from speccascade_jax.commands.commandline import at_least, console, exit_code, program
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
@@ -44,8 +43,9 @@ from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import simulation
 from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.serving.engine import ROUNDS
 
-ROUNDS = 50  # that a round's time is the median of
+TIMED = 50  # rounds that a round's time is the median of
 PASSES = 3  # over the texts, of each server in turn
 
 
@@ -142,7 +142,7 @@ class Alone:
     def simulated(self, times: dict[str, float], queue: int, rate: float, seconds: float) -> dict[str, Any]:
         """What clients of a server of these rows would see, by its scheduler's rules and the times alone."""
         server = simulation.Server(
-            self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, serve.Arguments.rounds
+            self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, ROUNDS
         )
         count = max(round(rate * seconds), 1)
         tokens, rounds = (np.resize(values, count) for values in (self.tokens, self.rounds))
@@ -162,7 +162,7 @@ class Alone:
             ]
         )
         spent, placed = list[float](), list[tuple[float, int]]()
-        for _ in range(ROUNDS):
+        for _ in range(TIMED):
             before, began = len(scheduler.waiting), time.perf_counter()
             scheduler.run(1)
             seconds = time.perf_counter() - began

@@ -28,6 +28,7 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 from speccascade_jax.vocabularies import VOCABULARIES
 
 KEY = "SPECCASCADE_API_KEY"
@@ -58,11 +59,11 @@ class Arguments:
     """0 picks a free one. The URL is printed on a separate line."""
     rows: int = 8
     """Requests decoded side by side in a batch, on each device."""
-    max_queue: int = 64
+    max_queue: int = MAX_QUEUE
     """The most requests that wait for a row; further ones are answered with 429."""
     methods: tuple[str, ...] = METHODS
     """The methods that requests may choose; each is compiled, and costs a little in every round."""
-    rounds: int = 2
+    rounds: int = ROUNDS
     """Rounds between two deliveries of tokens; up to four times as many while requests wait."""
     chunk: int = 128
     """Tokens of a prompt read between two rounds, by decoder-only models."""

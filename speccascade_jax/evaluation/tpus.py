@@ -275,6 +275,11 @@ class Pair:
         return {(kind, size) for kind, size in sizes if size > computed}
 
 
+def dtype_of(run: DecodeConfig) -> str:
+    """The dtype of a config's weights on TPUs."""
+    return "bfloat16" if run.dtype == "auto" else run.dtype
+
+
 def shapes_of(run: DecodeConfig) -> list[Config]:
     """The shapes of a config's models, from their folders or, where these are missing, from the training
     configs that make them. Raises ValueError if neither is there."""

@@ -29,8 +29,8 @@ class Server:
     rows: int  # decoded at once
     round_seconds: float
     prompt_seconds: float  # for reading one prompt
-    queue: int = 256  # requests that may wait for a row; others are refused
-    rounds: int = 2  # between two looks for new requests
+    queue: int  # requests that may wait for a row; others are refused
+    rounds: int = 1  # between two looks for new requests
     step_seconds: float = 0.0  # of the host, each time that it sends what was written
 
     def __post_init__(self) -> None:

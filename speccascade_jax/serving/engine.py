@@ -28,6 +28,8 @@ from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
 log = logging.getLogger("speccascade_jax.serving")
+MAX_QUEUE = 64  # requests that wait for a row, unless a server is told otherwise
+ROUNDS = 2  # between two looks for new requests, likewise
 FAILURES = 3  # rounds that raise in succession until the engine is not healthy
 
 

@@ -31,7 +31,7 @@ def test_without_a_queue_requests_are_lost_by_erlangs_formula():
 
 def test_requests_that_share_rounds_cost_no_more_than_one():
     """Far below its load, a request with rows to spare waits at most for the round that runs."""
-    server = Server(64, 0.01, 0.0, rounds=1)
+    server = Server(64, 0.01, 0.0, queue=10, rounds=1)
     served = simulate(server, *texts(2000, 7), 50.0)
     assert not served.refused
     assert (served.first > 0.01 - 1e-9).all() and (served.first < 0.02 + 1e-9).all()
@@ -84,12 +84,12 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
 )
 def test_a_server_that_cannot_be_is_refused(field, value):
     with pytest.raises(FieldError) as refused:
-        Server(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, field: value})
+        Server(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, "queue": 1, field: value})
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
 def test_requests_that_cannot_be_are_refused():
-    server, one = Server(1, 1.0, 0.0), np.ones(1, int)
+    server, one = Server(1, 1.0, 0.0, 1), np.ones(1, int)
     for field, arguments in (
         ("rounds", (one, np.zeros(1, int), 1.0)),
         ("rounds", (one, np.ones(2, int), 1.0)),
