@@ -140,6 +140,7 @@ def test_the_word_problems_pair_writes_solutions():
         assert re.fullmatch(r"(\w+( = \w+ [-+*] \w+){2} = \d+ \w+\. )+The answer is \d+\.", out.text), (
             out.text
         )
+    assert verifier[0].text.endswith("The answer is 16.")
 
 
 @pytest.mark.full
