@@ -340,6 +340,21 @@ class Decoder(Ends):
     ) -> tuple[Array, Any]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in sequence or as branches. The layers above write nothing."""
+        x, _, cache = self.advance_with_states(tokens, cache, (), depth, after, branches)
+        return x, cache
+
+    def advance_with_states(
+        self,
+        tokens: AnyArray,
+        cache: Any,
+        before: tuple[int, ...],
+        depth: int | None = None,
+        after: AfterLayer = last_written,
+        branches: Branches | None = None,
+    ) -> tuple[Array, Array | None, Any]:
+        """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
+        which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
+        which has had no norm yet. None if `before` is empty."""
         c, count = self.config, tokens.shape[1]
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
         back = steps_back(cache.length, count, entries(cache.keys), branches)  # [B, T, L]
@@ -355,12 +370,34 @@ class Decoder(Ends):
                 )
                 return x, *buffers
 
-            new, *buffers = (jax.checkpoint(call) if self.remat else call)(*carry)
-            return after(n, carry[0], new), *buffers
+            x, states, *held = carry
+            states = with_state(states, before, n, x)
+            new, *buffers = (jax.checkpoint(call) if self.remat else call)(x, *held)
+            return after(n, x, new), states, *buffers
 
-        begun = self.embed(tokens), cache.keys, cache.values
-        x, keys, values = each_layer(self.layers, apply_layer, begun, depth)
-        return x, cache._replace(keys=keys, values=values, length=cache.length + count)
+        x = self.embed(tokens)
+        begun = x, blank_states(before, x), cache.keys, cache.values
+        x, states, keys, values = each_layer(self.layers, apply_layer, begun, depth)
+        if states is not None:
+            states = with_state(states, before, c.num_layers, x)[:-1]
+        return x, states, cache._replace(keys=keys, values=values, length=cache.length + count)
+
+
+def blank_states(before: tuple[int, ...], x: Array) -> Array | None:
+    """Room [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]; the last entry is
+    scratch."""
+    return jnp.zeros((len(before) + 1, *x.shape), x.dtype) if before else None
+
+
+def with_state(states: Array | None, before: tuple[int, ...], number: Any, x: Array) -> Any:
+    """blank_states() with the state x [B, T, D] before the `number`-th layer, if `before` names it."""
+    if states is None or (isinstance(number, int) and number not in before):
+        return states
+    if isinstance(number, int):
+        return states.at[before.index(number)].set(x)
+    named = jnp.array(before) == number
+    place = jnp.where(jnp.any(named), jnp.argmax(named), len(before))
+    return lax.dynamic_update_index_in_dim(states, x, place, 0)
 
 
 def in_chunks(
