@@ -179,12 +179,21 @@ class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; scores may be capped."""
 
     def __init__(
-        self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        width: int | None = None,
+        reads: int | None = None,
+        dtype: Any,
+        stacked: bool,
+        rngs: nnx.Rngs,
     ):
-        """`reads` is the width of the input of keys and values, d_model by default."""
+        """`width` is the input's, d_model by default; `reads` that of the input of keys and values, by
+        default the same."""
         c = config
-        inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
-        self.query = Affine(c.d_model, inner, c.query_bias, dtype=dtype, rngs=rngs)
+        inner, narrow, width = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, width or c.d_model
+        reads = reads or width
+        self.query = Affine(width, inner, c.query_bias, dtype=dtype, rngs=rngs)
         self.key = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
         self.value = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
         self.out = Affine(inner, c.d_model, c.output_bias, dtype=dtype, rngs=rngs)
@@ -198,12 +207,16 @@ class Attention(nnx.Module):
         x = x.reshape(*x.shape[:-1], -1, self.config.d_kv)
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
-    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+    def keys_and_values(self, x: Array, turn: Turn) -> tuple[Array, Array]:
+        """What x [B, T, D] leaves in the cache: [B, H_kv, T, K] each."""
         new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
         if sharers() and self.config.num_kv_heads % sharers():
-            new = whole(new[0]), whole(new[1])
-        keys, values = remember(*new)
+            return whole(new[0]), whole(new[1])
+        return new
+
+    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+        keys, values = remember(*self.keys_and_values(x, turn))
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
         return whole(self.out(mixed(self.config, query, keys, values, mask)))
 
