@@ -139,9 +139,7 @@ def parameter_names(config: EagleConfig) -> Iterator[tuple[ParameterPath, str, b
     if config.own_embedding:
         yield ("embedding",), EMBEDDING, False
     yield ("projection", "kernel"), "fc.weight", True
-    for ours, theirs in NORMS.items():
-        yield ("layer", ours, "scale"), f"midlayer.{theirs}.weight", False
-    for path, name, transposed in decoder.parameter_names(as_decoder(config), {}):
+    for path, name, transposed in decoder.parameter_names(as_decoder(config), NORMS):
         if path[0] == "layers":
             yield ("layer", *path[2:]), name.replace("model.layers.0.", "midlayer."), transposed
     yield ("norm", "scale"), "norm.weight", False

@@ -148,7 +148,7 @@ class Eagle(nnx.Module):
         blank = jnp.full((*x.shape[:2], self.config.vocab_size), MASKED)
         return blank.at[..., self.targets()].set(logits, unique_indices=True)
 
-    def targets(self) -> Int[Array, " V'"]:
+    def targets(self) -> Int[Array, " N"]:
         """The tokens that can be drafted."""
         numbers = jnp.arange(self.config.draft_vocab_size)
         return numbers if self.offsets is None else numbers + self.offsets[...]
@@ -303,6 +303,17 @@ class EaglePairModel(FlaxModel):
         return EaglePair(
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
+
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> Float[Array, "B T V"]:
+        """The verifier's teacher forcing."""
+        return self.full.forced(params["verifier"], source, source_length, target, key)
 
     def prefill(
         self,
