@@ -1,5 +1,6 @@
 """EAGLE-3 heads in plain numpy, a token at a time and without caches: what a head's logits should be."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -9,10 +10,20 @@ NOWHERE = -1e9  # the logit of a token that cannot be drafted
 
 
 class Reference:
-    """Of a pair's model and parameters. Rotary positions are default ones."""
+    """Of a pair's model and parameters, for texts of at most `size` tokens. Rotary positions are default
+    ones."""
 
-    def __init__(self, model, params):
-        self.config, self.model, self.params = model.config.drafter, model, params
+    def __init__(self, model, params, size=64):
+        self.config, self.size = model.config.drafter, size
+
+        @jax.jit
+        def read(text):
+            network = model.merged(params).verifier
+            cache = network.start(1, size, jnp.float32)
+            x, states, _ = network.advance_with_states(text[None], cache, self.config.layers)
+            return states[:, 0], network.logits(x)[0]
+
+        self.compiled = read
         self.arrays = {
             path[1:]: np.asarray(x.get_value(), np.float64)
             for path, x in nnx.to_flat_state(params)
@@ -20,12 +31,15 @@ class Reference:
         }
         self.table = self.arrays.get(("embedding",), np.asarray(params["verifier"]["embedding"][...]))
 
+    def read(self, text):
+        """The verifier's states [N, T, D] of a text [T], and its logits [T, V]."""
+        padded = np.pad(np.asarray(text, np.int32), (0, self.size - len(text)))
+        states, logits = self.compiled(padded)
+        return np.asarray(states, np.float64)[:, : len(text)], np.asarray(logits, np.float64)[: len(text)]
+
     def features(self, text):
         """[T, D] of a text [T], from the verifier's states."""
-        network = self.model.merged(self.params).verifier
-        cache = network.start(1, len(text), jnp.float32)
-        _, states, _ = network.advance_with_states(np.asarray(text)[None], cache, self.config.layers)
-        return self.linear(np.concatenate(np.asarray(states, np.float64)[:, 0], axis=-1), "projection")
+        return self.linear(np.concatenate(self.read(text)[0], axis=-1), "projection")
 
     def linear(self, x, *path):
         return x @ self.arrays[(*path, "kernel")] + self.arrays.get((*path, "bias"), 0)
