@@ -566,12 +566,12 @@ def test_a_torch_file_is_read_and_never_unpickled(tmp_path, monkeypatch):
             checkpoints.load(tmp_path / "it")
     for content in (b"x" * 99, path.read_bytes()[:-40]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="pytorch_model.bin is damaged"):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged"):
             checkpoints.load(tmp_path / "it")
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name,millions", [("llama3_8b_eagle3", 425), ("qwen3_8b_eagle3", 399)])
+@pytest.mark.parametrize("name,millions", [("llama3_8b_eagle3", 425), ("qwen3_8b_eagle3", 400)])
 def test_presets_have_the_published_sizes(name, millions):
     shapes = jax.tree.leaves(eagle.EagleModel(eagle.PRESETS[name]).abstract_params())
     assert round(sum(x.size for x in shapes if x.dtype != jnp.int32) / 1e6) == millions
