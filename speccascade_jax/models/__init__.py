@@ -14,15 +14,15 @@ from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
 DecoderOnlyConfig = DecoderConfig | Gemma4Config
 SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
-TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig
-NetworkConfig = TrainedNetworkConfig | AssistedConfig | EaglePairConfig
+TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | EaglePairConfig
+NetworkConfig = TrainedNetworkConfig | AssistedConfig
 """Of several models that share parameters."""
 TrainedConfig = SingleConfig | TrainedNetworkConfig
 """What finetune.py trains."""
-Config = TrainedConfig | AssistedConfig | AssistantConfig | EaglePairConfig | EagleConfig
-NetworkModel = ExitsModel | SharedEncoderModel
+Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig
+NetworkModel = ExitsModel | SharedEncoderModel | EaglePairModel
 SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel
-Model = SingleModel | NetworkModel | AssistantModel | AssistedModel | EagleModel | EaglePairModel
+Model = SingleModel | NetworkModel | AssistantModel | AssistedModel | EagleModel
 MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,

@@ -7,6 +7,7 @@ those of frequent tokens only: all others get no mass.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Float, Int
+from tyro.conf import Suppress
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
@@ -30,8 +32,8 @@ from speccascade_jax.models.decoder import (
     Remember,
     in_chunks,
 )
-from speccascade_jax.models.layers import AfterLayer, Linear, last_written, steps_back
-from speccascade_jax.models.members import Member, NetworkShape, members
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, shift_right, steps_back
+from speccascade_jax.models.members import Member, NetworkShape, beneath, members
 from speccascade_jax.models.presets import LLAMA3_8B, QWEN3_8B
 from speccascade_jax.models.quantization import table_rows
 from speccascade_jax.models.rope import Turn, turns
@@ -173,12 +175,12 @@ class EagleModel(FlaxModel):
 
 @dataclasses.dataclass(frozen=True)
 class EaglePairConfig(NetworkShape):
-    """A verifier and its EAGLE-3 head."""
+    """A verifier and its EAGLE-3 head, whose fields are not flags of a training run."""
 
     family: ClassVar[str] = "eagle3_pair"
     full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
     verifier: DecoderConfig = LLAMA3_8B
-    drafter: EagleConfig = LLAMA3_8B_HEAD
+    drafter: Suppress[EagleConfig] = LLAMA3_8B_HEAD
 
     @property
     def full(self) -> DecoderConfig:
@@ -274,6 +276,36 @@ class EaglePair(nnx.Module):
         cache, logits = lax.scan(read, cache, jnp.swapaxes(tokens, 0, 1))
         return jnp.swapaxes(logits, 0, 1), cache
 
+    def draft_forced(
+        self, tokens: Int[AnyArray, "B T"], begin: Int[Array, " B"], cache: EagleCache, ahead: int
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """The head's logits after each of `tokens`, which stand from `begin` on and which the verifier has
+        read: the n-th of `ahead` entries those of a draft that began n tokens before, or with the first of
+        them (training-time test)."""
+        drafter, place = self.drafter, begin[:, None] + jnp.arange(tokens.shape[1])
+        embedded, turn, column = self.embed(tokens), drafter.turn(place), jnp.arange(tokens.shape[1])
+        held = [[x.reshape(-1, *x.shape[-3:])] for x in (cache.keys, cache.values)]
+        key = jnp.arange(entries(cache.keys))
+        seen, back = (key > 0) | (place == 0)[..., None], place[..., None] - key
+        feature, found = features_before(cache.features, place), list[Array]()
+        x = jnp.zeros_like(feature)
+        for step in range(ahead):
+
+            def remember(*new: Array, step: int = step) -> tuple[Array, ...]:
+                for buffers, entry in zip(held, new, strict=True):
+                    buffers.extend([entry] if step else [])
+                return tuple(jnp.concatenate(buffers, axis=2) for buffers in held)
+
+            masks = [(back >= step) & seen]
+            for drafted in range(1, step + 1):  # of each token before, as it was drafted
+                own = column[:, None] - step + drafted == column
+                masks.append(jnp.broadcast_to(own, (*place.shape, len(column))))
+            new = drafter.layer(embedded, feature, remember, turn, jnp.concatenate(masks, axis=-1))
+            x = jnp.where((column >= step)[:, None], new, x)
+            found.append(drafter.scores(x))
+            feature = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return tuple(found)
+
 
 @dataclasses.dataclass(frozen=True)
 class EaglePairModel(FlaxModel):
@@ -304,6 +336,16 @@ class EaglePairModel(FlaxModel):
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
 
+    def around(self, full: nnx.State, seed: int) -> nnx.State:
+        """Parameters that contain the verifier's `full` (the same arrays), and a fresh head."""
+
+        def begun() -> nnx.State:
+            network = self.network(nnx.Rngs(seed))
+            del network.verifier
+            return nnx.state(network)
+
+        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
+
     def forced(
         self,
         params: nnx.State,
@@ -314,6 +356,32 @@ class EaglePairModel(FlaxModel):
     ) -> Float[Array, "B T V"]:
         """The verifier's teacher forcing."""
         return self.full.forced(params["verifier"], source, source_length, target, key)
+
+    def forced_members(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+        ahead: int = 1,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """forced() by the head, for drafts that began 0 .. `ahead` - 1 tokens before, and by the verifier,
+        without the tokens that the head cannot draft. `after` is called between the verifier's layers. There
+        is no dropout: `key` is not read."""
+        network, rows = self.merged(params), source.shape[0]
+        cache = network.start(rows, source.shape[1] + target.shape[1], self.cache_dtype)
+        cache = in_chunks(partial(network.advance, after=after), source, cache, self.chunk)
+        begin = jnp.maximum(source_length - 1, 0)
+        tokens = shift_right(target, jnp.take_along_axis(source, begin[:, None], axis=1)[:, 0])
+        x, cache = network.advance(tokens, self.roll_back(cache, begin), after)
+        logits = network.verifier.logits(x)
+        can = jnp.zeros(self.vocab_size, bool).at[network.drafter.targets()].set(True)
+        return (
+            *network.draft_forced(tokens, begin, cache, ahead),
+            jnp.where(can, logits, MASKED),
+        )
 
     def prefill(
         self,

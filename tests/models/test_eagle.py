@@ -188,7 +188,7 @@ def check_against_reference(model, params, rounds, atol=1e-4):
         cache = model.roll_back(cache, begins + 1 + keep)
 
 
-@pytest.mark.full(quick=["llama"])
+@pytest.mark.full
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_logits_are_those_of_the_reference(head):
     check_against_reference(*pair(head, chunk=8), 6)
@@ -215,6 +215,7 @@ def test_verifiers_of_other_families(family):
         np.testing.assert_allclose(found, again, atol=1e-5)
 
 
+@pytest.mark.full
 def test_rows_and_the_verifier_alone():
     model, params = pair(TINY_EAGLE)
     check_rows(model, params)
@@ -280,6 +281,7 @@ def law_of_texts(model, params, prompt, rule, alpha):
     return law
 
 
+@pytest.mark.full(quick=["opt-0.2"])
 @pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("opt", 0.2)])
 def test_the_law_of_texts(method, alpha, law_pair, rows):
     """Chi-square against enumeration over (prefix, place): the verifier's law without a rule, another one
@@ -312,8 +314,8 @@ def test_the_law_of_texts(method, alpha, law_pair, rows):
     assert 0.1 < stood < 0.99
 
 
-@pytest.mark.parametrize("temperature", [0.0])
-def test_greedy_texts_are_the_verifiers(temperature):
+@pytest.mark.full
+def test_greedy_texts_are_the_verifiers():
     """A thousand prompts of unlike lengths at once."""
     model, params = pair(TINY_EAGLE)
     drafter, verifier = model.members
@@ -328,7 +330,7 @@ def test_greedy_texts_are_the_verifiers(temperature):
             jax.random.split(jax.random.key(0), 1000),
             prompts,
             lengths,
-            SamplingOptions(temperature),
+            SamplingOptions(0.0),
             jnp.zeros(sampler.level),
             max_new_tokens=8,
             eos_id=1,
