@@ -242,7 +242,7 @@ def check_head(config: TrainConfig) -> None:
             "distillation",
             config.distillation,
             "set it to 1.",
-            "an EAGLE-3 head, which may lack tokens of the data, learns from its verifier's distributions alone",
+            "an EAGLE-3 head may lack tokens of the data: it learns from its verifier's distributions only",
         )
 
 

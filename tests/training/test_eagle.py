@@ -1,4 +1,4 @@
-"""Training EAGLE-3 heads: what is forced is what is drafted, and drafts get better while the verifier stays."""
+"""Training EAGLE-3 heads: what is forced is what is drafted, and drafts get better next to one verifier."""
 
 import dataclasses
 import json
@@ -33,15 +33,9 @@ PAIR = EaglePairConfig(EAGLE_VERIFIER, TINY_EAGLE)
 
 
 def run_of(model=PAIR, **changes):
-    usual = {
-        "steps": 100,
-        "optimizer": "adamw",
-        "learning_rate": 0.01,
-        "dtype": "float32",
-        "distillation": 1.0,
-    }
+    usual = {"steps": 100, "optimizer": "adamw", "learning_rate": 0.01, "dtype": "float32"}
     exits = ExitTraining(ahead=AHEAD)
-    return TrainConfig("", "", model, Task("", "", ""), exits=exits, **usual | changes)
+    return TrainConfig("", "", model, Task("", "", ""), exits=exits, distillation=1.0, **usual | changes)
 
 
 @pytest.fixture(scope="module")
