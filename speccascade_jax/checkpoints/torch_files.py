@@ -9,7 +9,7 @@ import pickletools
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -119,8 +119,8 @@ def tensors_of(pickled: bytes) -> dict[str, Any]:
         return values
 
     try:
-        for operation, value, _ in pickletools.genops(pickled):
-            name = operation.name
+        for operation, argument, _ in pickletools.genops(pickled):
+            name, value = operation.name, cast(Any, argument)
             if name in VALUES:
                 stack.append(value)
             elif name in CONSTANTS:

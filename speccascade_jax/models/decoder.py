@@ -364,7 +364,7 @@ class Decoder(Ends):
         depth: int | None = None,
         after: AfterLayer = last_written,
         branches: Branches | None = None,
-    ) -> tuple[Array, Array | None, Any]:
+    ) -> tuple[Array, Any, Any]:
         """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
         which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
         which has had no norm yet. None if `before` is empty."""

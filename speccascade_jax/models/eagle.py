@@ -407,13 +407,11 @@ class EaglePairModel(FlaxModel):
     def insert(
         self, cache: EagleCache, fresh: EagleCache, slots: Int[AnyArray, " R"], like_fresh: bool
     ) -> EagleCache:
-        buffers = (
-            insert_buffer(getattr(cache, name), getattr(fresh, name), slots, like_fresh)
-            for name in ("keys", "values", "features")
-        )
         return EagleCache(
             self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
-            *buffers,
+            insert_buffer(cache.keys, fresh.keys, slots, like_fresh),
+            insert_buffer(cache.values, fresh.values, slots, like_fresh),
+            insert_buffer(cache.features, fresh.features, slots, like_fresh),
             insert_rows(cache.drafted, fresh.drafted, slots, like_fresh),
         )
 
