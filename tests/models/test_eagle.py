@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import zlib
 from functools import cache, partial
 from pathlib import Path
@@ -528,7 +529,7 @@ class Runs:
     """What a pickle would run."""
 
     def __reduce__(self):
-        return (Path.touch, (Path("ran"),))
+        return (os.mkdir, ("ran",))
 
 
 def test_a_torch_file_is_read_and_never_unpickled(tmp_path, monkeypatch):
@@ -558,10 +559,11 @@ def test_a_torch_file_is_read_and_never_unpickled(tmp_path, monkeypatch):
     np.testing.assert_allclose(found, original.params["projection"]["kernel"][...], rtol=2**-8)
 
     for wrong, words in (
-        (state | {"more": Runs()}, "calls .*touch|BUILD|operation"),
+        (state | {"more": Runs()}, "it calls 'posix mkdir', which is not done"),
         ({"a": torch.zeros(3, 2).T}, "do not lie one after the other"),
-        ([1, 2], "operation|not a dictionary"),
-        ({"a": torch.zeros(2)}, "fc.weight is missing|array"),
+        ([1, 2], "operation EMPTY_LIST"),
+        ((1, 2), "not a dictionary of tensors"),
+        ({"a": torch.zeros(2)}, r"array fc\.weight is missing"),
     ):
         torch.save(wrong, path)
         with pytest.raises(ValueError, match=words):
