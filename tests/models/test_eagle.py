@@ -365,30 +365,36 @@ def folders(gemma_vocabulary, tmp_path_factory):
 TEXTS = ["ein zug", "zwei", "drei hunde und eine katze sitzen", "vier", "eine frau", "a"]
 
 
+def cascade_of(folders, *names):
+    paths = (folders / name for name in names)
+    return Cascade.load(*paths, dtype=jnp.float32, max_source_length=40, max_new_tokens=8)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("names", [("head", "verifier"), ("head", "verifier", "larger")])
-def test_batches_that_are_refilled(names, folders):
-    """Alone, and in a hierarchy: at temperature 0 the texts of the largest model, at 1 those that a row has
-    by itself."""
-    cascade = Cascade.load(
-        *(folders / name for name in names), dtype=jnp.float32, max_source_length=16, max_new_tokens=10
-    )
+def test_a_head_drafts_within_a_hierarchy(folders):
+    """For its verifier, which drafts for a larger one: in batches whose rows are replaced, the texts of the
+    largest."""
+    cascade = cascade_of(folders, "head", "verifier", "larger")
     settings = Settings(method="speculative", block_size=3, temperature=0.0)
     expected = list(cascade.generate(TEXTS, method="verifier", temperature=0.0, batch_size=2))
     outputs = list(cascade.generate(TEXTS, settings, batch_size=2))
     assert [o.tokens for o in outputs] == [o.tokens for o in expected]
-    warm = dataclasses.replace(settings, temperature=1.0)
-    together = list(cascade.generate(TEXTS, warm, batch_size=4))
-    alone = list(cascade.generate(TEXTS, warm, batch_size=1))
-    assert [o.tokens for o in together] == [o.tokens for o in alone]
-    assert len({tuple(o.tokens) for o in together}) > 3
+
+
+@pytest.mark.full
+def test_rows_depend_on_nothing_but_themselves(folders):
+    """At temperature 1, in batches whose rows are replaced."""
+    cascade = cascade_of(folders, "head", "verifier")
+    settings = Settings(method="speculative", block_size=3, temperature=1.0)
+    together, alone = (
+        [o.tokens for o in cascade.generate(TEXTS, settings, batch_size=size)] for size in (3, 1)
+    )
+    assert together == alone and len(set(map(tuple, together))) > 3
 
 
 @pytest.mark.full
 def test_a_pair_is_served(folders):
-    cascade = Cascade.load(
-        folders / "head", folders / "verifier", dtype=jnp.float32, max_source_length=16, max_new_tokens=8
-    )
+    cascade = cascade_of(folders, "head", "verifier")
     config = DecodeConfig(
         drafter="head",
         verifier="verifier",
