@@ -6,6 +6,7 @@ writes a dictionary of tensors are read as data, and any other one refuses the f
 
 import math
 import pickletools
+import struct
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +31,8 @@ DICTIONARY, TENSOR, PARAMETER = (
     "torch._utils _rebuild_tensor_v2",
     "torch._utils _rebuild_parameter",
 )
+BROKEN = zipfile.BadZipFile, StopIteration, NotImplementedError, RuntimeError, EOFError, struct.error
+"""What is raised by a damaged archive."""
 VALUES = "BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"
 CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -67,9 +70,13 @@ class TorchFile:
             name = next(name for name in self.archive.namelist() if name.endswith("/data.pkl"))
             self.root = name.removesuffix("data.pkl")
             content = tensors_of(self.member("data.pkl", JSON_BYTES))
-        except (zipfile.BadZipFile, StopIteration, NotImplementedError) as error:
-            raise ValueError(f"no archive of torch.save(): {error}") from None
-        self.tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        except BROKEN as error:
+            raise ValueError(f"no archive of torch.save(): {error!r}") from None
+        self.tensors = {
+            name: value
+            for name, value in content.items()
+            if isinstance(value, Tensor) and isinstance(name, str)
+        }
 
     def __enter__(self) -> "TorchFile":
         return self
