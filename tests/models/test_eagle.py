@@ -36,6 +36,7 @@ from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import DecoderModel, EaglePairConfig, eagle, model_of
 from speccascade_jax.models.members import Network
+from speccascade_jax.models.stacking import stacked
 from speccascade_jax.serving.models import ServedModel
 from speccascade_jax.settings import Settings
 
@@ -196,24 +197,22 @@ def test_logits_are_those_of_the_reference(head):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma2", "llama"])
-def test_verifiers_of_other_families(family):
+def test_a_verifier_of_another_family():
     """Windows, caps and scaled embeddings, stacked layers: the head reads the states as they are."""
-    from speccascade_jax.models.stacking import stacked
-
-    verifier = DECODERS[family]
-    head = dataclasses.replace(
-        TINY_EAGLE, d_model=verifier.d_model, state_width=verifier.d_model, layers=(1, 2)
-    )
+    verifier = DECODERS["gemma2"]
+    width = verifier.d_model
+    head = dataclasses.replace(TINY_EAGLE, d_model=width, state_width=width, layers=(1, 2))
     model, params = pair(head, verifier)
     check_against_reference(model, params, 2)
-    looped, stack = stacked(model, params)
-    _, cache = model.prefill(params, SOURCE, LENGTH, 48)
-    _, other = looped.prefill(stack, SOURCE, LENGTH, 48)
-    for number in (0, 1, 0):
-        found, cache = model.extend_member(number, params, TARGET[:, :2], cache)
-        again, other = looped.extend_member(number, stack, TARGET[:, :2], other)
-        np.testing.assert_allclose(found, again, atol=1e-5)
+
+    @partial(jax.jit, static_argnums=0)
+    def read(model, params):
+        _, cache = model.prefill(params, SOURCE, LENGTH, 48)
+        for number in (0, 1, 0):
+            logits, cache = model.extend_member(number, params, TARGET[:, :2], cache)
+        return logits
+
+    np.testing.assert_allclose(read(model, params), read(*stacked(model, params)), atol=1e-5)
 
 
 @pytest.mark.full
