@@ -72,7 +72,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class ExitTraining:
-    """How a network's members are trained, where the model is one (models.exits, models.shared_encoder).
+    """How a network's members are trained, where the model is one (models.exits, models.shared_encoder,
+    models.eagle).
 
     The small members learn from the full model as a drafter does from its teacher: `distillation`,
     `divergence`, `method` and `alpha` of the run say how.
@@ -85,6 +86,8 @@ class ExitTraining:
     # (gradual)
     curriculum: str = "all"
     drafter: str | None = None  # checkpoint whose decoder one that reads its verifier's encoder begins as
+    # an EAGLE-3 head learns from drafts of its own up to this length (training-time test)
+    ahead: int = 7
 
 
 @dataclasses.dataclass(frozen=True)

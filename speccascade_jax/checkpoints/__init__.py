@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from speccascade_jax.checkpoints import assistant, huggingface, native, t5x, tokenizer_files
+from speccascade_jax.checkpoints import assistant, eagle, huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
-from speccascade_jax.models.assistant import AssistantModel, AssistedConfig, AssistedModel
+from speccascade_jax.models.assistant import AssistantModel
+from speccascade_jax.models.decoder import DecoderModel
+from speccascade_jax.models.eagle import EagleModel
 from speccascade_jax.models.gemma4 import Gemma4Model
 from speccascade_jax.models.members import beneath, member
 from speccascade_jax.models.quantization import PackedKernel, wants_packing
@@ -94,7 +96,10 @@ def from_hub(name: str) -> str:
     try:
         wanted = ["*.safetensors*", "config.json", *tokenizer_files.NAMES, *tokenizer_files.COMPANIONS]
         twice = ["consolidated*", "original/*"]  # the weights once more, as their authors keep them
-        return snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice)
+        folder = snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice)
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(name, allow_patterns=[*wanted, huggingface.TORCH_FILE])
+        return folder
     except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
         raise ValueError(
             f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local folder instead."
@@ -182,7 +187,7 @@ def load_all(
     for path, (folder, _) in zip(paths, places, strict=True):
         if folder not in read:
             read[folder] = load(path, dtype, sharding(folder), packed=decoding and wants_packing(dtype))
-    places = with_assistants(read, places)
+    places = with_attached(read, places)
     for folder, checkpoint in read.items():
         whole, params = getattr(checkpoint.model, "member_of", checkpoint.model), checkpoint.params
         if decoding and stacking.wants_stacking():
@@ -191,28 +196,42 @@ def load_all(
     return [read[folder]._replace(model=member(read[folder].model, name, folder)) for folder, name in places]
 
 
-def with_assistants(
+class Attached(NamedTuple):
+    """A drafter that only works as a member of one network with its verifier."""
+
+    name: str
+    verifier: type  # of the model that it drafts for
+    verifier_name: str
+    joined: Callable[[Any, Any, Any], Any]
+    """joined(where, drafter, verifier): the network of both. Raises ValueError for another verifier."""
+
+
+ATTACHED: dict[type, Attached] = {
+    AssistantModel: Attached("an assistant", Gemma4Model, "Gemma 4", assistant.joined),
+    EagleModel: Attached("an EAGLE-3 head", DecoderModel, "decoder-only model", eagle.joined),
+}
+
+
+def with_attached(
     read: dict[str, Checkpoint], places: list[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The `places` of models, the smallest first, where assistants and their verifiers are members of one
-    network, which takes the verifier's place in `read`. Raises ValueError for an assistant of another
+    """The `places` of models, the smallest first, where drafters of ATTACHED and their verifiers are members
+    of one network, which takes the verifier's place in `read`. Raises ValueError for a drafter of another
     verifier."""
     joined = list(places)
     for number, (folder, _) in enumerate(places):
         drafter = read[folder]
-        if not isinstance(drafter.model, AssistantModel):
+        kind = ATTACHED.get(type(drafter.model))
+        if kind is None:
             continue
         above = places[number + 1][0] if number + 1 < len(places) else None
         verifier = None if above is None else read[above]
-        if above is None or verifier is None or not isinstance(verifier.model, Gemma4Model):
+        if above is None or verifier is None or not isinstance(verifier.model, kind.verifier):
             raise ValueError(
-                f"{folder} holds an assistant, which only drafts for the Gemma 4 that it was trained with: "
-                "name that model's folder right after it, as the verifier."
+                f"{folder} holds {kind.name}, which only drafts for the {kind.verifier_name} that it was "
+                "trained with: name that model's folder right after it, as the verifier."
             )
-        assistant.check_pair(folder, drafter.model.config, verifier.model.config)
-        full = verifier.model
-        config = AssistedConfig(full.config, drafter.model.config)
-        model = AssistedModel(config, full.dtype, full.cache_dtype, full.remat, full.stacked, full.chunk)
+        model = kind.joined(folder, drafter.model, verifier.model)
         params = beneath("verifier", verifier.params) | beneath("drafter", drafter.params)
         read[above] = verifier._replace(model=model, params=nnx.from_flat_state(params))
         joined[number : number + 2] = [(above, "drafter"), (above, "verifier")]

@@ -150,12 +150,29 @@ class Placement:
         )
 
 
-def check_order(name: str, array: np.ndarray) -> None:
+def check_order(name: str, array: np.ndarray, vocab_size: int) -> None:
     """Raises ValueError unless an array is an order of its places."""
     if not np.issubdtype(array.dtype, np.integer) or (np.sort(array) != np.arange(array.size)).any():
         raise ValueError(
             f"{name} does not hold each number below {array.size} once: the file is damaged, fetch it again."
         )
+
+
+def check_offsets(name: str, array: np.ndarray, vocab_size: int) -> None:
+    """Raises ValueError unless an array, added to its places, gives as many different tokens."""
+    tokens = array + np.arange(array.size) if np.issubdtype(array.dtype, np.integer) else np.full(1, -1)
+    if tokens.min() < 0 or tokens.max() >= vocab_size or np.unique(tokens).size != array.size:
+        raise ValueError(
+            f"{name} does not lead to {array.size} different tokens of {vocab_size}: the file is damaged or "
+            "another model's, fetch it again."
+        )
+
+
+WHOLE_NUMBERS: dict[Any, Callable[[str, np.ndarray, int], None]] = {
+    "order": check_order,
+    "offsets": check_offsets,
+}
+"""The check of an array of whole numbers, by the last part of its path: (its name, it, the vocabulary)."""
 
 
 def head_of(path: ParameterPath) -> ParameterPath:
@@ -187,7 +204,7 @@ def to_params(
     flat = dict(nnx.to_flat_state(params))
     for path, name, array in arrays:
         if jnp.issubdtype(flat[path].get_value().dtype, jnp.integer):
-            check_order(name, array)
+            WHOLE_NUMBERS[path[-1]](name, array, model.vocab_size)
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
         if not np.isfinite(array).all():

@@ -10,7 +10,13 @@ from speccascade_jax.checkpoints.arrays import ParameterPath
 from speccascade_jax.checkpoints.decoder import TEXT_PARTS
 from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import shown
-from speccascade_jax.models.assistant import ASSISTANT, AssistantConfig, AssistedConfig
+from speccascade_jax.models.assistant import (
+    ASSISTANT,
+    AssistantConfig,
+    AssistantModel,
+    AssistedConfig,
+    AssistedModel,
+)
 from speccascade_jax.models.gemma4 import Gemma4Config
 
 OWN = {
@@ -106,6 +112,20 @@ def parameter_names(config: AssistantConfig) -> Iterator[tuple[ParameterPath, st
     yield from EXTRA
     if config.num_centroids is not None:
         yield from ORDERED
+
+
+def joined(where: Any, drafter: AssistantModel, verifier: Any) -> AssistedModel:
+    """The network of a verifier and the assistant from the folder `where`. Raises ValueError for an assistant
+    of another verifier."""
+    check_pair(where, drafter.config, verifier.config)
+    return AssistedModel(
+        AssistedConfig(verifier.config, drafter.config),
+        verifier.dtype,
+        verifier.cache_dtype,
+        verifier.remat,
+        verifier.stacked,
+        verifier.chunk,
+    )
 
 
 def check_assisted(where: Any, config: AssistedConfig) -> None:

@@ -11,11 +11,22 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from speccascade_jax.checkpoints import assistant, decoder, deepmind, gemma4, networks, t5, t5gemma, t5x
+from speccascade_jax.checkpoints import (
+    assistant,
+    decoder,
+    deepmind,
+    eagle,
+    gemma4,
+    networks,
+    t5,
+    t5gemma,
+    t5x,
+)
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
 from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig
 from speccascade_jax.models import assistant as assistant_models
+from speccascade_jax.models import eagle as eagle_models
 from speccascade_jax.models import gemma4 as gemma4_models
 from speccascade_jax.models import presets as decoders
 from speccascade_jax.models import t5 as t5_models
@@ -48,6 +59,9 @@ class Family(NamedTuple):
     canonical: Callable[[str], str | None] = str
     """Maps an array's name in a folder to its name in parameter_names(); None for an array that is not
     read."""
+    with_arrays: Callable[[Any, Set[str]], Config] | None = None
+    """with_arrays(config, names): the config of a folder that holds arrays of these names, where config.json
+    does not tell everything."""
     stand_ins: Mapping[str, str] = {}
     """Array -> the array that is read if it is missing."""
     parts: tuple[str, ...] = ()
@@ -154,6 +168,22 @@ MODEL_FAMILIES = {
             unused=gemma4.unused,
         ),
         Family(
+            eagle_models.EAGLE,
+            eagle_models.PRESETS,
+            bos=True,
+            check=eagle.check,
+            formats=("huggingface", "native"),
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
+            read_config=eagle.read_config,
+            describe=eagle.describe,
+            parameter_names=eagle.parameter_names,
+            unused=lambda config: {"d2t"},
+            canonical=eagle.canonical,
+            with_arrays=eagle.with_arrays,
+        ),
+        Family(
             t5gemma_models.T5GemmaConfig(),
             t5gemma_models.PRESETS,
             bos=True,
@@ -180,6 +210,9 @@ MODEL_FAMILIES = {
             ("verifier", "drafter"),
             assistant.check_assisted,
             assistant.assisted_names,
+        ),
+        network(
+            eagle_models.EaglePairConfig(), ("verifier", "drafter"), eagle.check_config, eagle.pair_names
         ),
     )
 }

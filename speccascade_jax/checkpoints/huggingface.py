@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and safetensors (one file or sharded).
 
-Both directions; what a family calls its fields and arrays there is in its own file. Only safetensors is read,
-never a pickle.
+Both directions; what a family calls its fields and arrays there is in its own file. Without safetensors
+pytorch_model.bin is read, as data: nothing is unpickled.
 """
 
 import json
@@ -16,13 +16,15 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from speccascade_jax.checkpoints import decoder
+from speccascade_jax.checkpoints import decoder, eagle
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement, check, checksum, to_params
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
 from speccascade_jax.checkpoints.files import check_regular, checked_path, exists, read_json, shown
+from speccascade_jax.checkpoints.torch_files import TorchFile
 from speccascade_jax.models import Config, Model, model_of
 
 SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
+TORCH_FILE = "pytorch_model.bin"
 Headers = dict[str, tuple[str, tuple[int, ...], str]]
 """Name of an array in its family's spelling -> (file, shape, name there)."""
 
@@ -37,8 +39,12 @@ def read_config(folder: Path) -> Config:
             f"the "
             "model in bfloat16; --dtype=int8 quantises it here."
         )
-    content = decoder.text_part(content)
-    return family_of(folder, content.get("model_type")).read_config(where, content)
+    content = eagle.as_head(decoder.text_part(content))
+    family = family_of(folder, content.get("model_type"))
+    config = family.read_config(where, content)
+    if family.with_arrays is None:
+        return config
+    return family.with_arrays(config, read_headers(folder, family.canonical).keys())
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -46,6 +52,8 @@ def weight_files(folder: Path) -> list[str]:
     files of this folder."""
     index = folder / "model.safetensors.index.json"
     files: set[Any] = {"model.safetensors"}
+    if not exists(index) and not exists(folder / "model.safetensors") and exists(folder / TORCH_FILE):
+        files = {TORCH_FILE}
     if exists(index):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -64,28 +72,38 @@ def weight_files(folder: Path) -> list[str]:
             )
         if not exists(folder / file):
             raise ValueError(
-                f"{folder / file} is missing: fetch it; pickled weights (.bin) are never read, "
-                "save them again with safe_serialization=True."
+                f"{folder / file} is missing: fetch it; of pickled weights only a single {TORCH_FILE} is "
+                "read, save others again with safe_serialization=True."
             )
         check_regular(folder / file)
     return sorted(files)
 
 
+def open_file(path: Path) -> Any:
+    """A file of arrays, open. Raises SafetensorError, OSError or ValueError where it is damaged."""
+    return TorchFile(path) if path.name == TORCH_FILE else safe_open(path, framework="numpy")
+
+
 def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Headers:
     """Every array of the folder that is a model's own; only the headers are read.
 
-    Raises ValueError for a file that is missing, truncated or not in safetensors format.
+    Raises ValueError for a file that is missing, truncated or of another format.
     """
     headers: Headers = {}
     for file in weight_files(folder):
         try:
-            with safe_open(folder / file, framework="numpy") as opened:
+            with open_file(folder / file) as opened:
                 for stored in opened.keys():  # noqa: SIM118
                     if (name := canonical(stored)) is not None:
                         headers[name] = file, tuple(opened.get_slice(stored).get_shape()), stored
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / file} is truncated or not a safetensors file ({error}): fetch it again."
+            ) from None
+        except ValueError as error:
+            raise ValueError(
+                f"{folder / file} is damaged, or more than a dictionary of tensors ({error}): fetch it "
+                "again, or save it with safe_serialization=True."
             ) from None
     return headers
 
@@ -135,7 +153,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
         for path, name, stored, transposed in places:
             file, _, stored = headers[stored]
             # Reopened for each array: what was read of a mapped file stays in memory until it is closed.
-            with safe_open(folder / file, framework="numpy") as opened:
+            with open_file(folder / file) as opened:
                 try:
                     array = opened.get_tensor(stored)
                 except Exception as error:  # a dtype that numpy lacks

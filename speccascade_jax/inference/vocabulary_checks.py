@@ -57,7 +57,7 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
     if run.tokenizer or not all(folder.is_dir() for folder in folders):
         return
     files = [file for file in map(tokenizer_files.find, folders) if file is not None]
-    if len(files) < len(folders):  # a Gemma 4's assistant needs none
+    if len(files) < len(folders):  # an assistant or a head needs none
         return
     *others, target = (Tokenizer(file).pieces() for file in files)
     if all(pieces == target for pieces in others):

@@ -5,6 +5,7 @@ from typing import Any
 
 from speccascade_jax.models.assistant import AssistantConfig, AssistantModel, AssistedConfig, AssistedModel
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
+from speccascade_jax.models.eagle import EagleConfig, EagleModel, EaglePairConfig, EaglePairModel
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.gemma4 import Gemma4Config, Gemma4Model
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
@@ -13,14 +14,15 @@ from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
 DecoderOnlyConfig = DecoderConfig | Gemma4Config
 SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
-TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig
+TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | EaglePairConfig
 NetworkConfig = TrainedNetworkConfig | AssistedConfig
 """Of several models that share parameters."""
 TrainedConfig = SingleConfig | TrainedNetworkConfig
 """What finetune.py trains."""
-Config = TrainedConfig | AssistedConfig | AssistantConfig
-NetworkModel = ExitsModel | SharedEncoderModel
-Model = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | NetworkModel | AssistantModel | AssistedModel
+Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig
+NetworkModel = ExitsModel | SharedEncoderModel | EaglePairModel
+SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel
+Model = SingleModel | NetworkModel | AssistantModel | AssistedModel | EagleModel
 MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,
@@ -30,12 +32,14 @@ MODELS: dict[type, Callable[..., Model]] = {
     SharedEncoderConfig: SharedEncoderModel,
     AssistantConfig: AssistantModel,
     AssistedConfig: AssistedModel,
+    EagleConfig: EagleModel,
+    EaglePairConfig: EaglePairModel,
 }
 
 
 def model_of(config: Config, **fields: Any) -> Model:
-    """The model with that config; for an assistant without its verifier, what holds its parameters. `fields`
-    are its other fields: dtype, cache_dtype, remat."""
+    """The model with that config; for an assistant or a head without its verifier, what holds its parameters.
+    `fields` are its other fields: dtype, cache_dtype, remat."""
     return MODELS[type(config)](config, **fields)
 
 

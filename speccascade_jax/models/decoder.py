@@ -179,12 +179,21 @@ class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; scores may be capped."""
 
     def __init__(
-        self, config: DecoderConfig, *, reads: int | None = None, dtype: Any, stacked: bool, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        width: int | None = None,
+        reads: int | None = None,
+        dtype: Any,
+        stacked: bool,
+        rngs: nnx.Rngs,
     ):
-        """`reads` is the width of the input of keys and values, d_model by default."""
+        """`width` is the input's, d_model by default; `reads` that of the input of keys and values, by
+        default the same."""
         c = config
-        inner, narrow, reads = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, reads or c.d_model
-        self.query = Affine(c.d_model, inner, c.query_bias, dtype=dtype, rngs=rngs)
+        inner, narrow, width = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, width or c.d_model
+        reads = reads or width
+        self.query = Affine(width, inner, c.query_bias, dtype=dtype, rngs=rngs)
         self.key = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
         self.value = Affine(reads, narrow, c.query_bias, dtype=dtype, rngs=rngs)
         self.out = Affine(inner, c.d_model, c.output_bias, dtype=dtype, rngs=rngs)
@@ -198,12 +207,16 @@ class Attention(nnx.Module):
         x = x.reshape(*x.shape[:-1], -1, self.config.d_kv)
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
-    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+    def keys_and_values(self, x: Array, turn: Turn) -> tuple[Array, Array]:
+        """What x [B, T, D] leaves in the cache: [B, H_kv, T, K] each."""
         new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
         if sharers() and self.config.num_kv_heads % sharers():
-            new = whole(new[0]), whole(new[1])
-        keys, values = remember(*new)
+            return whole(new[0]), whole(new[1])
+        return new
+
+    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+        keys, values = remember(*self.keys_and_values(x, turn))
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
         return whole(self.out(mixed(self.config, query, keys, values, mask)))
 
@@ -340,6 +353,21 @@ class Decoder(Ends):
     ) -> tuple[Array, Any]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in sequence or as branches. The layers above write nothing."""
+        x, _, cache = self.advance_with_states(tokens, cache, (), depth, after, branches)
+        return x, cache
+
+    def advance_with_states(
+        self,
+        tokens: AnyArray,
+        cache: Any,
+        before: tuple[int, ...],
+        depth: int | None = None,
+        after: AfterLayer = last_written,
+        branches: Branches | None = None,
+    ) -> tuple[Array, Any, Any]:
+        """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
+        which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
+        which has had no norm yet. None if `before` is empty."""
         c, count = self.config, tokens.shape[1]
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
         back = steps_back(cache.length, count, entries(cache.keys), branches)  # [B, T, L]
@@ -355,12 +383,34 @@ class Decoder(Ends):
                 )
                 return x, *buffers
 
-            new, *buffers = (jax.checkpoint(call) if self.remat else call)(*carry)
-            return after(n, carry[0], new), *buffers
+            x, states, *held = carry
+            states = with_state(states, before, n, x)
+            new, *buffers = (jax.checkpoint(call) if self.remat else call)(x, *held)
+            return after(n, x, new), states, *buffers
 
-        begun = self.embed(tokens), cache.keys, cache.values
-        x, keys, values = each_layer(self.layers, apply_layer, begun, depth)
-        return x, cache._replace(keys=keys, values=values, length=cache.length + count)
+        x = self.embed(tokens)
+        begun = x, blank_states(before, x), cache.keys, cache.values
+        x, states, keys, values = each_layer(self.layers, apply_layer, begun, depth)
+        if states is not None:
+            states = with_state(states, before, c.num_layers, x)[:-1]
+        return x, states, cache._replace(keys=keys, values=values, length=cache.length + count)
+
+
+def blank_states(before: tuple[int, ...], x: Array) -> Array | None:
+    """Room [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]; the last entry is
+    scratch."""
+    return jnp.zeros((len(before) + 1, *x.shape), x.dtype) if before else None
+
+
+def with_state(states: Array | None, before: tuple[int, ...], number: Any, x: Array) -> Any:
+    """blank_states() with the state x [B, T, D] before the `number`-th layer, if `before` names it."""
+    if states is None or (isinstance(number, int) and number not in before):
+        return states
+    if isinstance(number, int):
+        return states.at[before.index(number)].set(x)
+    named = jnp.array(before) == number
+    place = jnp.where(jnp.any(named), jnp.argmax(named), len(before))
+    return lax.dynamic_update_index_in_dim(states, x, place, 0)
 
 
 def in_chunks(

@@ -27,7 +27,7 @@ from speccascade_jax.config import (
 from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
+from speccascade_jax.models import Config, EaglePairConfig, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.tokenizers.tokenizer import PIECES
 from speccascade_jax.training.data import SCHEMES
@@ -59,6 +59,7 @@ LEAST = {
     "validation_examples": 0,
     "seed": 0,
     "lora_rank": 0,
+    "ahead": 1,
     "max_source_length": 1,
     "max_target_length": 1,
     "join": 1,
@@ -227,8 +228,28 @@ def is_finite(value: float) -> bool:
         return False
 
 
+def check_head(config: TrainConfig) -> None:
+    """Raises FieldError where an EAGLE-3 head cannot be trained so."""
+    if not config.exits.frozen:
+        raise FieldError(
+            "frozen",
+            False,
+            "leave --no-frozen out.",
+            "an EAGLE-3 head is trained next to a verifier that stays as it is",
+        )
+    if config.distillation != 1:
+        raise FieldError(
+            "distillation",
+            config.distillation,
+            "set it to 1.",
+            "an EAGLE-3 head may lack tokens of the data: it learns from its verifier's distributions only",
+        )
+
+
 def check_network(config: TrainConfig) -> None:
     """Raises FieldError where a network's members cannot be trained so."""
+    if isinstance(config.model, EaglePairConfig):
+        check_head(config)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     if config.exits.frozen and config.init is None and not resumed:
         raise FieldError(

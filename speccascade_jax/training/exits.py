@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.models import ExitsConfig, NetworkConfig, full_of
+from speccascade_jax.models import EaglePairConfig, ExitsConfig, NetworkConfig, full_of
 from speccascade_jax.models.exits import depth_of
 from speccascade_jax.models.layers import AfterLayer, last_written
 from speccascade_jax.training.data import Batch
@@ -20,11 +20,13 @@ from speccascade_jax.training.losses import token_loss
 
 Array = jax.Array
 CURRICULA = "all", "rotational", "gradual"
+DECAY = 0.8
+"""The weight of a token of an EAGLE-3 head's draft in the loss, relative to that of the token before it."""
 
 
 def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that are trained, and those that are not: a frozen full model's, or what adapters are
-    next to. The same arrays."""
+    """The parameters that are trained, and those that are not: a frozen full model's, whole numbers, or what
+    adapters are next to. The same arrays."""
     if config.lora_rank:
         return split_adapters(params)
     if not (isinstance(config.model, NetworkConfig) and config.exits.frozen):
@@ -32,7 +34,8 @@ def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]
     trained: dict[Any, Any] = {}
     frozen: dict[Any, Any] = {}
     for path, value in nnx.to_flat_state(params):
-        (frozen if path[0] == config.model.full_part else trained)[path] = value
+        whole = jnp.issubdtype(value.get_value().dtype, jnp.integer)
+        (frozen if path[0] == config.model.full_part or whole else trained)[path] = value
     return nnx.from_flat_state(trained), nnx.from_flat_state(frozen)
 
 
@@ -59,13 +62,17 @@ def weights(config: TrainConfig, number: Array | None) -> Array:
     """The weight of each member's loss in batch `number`, float32 [M], the full model's last; they sum to 1.
     Without a number every exit counts.
 
-    Next to a frozen model all small members count alike. Else an exit after l of L layers has the weight
+    Next to a frozen model all small members count alike, but for the drafts of an EAGLE-3 head, whose n-th
+    token counts DECAY^n. Else an exit after l of L layers has the weight
     exit_weight * (1 + ... + l), the full model L - 1 + exit_weight * (1 + ... + L - 1), as in LayerSkip
     (Elhoushi et al. 2024, section 4.1) with layers counted from 1. Its two curricula: "rotational" trains one
     exit a step, in turn; "gradual" adds one after another, the deepest first, until half of the steps are
     done.
     """
     exits, model = config.exits, cast(NetworkConfig, config.model)
+    if isinstance(model, EaglePairConfig):
+        places = DECAY ** jnp.arange(exits.ahead)
+        return jnp.append(places / jnp.sum(places), 0.0)
     layers = model.layers if isinstance(model, ExitsConfig) else (depth_of(model.drafter),)
     count, depth = len(layers), depth_of(full_of(model))
     if exits.frozen:
@@ -100,7 +107,10 @@ def member_loss(
     after: AfterLayer = last_written
     if key is not None and exits.layer_dropout:
         after = layer_dropout(key, exits.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
-    *small, full = model.forced_members(params, batch.source, batch.source_length, batch.target, key, after)
+    more = {"ahead": exits.ahead} if isinstance(config.model, EaglePairConfig) else {}
+    *small, full = model.forced_members(
+        params, batch.source, batch.source_length, batch.target, key, after, **more
+    )
 
     def data_loss(logits: Array) -> Array:
         return token_loss(

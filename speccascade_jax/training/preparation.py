@@ -1,10 +1,13 @@
 """What a run begins with: its tokenizer, its parameters, its teacher."""
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -14,11 +17,20 @@ from speccascade_jax.checkpoints.arrays import Sharding
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import Config, Model, NetworkModel, SharedEncoderConfig, full_of, model_of
+from speccascade_jax.models import (
+    Config,
+    EaglePairConfig,
+    Model,
+    NetworkModel,
+    SharedEncoderConfig,
+    full_of,
+    model_of,
+)
 from speccascade_jax.models.members import beneath
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training.data import texts
+from speccascade_jax.training.distillation import distilled
 
 
 def find_tokenizer(config: TrainConfig) -> Path:
@@ -83,7 +95,8 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
     if isinstance(model, NetworkModel) and checkpoints.config_of(config.init).family != config.model.family:
         full = load_placed(config.init, config, mesh, full_of(config.model)).params
-        return jax.device_put(with_decoder(model.around(full, config.seed), config, mesh), at)
+        params = with_decoder(model.around(full, config.seed), config, mesh)
+        return jax.device_put(with_frequent_tokens(params, config), at)
     held = config.lora_base if config.lora_rank else "float32"
     return load_placed(config.init, config, mesh, config.model, held).params
 
@@ -98,6 +111,26 @@ def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.Stat
         drafter = dataclasses.replace(drafter, num_encoder_layers=network.num_encoder_layers)
     placed, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))
     flat |= {place: value for place, value in beneath("drafter", placed).items() if place in flat}
+    return nnx.from_flat_state(flat)
+
+
+def with_frequent_tokens(params: nnx.State, config: TrainConfig) -> nnx.State:
+    """A network's parameters with the most frequent tokens of the training split's targets, and those that
+    end a text, as those that its EAGLE-3 head can draft, where it cannot draft all."""
+    place, model = ("drafter", "offsets"), config.model
+    flat = dict(nnx.to_flat_state(params))
+    if not isinstance(model, EaglePairConfig) or place not in flat:
+        return params
+    task, counts = config.task, np.zeros(model.vocab_size)
+    if config.teacher_outputs is not None:
+        task = distilled(task, Path(config.teacher_outputs), config.teacher_singles)
+    tokenizer, examples = Tokenizer(find_tokenizer(config)), texts(task, task.train)
+    while chunk := [target for _, target, _ in itertools.islice(examples, 10_000)]:
+        for row in tokenizer.encode_batch(chunk):
+            counts += np.bincount(row, minlength=counts.size)
+    counts[[model.eos_id, *getattr(model.full, "more_eos", ())]] = np.inf
+    tokens = np.sort(np.argsort(-counts, kind="stable")[: model.drafter.draft_vocab_size])
+    flat[place] = flat[place].replace(jnp.asarray(tokens - np.arange(tokens.size), jnp.int32))
     return nnx.from_flat_state(flat)
 
 

@@ -129,10 +129,10 @@ DAMAGE = {
     "layers": ("huggingface", describe(num_layers=2), r"encoder\.block\.2.* has no place"),
     "no number": ("huggingface", describe(d_kv="many"), "d_kv is 'many', not a whole number"),
     "heads": ("huggingface", describe(num_heads=5), r"\(\d+, \d+\), config.json says \(\d+, \d+\)"),
-    "only a pickle": (
+    "another file's content": (
         "huggingface",
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "never read",
+        "is damaged, or more than a dictionary of tensors",
     ),
     "config": ("huggingface", lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "other model": ("huggingface", describe(model_type="bart"), "only t5"),

@@ -15,8 +15,10 @@ from flax import nnx
 from processes import run
 from shapes import (
     DECODERS,
+    EAGLE_VERIFIER,
     GEMMA4S,
     TINY_ASSISTANT,
+    TINY_EAGLE,
     TINY_GEMMA,
     TINY_GEMMA4,
     TINY_T5,
@@ -29,7 +31,14 @@ from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, PRESETS
 from speccascade_jax.commands.convert import main as convert
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import MODELS, AssistedConfig, ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.models import (
+    MODELS,
+    AssistedConfig,
+    EaglePairConfig,
+    ExitsConfig,
+    SharedEncoderConfig,
+    model_of,
+)
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 
 # Every field differs from its default: a field that a format forgets shows.
@@ -60,6 +69,13 @@ UNLIKE |= {
         dataclasses.replace(TINY_ASSISTANT, vocab_size=96, num_centroids=24, active_centroids=5),
     ],
     "assisted": [AssistedConfig(TINY_GEMMA4, TINY_ASSISTANT)],
+    "eagle3": [
+        TINY_EAGLE,
+        dataclasses.replace(
+            TINY_EAGLE, own_embedding=True, norm_before_residual=True, head_norms=True, draft_vocab_size=97
+        ),
+    ],
+    "eagle3_pair": [EaglePairConfig(EAGLE_VERIFIER, TINY_EAGLE)],
     "t5gemma": [
         TINY_T5GEMMA,
         dataclasses.replace(

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -78,6 +79,34 @@ def test_logits_are_those_of_layers_one_by_one(name, rows):
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
     for wanted, found in zip(one_by_one, at_once, strict=True):
         np.testing.assert_allclose(found, wanted, atol=atol)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def states_of(model, params, before):
+    """The states [N, 3, 10, D] of TARGET in blocks of 3, 1 and 6 tokens."""
+    network, found = model.merged(params), []
+    cache = network.start(3, 16, jnp.float32)
+    for part in TARGET[:, :3], TARGET[:, 3:4], TARGET[:, 4:10]:
+        _, states, cache = network.advance_with_states(part, cache, before)
+        found.append(states)
+    return jnp.concatenate(found, axis=2)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_states_before_layers_are_what_the_layers_below_have_written(name):
+    """In the order asked for, by whatever blocks; stacked or not."""
+    (model, params), (loop, stack) = both(name)
+    network, depth = model.merged(params), model.config.num_layers
+    expected = [network.embed(TARGET[:, :10])]
+    for number in range(1, depth + 1):
+        x, _ = network.advance(TARGET[:, :10], network.start(3, 16, jnp.float32), number)
+        expected.append(x)
+    for before in ((depth, 0, depth - 1), (1,)):
+        for given in (model, params), (loop, stack):
+            found = states_of(*given, before)
+            for state, number in zip(found, before, strict=True):
+                np.testing.assert_allclose(state, expected[number], atol=1e-5)
+    assert np.abs(np.diff(expected, axis=0)).max(axis=(1, 2, 3)).min() > 0.1
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from speccascade_jax.models.assistant import ASSISTANT
+from speccascade_jax.models.eagle import EAGLE
 from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
 from speccascade_jax.models.t5 import T5Config
@@ -158,3 +159,12 @@ TINY_ASSISTANT = dataclasses.replace(  # of TINY_GEMMA4, with another window
 SOURCE = np.random.default_rng(0).integers(2, 97, (3, 20)).astype(np.int32)
 LENGTH = np.array([20, 13, 1], np.int32)
 TARGET = np.random.default_rng(1).integers(2, 97, (3, 30)).astype(np.int32)
+TINY_EAGLE = dataclasses.replace(  # of a verifier with SMALL's widths and 4 layers
+    EAGLE,
+    **SMALL | {"num_layers": 1, "num_kv_heads": 2, "d_ff": 28},
+    draft_vocab_size=50,
+    state_width=36,
+    rope_theta=50.0,
+    layers=(3, 1, 2),
+)
+EAGLE_VERIFIER = dataclasses.replace(QWEN3, **SMALL | {"num_layers": 4})

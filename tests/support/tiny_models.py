@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from shapes import LENGTH, SOURCE
 
 from speccascade_jax.checkpoints import Checkpoint, decoder, t5
@@ -18,11 +19,16 @@ def random_checkpoint(config, seed=0):
     """A checkpoint in memory; its weights are normal numbers, so that every one of them matters."""
     model, rng = model_of(config), np.random.default_rng(seed)
 
-    def drawn(x):
-        whole = jnp.issubdtype(x.dtype, jnp.integer)  # an order of the tokens
-        return rng.permutation(x.size).astype(x.dtype) if whole else rng.standard_normal(x.shape, np.float32)
+    def drawn(path, x):
+        if not jnp.issubdtype(x.get_value().dtype, jnp.integer):
+            return rng.standard_normal(x.shape, np.float32)
+        if path[-1] == "offsets":
+            tokens = rng.choice(model.vocab_size, x.size, replace=False)
+            return (np.sort(tokens) - np.arange(x.size)).astype(np.int32)
+        return rng.permutation(x.size).astype(np.int32)  # an order of the tokens
 
-    params = jax.tree.map(drawn, model.abstract_params())
+    flat = nnx.to_flat_state(model.abstract_params())
+    params = nnx.from_flat_state([(path, x.replace(drawn(path, x))) for path, x in flat])
     return Checkpoint(model, params, None, "memory")
 
 

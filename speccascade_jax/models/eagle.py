@@ -1,0 +1,431 @@
+"""EAGLE-3 heads: drafters of one layer that read their verifier's states (Li et al. 2025, arXiv 2503.01840).
+
+A head predicts what follows a token from the token's embedding and a feature of the text before it. For
+committed tokens the feature is a projection of three of the verifier's states of the token before; while the
+head drafts, it is the head's last output. The head has keys and values of its own, and its logits may be
+those of frequent tokens only: all others get no mass.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Float, Int
+from tyro.conf import Suppress
+
+from speccascade_jax.core.nests import insert_rows
+from speccascade_jax.core.protocols import AnyArray, Prefix
+from speccascade_jax.models.base import FlaxModel
+from speccascade_jax.models.cache import DecoderCache, empty, entries, insert_buffer, write
+from speccascade_jax.models.decoder import (
+    MASKED,
+    Attention,
+    Decoder,
+    DecoderConfig,
+    DecoderModel,
+    FeedForward,
+    Norm,
+    Remember,
+    in_chunks,
+)
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, shift_right, steps_back
+from speccascade_jax.models.members import Member, NetworkShape, beneath, members
+from speccascade_jax.models.presets import LLAMA3_8B, QWEN3_8B
+from speccascade_jax.models.quantization import table_rows
+from speccascade_jax.models.rope import Turn, turns
+
+Array = jax.Array
+USUAL_STATES = 3  # of the verifier, which a feature is a projection of
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig(DecoderConfig):
+    """A head's shape, with the verifier's vocabulary. The defaults are those of Llama 3.1 8B's head."""
+
+    family: str = "eagle3"
+    vocab_size: int = 128_256
+    d_ff: int = 14_336
+    num_kv_heads: int = 8
+    num_layers: int = 1
+    max_positions: int = 2048
+    draft_vocab_size: int = 32_000  # of the tokens that it can draft
+    state_width: int = 4096  # of the verifier's states
+    layers: tuple[int, ...] = ()  # the verifier's, before which they are read; (): usual_layers()
+    own_embedding: bool = False  # else the embedding is the verifier's
+    norm_before_residual: bool = False  # the residual stream begins with the normalised feature
+
+    @property
+    def num_states(self) -> int:
+        return len(self.layers) or USUAL_STATES
+
+
+EAGLE = EagleConfig()
+PRESETS = {
+    "llama3_8b_eagle3": dataclasses.replace(
+        EAGLE, pad_id=LLAMA3_8B.pad_id, eos_id=LLAMA3_8B.eos_id, bos_id=LLAMA3_8B.bos_id
+    ),
+    "qwen3_8b_eagle3": dataclasses.replace(
+        EAGLE,
+        vocab_size=QWEN3_8B.vocab_size,
+        d_ff=QWEN3_8B.d_ff,
+        rope_theta=QWEN3_8B.rope_theta,
+        max_positions=QWEN3_8B.max_positions,
+        norm_epsilon=QWEN3_8B.norm_epsilon,
+        pad_id=QWEN3_8B.pad_id,
+        eos_id=QWEN3_8B.eos_id,
+        bos_id=QWEN3_8B.bos_id,
+    ),
+}
+
+
+def usual_layers(depth: int) -> tuple[int, ...]:
+    """The layers of a verifier with `depth` layers before which heads read its states unless they say
+    otherwise."""
+    return 2, depth // 2, depth - 3
+
+
+LLAMA3_8B_HEAD = dataclasses.replace(PRESETS["llama3_8b_eagle3"], layers=usual_layers(LLAMA3_8B.num_layers))
+
+
+class EagleLayer(nnx.Module):
+    """A decoder's layer whose attention reads a token's embedding next to its feature."""
+
+    def __init__(self, config: EagleConfig, *, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        self.embedding_norm, self.feature_norm, self.mlp_norm = Norm(c), Norm(c), Norm(c)
+        self.attention = Attention(c, width=2 * c.d_model, dtype=dtype, stacked=False, rngs=rngs)
+        self.mlp = FeedForward(c, dtype=dtype, rngs=rngs)
+        self.norm_before_residual = c.norm_before_residual
+
+    def read(self, embedded: Array, feature: Array) -> Array:
+        """The attention's input [B, T, 2 D]."""
+        return jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(feature)], axis=-1)
+
+    def __call__(self, embedded: Array, feature: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
+        """[B, T, D] from embeddings and features [B, T, D]; the rest is as Attention's."""
+        x = self.feature_norm(feature) if self.norm_before_residual else feature
+        x = x + self.attention(self.read(embedded, feature), remember, turn, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Eagle(nnx.Module):
+    """The network of a head. `dtype` is the matrix products'; sums and logits are float32."""
+
+    def __init__(self, config: EagleConfig, *, dtype: Any, rngs: nnx.Rngs):
+        c = config
+
+        def linear(inputs: int, outputs: int) -> Linear:
+            return Linear(inputs, outputs, std=inputs**-0.5, dtype=dtype, rngs=rngs)
+
+        self.config = c
+        table = c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model))
+        self.embedding = nnx.Param(table) if c.own_embedding else None
+        self.projection = linear(c.num_states * c.state_width, c.d_model)
+        self.layer = EagleLayer(c, dtype=dtype, rngs=rngs)
+        self.norm = Norm(c)
+        self.head = linear(c.d_model, c.draft_vocab_size)
+        self.offsets = (  # of the tokens that it can draft from their numbers in its logits
+            None
+            if c.draft_vocab_size == c.vocab_size
+            else nnx.Variable(jnp.zeros((c.draft_vocab_size,), jnp.int32))
+        )
+
+    def features(self, states: Float[Array, "N B T S"]) -> Float[Array, "B T D"]:
+        """The projection of the verifier's states."""
+        return self.projection(jnp.concatenate(list(states), axis=-1))
+
+    def turn(self, place: Int[Array, "B T"]) -> Turn:
+        """The rotation of tokens at `place` [B, T]: a head counts from the second token of a text."""
+        return turns(self.config, place - 1)[0]
+
+    def scores(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The logits of the layer's output; tokens that cannot be drafted get no mass."""
+        logits = self.head(self.norm(x))
+        if self.offsets is None:
+            return logits
+        blank = jnp.full((*x.shape[:2], self.config.vocab_size), MASKED)
+        return blank.at[..., self.targets()].set(logits, unique_indices=True)
+
+    def targets(self) -> Int[Array, " N"]:
+        """The tokens that can be drafted."""
+        numbers = jnp.arange(self.config.draft_vocab_size)
+        return numbers if self.offsets is None else numbers + self.offsets[...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleModel(FlaxModel):
+    """A head without its verifier: it has parameters, and refuses to decode."""
+
+    config: EagleConfig
+
+    def network(self, rngs: nnx.Rngs) -> Eagle:
+        return Eagle(self.config, dtype=jnp.dtype(self.dtype), rngs=rngs)
+
+    def prefill(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            "an EAGLE-3 head only drafts for the verifier that it was trained with: load both, it first."
+        )
+
+    extend = roll_back = prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class EaglePairConfig(NetworkShape):
+    """A verifier and its EAGLE-3 head, whose fields are not flags of a training run."""
+
+    family: ClassVar[str] = "eagle3_pair"
+    full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
+    verifier: DecoderConfig = LLAMA3_8B
+    drafter: Suppress[EagleConfig] = LLAMA3_8B_HEAD
+
+    @property
+    def full(self) -> DecoderConfig:
+        return self.verifier
+
+
+class EagleCache(NamedTuple):
+    """The verifier's cache, and the head's. Entries at or past the lengths are scratch."""
+
+    verifier: DecoderCache
+    keys: Array  # [B, H_kv, L, K], a single row's [H_kv, L, K]: the head's, rotated to their positions
+    values: Array
+    features: Array  # [B, 1, L, D], a single row's [1, L, D]; past the verifier's length the head's outputs
+    drafted: Int[Array, " B"]  # how many positions the head covers
+
+    @property
+    def length(self) -> Int[Array, " B"]:
+        return self.drafted
+
+
+def features_before(features: Array, place: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The features of the tokens before `place`, zero before the first, of EagleCache.features."""
+    rows = features.reshape(-1, *features.shape[-2:])
+    found = jnp.take_along_axis(rows, jnp.maximum(place - 1, 0)[..., None], axis=1)
+    return jnp.where(place[..., None] > 0, found, 0).astype(jnp.float32)
+
+
+class EaglePair(nnx.Module):
+    """The verifier's network and the head's."""
+
+    def __init__(self, config: EaglePairConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs):
+        self.verifier = Decoder(config.verifier, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
+        self.drafter = Eagle(config.drafter, dtype=dtype, rngs=rngs)
+
+    def start(self, rows: int, max_length: int, dtype: Any) -> EagleCache:
+        """An empty cache in `dtype`."""
+        c = self.drafter.config
+        buffer = empty(rows, c.num_kv_heads, max_length, c.d_kv, dtype)
+        features = empty(rows, 1, max_length, c.d_model, dtype)
+        verifier = self.verifier.start(rows, max_length, dtype)
+        return EagleCache(verifier, buffer, buffer, features, jnp.zeros((rows,), jnp.int32))
+
+    def embed(self, tokens: AnyArray) -> Float[Array, "B T D"]:
+        """The head's embeddings, never scaled."""
+        table = self.verifier.embedding if self.drafter.embedding is None else self.drafter.embedding
+        return table_rows(table.get_value(), tokens)
+
+    def advance(
+        self, tokens: AnyArray, cache: EagleCache, after: AfterLayer = last_written
+    ) -> tuple[Array, EagleCache]:
+        """The verifier's advance(). Its states give the features of the tokens, which replace the head's
+        outputs; the head's keys and values of the tokens are those of the features before."""
+        start, drafter = cache.verifier.length, self.drafter
+        x, states, verifier = self.verifier.advance_with_states(
+            tokens, cache.verifier, drafter.config.layers, after=after
+        )
+        features = write(cache.features, drafter.features(states)[:, None], start, axis=2)
+        place = start[:, None] + jnp.arange(tokens.shape[1])
+        read = drafter.layer.read(self.embed(tokens), features_before(features, place))
+        keys, values = drafter.layer.attention.keys_and_values(read, drafter.turn(place))
+        return x, EagleCache(
+            verifier,
+            write(cache.keys, keys, start, axis=2),
+            write(cache.values, values, start, axis=2),
+            features,
+            jnp.maximum(cache.drafted, verifier.length),
+        )
+
+    def draft(self, tokens: AnyArray, cache: EagleCache) -> tuple[Float[Array, "B T V"], EagleCache]:
+        """The head's logits after each of `tokens`, one at a time: each needs the output before it. The first
+        token of a text has no feature: no other token attends to it."""
+        drafter, size = self.drafter, entries(cache.keys)
+
+        def read(cache: EagleCache, token: Array) -> tuple[EagleCache, Array]:
+            start, place, held = cache.drafted, cache.drafted[:, None], [cache.keys, cache.values]
+
+            def remember(*new: Array) -> tuple[Array, ...]:
+                held[:] = (write(old, x, start, axis=2) for old, x in zip(held, new, strict=True))
+                return tuple(held)
+
+            seen = (jnp.arange(size) > 0) | (place == 0)[..., None]
+            x = drafter.layer(
+                self.embed(token[:, None]),
+                features_before(cache.features, place),
+                remember,
+                drafter.turn(place),
+                (steps_back(start, 1, size) >= 0) & seen,
+            )
+            features = write(cache.features, x[:, None], start, axis=2)
+            cache = EagleCache(cache.verifier, held[0], held[1], features, start + 1)
+            return cache, drafter.scores(x)[:, 0]
+
+        cache, logits = lax.scan(read, cache, jnp.swapaxes(tokens, 0, 1))
+        return jnp.swapaxes(logits, 0, 1), cache
+
+    def draft_forced(
+        self, tokens: Int[AnyArray, "B T"], begin: Int[Array, " B"], cache: EagleCache, ahead: int
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """The head's logits after each of `tokens`, which stand from `begin` on and which the verifier has
+        read: the n-th of `ahead` entries those of a draft that began n tokens before, or with the first of
+        them (training-time test)."""
+        drafter, place = self.drafter, begin[:, None] + jnp.arange(tokens.shape[1])
+        embedded, turn, column = self.embed(tokens), drafter.turn(place), jnp.arange(tokens.shape[1])
+        held = [[x.reshape(-1, *x.shape[-3:])] for x in (cache.keys, cache.values)]
+        key = jnp.arange(entries(cache.keys))
+        seen, back = (key > 0) | (place == 0)[..., None], place[..., None] - key
+        feature, found = features_before(cache.features, place), list[Array]()
+        x = jnp.zeros_like(feature)
+        for step in range(ahead):
+
+            def remember(*new: Array, step: int = step) -> tuple[Array, ...]:
+                for buffers, entry in zip(held, new, strict=True):
+                    buffers.extend([entry] if step else [])
+                return tuple(jnp.concatenate(buffers, axis=2) for buffers in held)
+
+            masks = [(back >= step) & seen]
+            for drafted in range(1, step + 1):  # of each token before, as it was drafted
+                own = column[:, None] - step + drafted == column
+                masks.append(jnp.broadcast_to(own, (*place.shape, len(column))))
+            new = drafter.layer(embedded, feature, remember, turn, jnp.concatenate(masks, axis=-1))
+            x = jnp.where((column >= step)[:, None], new, x)
+            found.append(drafter.scores(x))
+            feature = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class EaglePairModel(FlaxModel):
+    """A network of two members, "drafter" (the head) and "verifier". Used alone it is the verifier."""
+
+    config: EaglePairConfig
+    chunk: int = 512  # as the verifier's
+    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
+    by_prefix: ClassVar[bool] = False
+    """Whether the drafter's distribution depends on the text alone: it depends on where a draft began."""
+
+    @property
+    def full(self) -> DecoderModel:
+        """The verifier without the head."""
+        return DecoderModel(
+            self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked, self.chunk
+        )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return members(self)
+
+    def missing(self, name: str) -> str:
+        return f"holds an EAGLE-3 head and its verifier, no {name!r}: write @drafter or @verifier"
+
+    def network(self, rngs: nnx.Rngs) -> EaglePair:
+        return EaglePair(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )
+
+    def around(self, full: nnx.State, seed: int) -> nnx.State:
+        """Parameters that contain the verifier's `full` (the same arrays), and a fresh head."""
+
+        def begun() -> nnx.State:
+            network = self.network(nnx.Rngs(seed))
+            del network.verifier
+            return nnx.state(network)
+
+        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
+
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> Float[Array, "B T V"]:
+        """The verifier's teacher forcing."""
+        return self.full.forced(params["verifier"], source, source_length, target, key)
+
+    def forced_members(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+        ahead: int = 1,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """forced() by the head, for drafts that began 0 .. `ahead` - 1 tokens before, and by the verifier,
+        without the tokens that the head cannot draft. `after` is called between the verifier's layers. There
+        is no dropout: `key` is not read."""
+        network, rows = self.merged(params), source.shape[0]
+        cache = network.start(rows, source.shape[1] + target.shape[1], self.cache_dtype)
+        cache = in_chunks(partial(network.advance, after=after), source, cache, self.chunk)
+        begin = jnp.maximum(source_length - 1, 0)
+        tokens = shift_right(target, jnp.take_along_axis(source, begin[:, None], axis=1)[:, 0])
+        x, cache = network.advance(tokens, self.roll_back(cache, begin), after)
+        logits = network.verifier.logits(x)
+        can = jnp.zeros(self.vocab_size, bool).at[network.drafter.targets()].set(True)
+        return (
+            *network.draft_forced(tokens, begin, cache, ahead),
+            jnp.where(can, logits, MASKED),
+        )
+
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, EagleCache]:
+        """The verifier's, which leaves the head what it reads."""
+        network = self.merged(params)
+        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
+        cache = in_chunks(network.advance, inputs, cache, self.chunk)
+        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+
+    def lengths(self, cache: EagleCache) -> Int[Array, "B 2"]:
+        return jnp.stack([cache.drafted, cache.verifier.length], axis=1)
+
+    def roll_back(self, cache: EagleCache, length: Int[AnyArray, " B"]) -> EagleCache:
+        verifier = cache.verifier._replace(length=jnp.minimum(cache.verifier.length, length))
+        return cache._replace(verifier=verifier, drafted=jnp.minimum(cache.drafted, length))
+
+    def insert(
+        self, cache: EagleCache, fresh: EagleCache, slots: Int[AnyArray, " R"], like_fresh: bool
+    ) -> EagleCache:
+        return EagleCache(
+            self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
+            insert_buffer(cache.keys, fresh.keys, slots, like_fresh),
+            insert_buffer(cache.values, fresh.values, slots, like_fresh),
+            insert_buffer(cache.features, fresh.features, slots, like_fresh),
+            insert_rows(cache.drafted, fresh.drafted, slots, like_fresh),
+        )
+
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: EagleCache
+    ) -> tuple[Float[Array, "B T V"], EagleCache]:
+        """The verifier's."""
+        return self.extend_member(1, params, tokens, cache)
+
+    def extend_member(
+        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: EagleCache
+    ) -> tuple[Float[Array, "B T V"], EagleCache]:
+        network = self.merged(params)
+        if number == 0:
+            return network.draft(jnp.asarray(tokens), cache)
+        x, cache = network.advance(tokens, cache)
+        return network.verifier.logits(x), cache
