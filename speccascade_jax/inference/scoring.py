@@ -16,6 +16,7 @@ from speccascade_jax.core.protocols import Cache, Params, Rows, Sampler
 from speccascade_jax.core.rounds import is_greedy
 from speccascade_jax.core.rules import Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import Draft
 from speccascade_jax.scheduling.programs import Plan
@@ -57,7 +58,7 @@ def laws(
 
     Raises ValueError for a sampler whose law is not one of the prefix.
     """
-    if isinstance(sampler, Autoregressive):
+    if isinstance(sampler, Autoregressive | Parallel):
         logits, _ = sampler.model.extend(params, tokens, caches)
         return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
     if not isinstance(sampler, Speculative) or not all(method.by_prefix for method in sampler.methods):

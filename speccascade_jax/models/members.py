@@ -37,7 +37,7 @@ class Network(Protocol):
     """A LanguageModel, too. Between two calls of roll_back() all members read the same text.
 
     A network that is saved in folders also has missing(name), a message for a name that no member has: "has
-    ..., not ...".
+    ..., not ...". One whose smallest member drafts several tokens in one pass has `draft_size`, how many.
     """
 
     @property
@@ -95,6 +95,12 @@ class Member:
     ) -> tuple[Float[Array, "B T V"], Cache]:
         return self.member_of.extend_member(self.number, params, tokens, cache)
 
+    @property
+    def drafts_at_once(self) -> int | None:
+        """How many tokens it drafts in one pass, from masks in their places (core.samplers.block); None if it
+        reads each token before it writes the next."""
+        return getattr(self.member_of, "draft_size", None) if self.number == 0 else None
+
     def length(self, cache: Cache) -> Int[Array, " B"]:
         """How many positions this member's part of the cache covers."""
         return self.member_of.lengths(cache)[:, self.number]
@@ -142,8 +148,17 @@ def beneath(name: str, state: nnx.State) -> dict[tuple[Any, ...], Any]:
 
 
 def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raises ValueError if the members of a network are not next to each other, in their order."""
+    """Raises ValueError if the members of a network are not next to each other, in their order, or where one
+    that drafts several tokens at once does not draft for its verifier."""
     networks = [getattr(model, "member_of", None) for model in models]
+    for n, model in enumerate(models):
+        if getattr(model, "drafts_at_once", None) is None:
+            continue
+        if n > 0 or len(models) == 1 or networks[1] != networks[0]:
+            raise ValueError(
+                f"model {n} drafts several tokens at once from what its verifier has read, and does nothing "
+                "else: name it first, and its verifier right after it."
+            )
     for n, network in enumerate(networks):
         if network is None or network not in networks[:n]:
             continue

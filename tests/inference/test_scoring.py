@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from toys import Digits, TableLM, sequence_law, table
+from toys import Digits, TableBlock, TableLM, places_table, sequence_law, table
 
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
@@ -58,6 +58,18 @@ def test_scores_are_the_law(kind):
                 scores.logprobs[n] == scores.likeliest_logprobs[n][scores.likeliest[n] == token]
                 for n, token in enumerate(text)
             )
+
+
+def test_scores_of_a_lossless_block_drafter_are_the_verifiers_law():
+    network, params = TableBlock(4), (places_table(7, 4, 5), TABLES[1])
+    cascade = Cascade(network.members, (params,) * 2, Digits(), max_source_length=16, max_new_tokens=3)
+    settings = Settings(temperature=0.7, block_size=2)
+    [lane] = cascade.lanes([settings]).values()
+    scorer = Scorer(lane.plan, lane.params, 16)
+    law = sequence_law(TABLES[1:2], [], [], PROMPT, steps=3, eos=3, temperature=0.7)
+    request = Request(PROMPT, settings, 0, lane.numbers(settings))
+    found = [np.exp(scorer(request, list(text)).logprobs.sum()) for text in law]
+    np.testing.assert_allclose(found, list(law.values()), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ Nothing here shares code with the package's rules, sampling or decoding: it is t
 
 import dataclasses
 from functools import cache, partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import Prefix
 from speccascade_jax.models.cache import write
+from speccascade_jax.models.members import members
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 
@@ -48,6 +50,58 @@ class TableLM:
 
     def roll_back(self, cache, length):
         return cache._replace(length=length)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableBlock:
+    """A network of a TableLM and of a drafter that writes several tokens at once, whose law of each place is
+    made of the last two committed tokens. It reads the last but one from the TableLM's cache.
+
+    Its parameters are the drafter's table of logits [V, V, P, V], of P places, and the TableLM's.
+    """
+
+    vocab_size: int
+    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
+    config: ClassVar[None] = None
+    draft_size: ClassVar[int] = 16
+    by_prefix: ClassVar[bool] = False
+
+    @property
+    def members(self):
+        return members(self)
+
+    def prefill(self, params, inputs, input_length, max_length):
+        return TableLM(self.vocab_size).prefill(params[1], inputs, input_length, max_length)
+
+    def extend(self, params, tokens, cache):
+        return self.extend_member(1, params, tokens, cache)
+
+    def extend_member(self, number, params, tokens, cache):
+        if number:
+            return TableLM(self.vocab_size).extend(params[1], tokens, cache)
+        count = tokens.shape[1]
+        known = jnp.sum(tokens >= 0, axis=1)  # of the tokens, the committed ones
+        text = write(cache.tokens, tokens, cache.length)
+        last = (cache.length + known)[:, None] - jnp.arange(2, 0, -1)
+        context = jnp.where(last < 0, 0, jnp.take_along_axis(text, jnp.maximum(last, 0), axis=1))
+        place = jnp.arange(count) - (known - 1)[:, None]
+        laws = params[0][context[:, 0], context[:, 1]]
+        return jnp.take_along_axis(laws, jnp.maximum(place, 0)[..., None], axis=1), cache
+
+    def lengths(self, cache):
+        return jnp.stack([cache.length] * 2, axis=1)
+
+    def roll_back(self, cache, length):
+        return cache._replace(length=jnp.minimum(cache.length, length))
+
+    def insert(self, cache, fresh, slots, like_fresh):
+        return insert_rows(cache, fresh, slots, like_fresh)
+
+
+def places_table(seed: int, vocab_size: int, places: int, scale: float = 1.0) -> np.ndarray:
+    """A drafter's table of TableBlock."""
+    rng = np.random.default_rng(seed)
+    return scale * rng.normal(size=(vocab_size, vocab_size, places, vocab_size)).astype(np.float32)
 
 
 def table(seed: int, vocab_size: int, scale: float = 1.0) -> np.ndarray:
@@ -239,7 +293,8 @@ def sequence_law(
 def table_law(logits: np.ndarray, before: int, last: int) -> np.ndarray:
     """What follows these two tokens."""
     row = logits[before, last].astype(np.float64)
-    return np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+    weights = np.exp(row - row.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def text_law(
@@ -299,15 +354,27 @@ def block_law(
     tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
 ) -> dict[tuple[int, ...], float]:
     """As sequence_law, of two models, where the target depends on the position's place in its round:
-    at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'."""
-    own = [cache(partial(table_law, logits)) for logits in tables]
+    at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'.
+
+    A drafter's table of TableBlock gives q by the text before the round and by the place in it. A function
+    from a text, prompt included, to its law, or to the laws [P, V] of the places after it, may stand for a
+    table."""
+    at_once = callable(tables[0]) or tables[0].ndim > 3
+
+    def law_of(logits):
+        of_two = cache(partial(table_law, logits))
+        return lambda text: of_two(*(0, *text)[-2:])
+
+    own = [cache(made) if callable(made) else law_of(made) for made in tables]
     texts: dict[tuple[int, ...], float] = {}
     begun = ((), 0, 1.0, 0.0, (0, 0, 0.0))  # text; place, chance and hopes of the round; of those before it
     open_texts = {begun: 1.0}
     for step in range(steps):
         grown: dict[tuple, float] = {}
         for (text, place, chance, hoped, seen), mass in open_texts.items():
-            q, p = (law(*(0, *prompt, *text)[-2:]) for law in own)
+            before = text[: len(text) - place] if at_once else text
+            q = own[0]((*prompt, *before))
+            q, p = q[place] if at_once else q, own[1]((*prompt, *text))
             qs, ps = (transform(x, **{"temperature": 1.0, **options}) for x in (q, p))
             sure = q.max() / np.sort(q)[-2:].sum()
             chance *= min(max(sure + (seen[1] - seen[2]) / (seen[0] + 32), 0), 1)

@@ -156,7 +156,12 @@ class Adaptive(Narrowed):
             at = rows._replace(
                 recent=recent, start=rows.start + passes, want=None, so_far=None, room=on.astype(jnp.int32)
             )
-            block, caches, _ = step(drafter, params, caches, at, eos_id)
+            if whole is None:
+                block, caches, _ = step(drafter, params, caches, at, eos_id)
+            else:
+                block = Block._make(
+                    (*(lax.dynamic_slice_in_dim(x, n, 1, axis=1) for x in whole[:-1]), at.room)
+                )
             estimate = confidence(block.untransformed[:, 0])
             chance = chance * jnp.clip(estimate + bias, 0.0, 1.0)
             takes = self.goes_on(chance, block, spared) & on & (drafted.size < limit)
@@ -169,6 +174,10 @@ class Adaptive(Narrowed):
             on_now = takes & (recent[:, -1] != eos_id) & ~(spared & enough)
             return n + 1, Block._make((*columns, size)), caches, recent, passes + on, sure, chance, on_now
 
+        whole: Block | None = None  # the draft of a drafter that writes it in one step, whatever is taken
+        if self._at_once:
+            at = rows._replace(want=None, so_far=None, room=jnp.where(rows.room > 0, self.width, 0))
+            whole, caches, _ = step(self.reader, params, caches, at, eos_id)
         none = jnp.zeros_like(rows.room)
         columns = jnp.zeros((len(none), self.width), jnp.int32)
         laws = jnp.zeros((*columns.shape, self.verifier.vocab_size))
@@ -188,7 +197,7 @@ class Adaptive(Narrowed):
         )
         carry = lax.while_loop(lambda carry: jnp.any(carry[-1]), partial(ask, self.drafter), carry)
         _, drafted, caches, _, passes, sure, *_ = carry
-        return drafted, caches, (passes, sure)
+        return drafted, caches, (passes if whole is None else jnp.minimum(rows.room, 1), sure)
 
     def goes_on(
         self, chance: Float[Array, " B"], block: Block, spared: Bool[Array, " B"]

@@ -37,7 +37,7 @@ from speccascade_jax.core.rounds import (
     written,
 )
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.spans import lenience
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import TOKEN, Draft, Verification, deferred_drafts, verify
@@ -107,9 +107,15 @@ class Speculative:
         return {"drafter_passes": passes, **numbers, "below": [*smaller, lower]}
 
     @property
+    def _at_once(self) -> bool:
+        """Whether one step of the drafter writes all of a draft: see core.samplers.block."""
+        return getattr(self.drafter, "at_once", False)
+
+    @property
     def capacity(self) -> int:
         """The most tokens it drafts."""
-        return self.block_size + (self.drafter.width - 1 if self.hand_over == "keep" else 0)
+        has_surplus = self.hand_over == "keep" and not self._at_once
+        return self.block_size + (self.drafter.width - 1 if has_surplus else 0)
 
     @property
     def width(self) -> int:
@@ -134,7 +140,9 @@ class Speculative:
         """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
         and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
         needs, deep = self.hand_over == "need", isinstance(self.drafter, Speculative)
-        lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
+        lacks = self.behind  # the verifier's cache, which is that of a drafter that writes at once
+        if not self._at_once:
+            lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
         return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
@@ -225,6 +233,10 @@ class Speculative:
             block, caches, counts = step(drafter, params, caches, at, eos_id)
             return block, caches, after(block, recent), counts
 
+        if self._at_once:
+            block, caches, _, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
+            return block._replace(size=jnp.minimum(block.size, limit)), caches, passes
+
         if drafter.width == 1 and rows.want is None:  # a known number of steps
 
             def another(carry: Any, n: Int[Array, ""]) -> Any:
@@ -282,7 +294,7 @@ def hierarchy(
             f"{len(models)} models need {len(models) - 1} methods and block sizes, "
             f"got {len(methods)} and {len(block_sizes)}."
         )
-    sampler: Sampler = Autoregressive(models[0])
+    sampler = drafting(models[0], block_sizes[0] if block_sizes else 0)
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
         sampler = Speculative(sampler, verifier, method, block_size, hand_over, verification)
     return sampler
