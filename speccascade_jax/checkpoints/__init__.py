@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from speccascade_jax.checkpoints import assistant, eagle, huggingface, native, t5x, tokenizer_files
+from speccascade_jax.checkpoints import assistant, dflash, eagle, huggingface, native, t5x, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, Sharding, reason
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.checkpoints.files import checked_path, exists
@@ -22,6 +22,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import Config, Model, full_of, model_of, stacking
 from speccascade_jax.models.assistant import AssistantModel
 from speccascade_jax.models.decoder import DecoderModel
+from speccascade_jax.models.dflash import DFlashModel
 from speccascade_jax.models.eagle import EagleModel
 from speccascade_jax.models.gemma4 import Gemma4Model
 from speccascade_jax.models.members import beneath, member
@@ -209,6 +210,7 @@ class Attached(NamedTuple):
 ATTACHED: dict[type, Attached] = {
     AssistantModel: Attached("an assistant", Gemma4Model, "Gemma 4", assistant.joined),
     EagleModel: Attached("an EAGLE-3 head", DecoderModel, "decoder-only model", eagle.joined),
+    DFlashModel: Attached("a DFlash drafter", DecoderModel, "decoder-only model", dflash.joined),
 }
 
 

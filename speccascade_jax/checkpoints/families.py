@@ -15,6 +15,7 @@ from speccascade_jax.checkpoints import (
     assistant,
     decoder,
     deepmind,
+    dflash,
     eagle,
     gemma4,
     networks,
@@ -24,8 +25,9 @@ from speccascade_jax.checkpoints import (
 )
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
 from speccascade_jax.checkpoints.files import shown
-from speccascade_jax.models import Config, ExitsConfig, SharedEncoderConfig
+from speccascade_jax.models import BlockDrafterConfig, Config, ExitsConfig, SharedEncoderConfig
 from speccascade_jax.models import assistant as assistant_models
+from speccascade_jax.models import dflash as dflash_models
 from speccascade_jax.models import eagle as eagle_models
 from speccascade_jax.models import gemma4 as gemma4_models
 from speccascade_jax.models import presets as decoders
@@ -184,6 +186,20 @@ MODEL_FAMILIES = {
             with_arrays=eagle.with_arrays,
         ),
         Family(
+            dflash_models.DFLASH,
+            dflash_models.PRESETS,
+            bos=True,
+            check=dflash.check,
+            formats=("huggingface", "native"),
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
+            read_config=dflash.read_config,
+            describe=dflash.describe,
+            parameter_names=dflash.parameter_names,
+            canonical=dflash.canonical,
+        ),
+        Family(
             t5gemma_models.T5GemmaConfig(),
             t5gemma_models.PRESETS,
             bos=True,
@@ -206,6 +222,12 @@ MODEL_FAMILIES = {
             networks.shared_encoder_names,
         ),
         network(
+            BlockDrafterConfig(),
+            ("verifier",),
+            networks.check_block_drafter,
+            networks.block_drafter_names,
+        ),
+        network(
             assistant_models.AssistedConfig(),
             ("verifier", "drafter"),
             assistant.check_assisted,
@@ -213,6 +235,12 @@ MODEL_FAMILIES = {
         ),
         network(
             eagle_models.EaglePairConfig(), ("verifier", "drafter"), eagle.check_config, eagle.pair_names
+        ),
+        network(
+            dflash_models.DFlashPairConfig(),
+            ("verifier", "drafter"),
+            dflash.check_config,
+            dflash.pair_names,
         ),
     )
 }

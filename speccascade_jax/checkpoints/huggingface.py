@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from speccascade_jax.checkpoints import decoder, eagle
+from speccascade_jax.checkpoints import decoder, dflash, eagle
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement, check, checksum, to_params
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
 from speccascade_jax.checkpoints.files import check_regular, checked_path, exists, read_json, shown
@@ -39,7 +39,7 @@ def read_config(folder: Path) -> Config:
             f"the "
             "model in bfloat16; --dtype=int8 quantises it here."
         )
-    content = eagle.as_head(decoder.text_part(content))
+    content = dflash.as_drafter(eagle.as_head(decoder.text_part(content)))
     family = family_of(folder, content.get("model_type"))
     config = family.read_config(where, content)
     if family.with_arrays is None:

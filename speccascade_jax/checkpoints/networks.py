@@ -8,6 +8,7 @@ from speccascade_jax.checkpoints import decoder, t5
 from speccascade_jax.checkpoints.arrays import ParameterPath
 from speccascade_jax.checkpoints.fields import check_fields
 from speccascade_jax.checkpoints.files import shown
+from speccascade_jax.models.block_drafter import BlockDrafterConfig
 from speccascade_jax.models.decoder import DecoderConfig
 from speccascade_jax.models.exits import HEADS, ExitsConfig, depth_of
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig
@@ -80,6 +81,32 @@ def shared_encoder_names(config: SharedEncoderConfig) -> Names:
     yield from part("verifier", config.verifier)
     yield from part("drafter", config.drafter)
     yield from plain([("projection", "kernel"), *([("states", "kernel")] if config.states else [])])
+
+
+def check_block_drafter(where: Any, config: BlockDrafterConfig) -> None:
+    """Raises ValueError naming the field of a verifier and its block drafter that none can have."""
+    check_fields(where, BlockDrafterConfig, vars(config))
+    t5.check(f"{where}: verifier", config.verifier)
+    depth, states = config.verifier.num_decoder_layers, config.states
+    if not states or list(states) != sorted(set(states)) or not 0 <= states[0] <= states[-1] <= depth:
+        raise ValueError(
+            f"{where}: states is {shown(states)}, not the numbers of layers after which the verifier's "
+            f"states are read, the smallest first, each from 0 to {depth}."
+        )
+    if config.verifier.relative_buckets < 8:  # as many for each direction as t5.check asks of a decoder
+        raise ValueError(
+            f"{where}: {config.verifier.relative_buckets} buckets of relative positions are too few for a "
+            "drafter that looks both ways: at least 8."
+        )
+
+
+def block_drafter_names(config: BlockDrafterConfig) -> Names:
+    """(path in our parameters, a name, False) of every array."""
+    yield from part("verifier", config.verifier)
+    layers = [path for path, _, _ in t5.parameter_names(config.layer) if path[:1] == ("decoder",)]
+    yield from plain(("drafter", "layers", *path[1:]) for path in layers)
+    yield from plain(("drafter", name) for name in ("bias", "masks"))
+    yield from plain([("drafter", "mix", "kernel"), *(("drafter", n, "scale") for n in ("mix_norm", "norm"))])
 
 
 def part(name: str, config: T5Config | DecoderConfig) -> Names:

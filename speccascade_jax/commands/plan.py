@@ -206,6 +206,13 @@ def measured(
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
     pace later: how long the verifier takes for a call of one token."""
     settings = arguments.run.settings
+    if getattr(cascade.drafter, "drafts_at_once", None) is not None:
+        raise FieldError(
+            "models" if arguments.run.models else "drafter",
+            names[0],
+            "time it with scripts/benchmark.py.",
+            f"a plan is made of what single tokens cost, and {names[0]} drafts several in one pass",
+        )
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
         track(

@@ -24,6 +24,7 @@ from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
+from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.core.samplers.proposals import Matched
@@ -104,6 +105,13 @@ class Cascade:
             copy.copy(model) if any(model is other for other in self.models[:n]) else model
             for n, model in enumerate(self.models)
         )
+        if self.beside is not None and getattr(self.drafter, "drafts_at_once", None) is not None:
+            raise FieldError(
+                "models",
+                self.beside,
+                "name one of the two.",
+                "lookup drafts beside a model that writes one token after another, not several at once",
+            )
         self.named = {**({self.trained.name: self.trained} if self.trained else {}), **named(self.samplers)}
         if self.chat:
             self.tokenizer.template()
@@ -278,7 +286,7 @@ class Cascade:
         verification = ways if len(ways) > 1 else ways[0]
         if self.host_drafter is not None:
             return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
-        sampler: Any = Autoregressive(self.drafter)
+        sampler: Any = drafting(self.drafter, sizes[0])
         if self.beside is not None:
             sampler = WithLookup(sampler, self.beside)
         kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
@@ -397,6 +405,7 @@ class Cascade:
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
         self.check_model_free(settings)
+        self.check_at_once(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
             raise FieldError(
                 "max_new_tokens",
@@ -407,6 +416,24 @@ class Cascade:
             )
         self.spans(settings)
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
+
+    def check_at_once(self, settings: Settings) -> None:
+        """Raises FieldError for settings that a drafter of several tokens at once cannot decode with."""
+        most = getattr(self.drafter, "drafts_at_once", None)
+        if most is None:
+            return
+        scheme = settings.scheme(self.levels)
+        if scheme is None:
+            size = settings.block_sizes(self.levels)[0]
+            if size > most:
+                field = "max_block_size" if settings.adaptive else "block_size"
+                problem = f"{field} is {size}, and the drafter writes {most} tokens at once"
+                raise FieldError(field, size, f"it must be at most {most}.", problem)
+        elif scheme.models is not None or scheme.sampler(self.models) == Autoregressive(self.drafter):
+            problem = (
+                f"{settings.name} asks the drafter for one token after another, and it writes several at once"
+            )
+            raise FieldError("method", settings.name, "take a rule of --list, or verifier.", problem)
 
     def check_model_free(self, settings: Settings) -> None:
         """Raises FieldError for settings that cannot decode with drafts of no model."""

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from speccascade_jax.models.assistant import AssistantConfig, AssistantModel, AssistedConfig, AssistedModel
+from speccascade_jax.models.block_drafter import BlockDrafterConfig, BlockDrafterModel
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
+from speccascade_jax.models.dflash import DFlashConfig, DFlashModel, DFlashPairConfig, DFlashPairModel
 from speccascade_jax.models.eagle import EagleConfig, EagleModel, EaglePairConfig, EaglePairModel
 from speccascade_jax.models.exits import ExitsConfig, ExitsModel
 from speccascade_jax.models.gemma4 import Gemma4Config, Gemma4Model
@@ -14,15 +16,16 @@ from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
 
 DecoderOnlyConfig = DecoderConfig | Gemma4Config
 SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
-TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | EaglePairConfig
-NetworkConfig = TrainedNetworkConfig | AssistedConfig
+TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | BlockDrafterConfig | EaglePairConfig
+NetworkConfig = TrainedNetworkConfig | AssistedConfig | DFlashPairConfig
 """Of several models that share parameters."""
 TrainedConfig = SingleConfig | TrainedNetworkConfig
 """What finetune.py trains."""
-Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig
-NetworkModel = ExitsModel | SharedEncoderModel | EaglePairModel
+Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig | DFlashPairConfig | DFlashConfig
+NetworkModel = ExitsModel | SharedEncoderModel | BlockDrafterModel | EaglePairModel
 SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel
-Model = SingleModel | NetworkModel | AssistantModel | AssistedModel | EagleModel
+AttachedModel = AssistantModel | EagleModel | DFlashModel
+Model = SingleModel | NetworkModel | AssistedModel | DFlashPairModel | AttachedModel
 MODELS: dict[type, Callable[..., Model]] = {
     T5Config: T5Model,
     DecoderConfig: DecoderModel,
@@ -30,8 +33,11 @@ MODELS: dict[type, Callable[..., Model]] = {
     T5GemmaConfig: T5GemmaModel,
     ExitsConfig: ExitsModel,
     SharedEncoderConfig: SharedEncoderModel,
+    BlockDrafterConfig: BlockDrafterModel,
     AssistantConfig: AssistantModel,
     AssistedConfig: AssistedModel,
+    DFlashConfig: DFlashModel,
+    DFlashPairConfig: DFlashPairModel,
     EagleConfig: EagleModel,
     EaglePairConfig: EaglePairModel,
 }

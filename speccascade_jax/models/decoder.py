@@ -34,7 +34,7 @@ from speccascade_jax.models.layers import (
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.rope import Turn, rotated, turns
-from speccascade_jax.models.stacking import each_layer, layers_of
+from speccascade_jax.models.stacking import blank_states, each_layer, layers_of, with_state
 
 Array = jax.Array
 SCORES = 2**25  # of attention, that are computed at once: 128 MB
@@ -394,23 +394,6 @@ class Decoder(Ends):
         if states is not None:
             states = with_state(states, before, c.num_layers, x)[:-1]
         return x, states, cache._replace(keys=keys, values=values, length=cache.length + count)
-
-
-def blank_states(before: tuple[int, ...], x: Array) -> Array | None:
-    """Room [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]; the last entry is
-    scratch."""
-    return jnp.zeros((len(before) + 1, *x.shape), x.dtype) if before else None
-
-
-def with_state(states: Array | None, before: tuple[int, ...], number: Any, x: Array) -> Any:
-    """blank_states() with the state x [B, T, D] before the `number`-th layer, if `before` names it."""
-    if states is None or (isinstance(number, int) and number not in before):
-        return states
-    if isinstance(number, int):
-        return states.at[before.index(number)].set(x)
-    named = jnp.array(before) == number
-    place = jnp.where(jnp.any(named), jnp.argmax(named), len(before))
-    return lax.dynamic_update_index_in_dim(states, x, place, 0)
 
 
 def in_chunks(

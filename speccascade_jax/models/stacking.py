@@ -89,6 +89,23 @@ def shared_or_nth(values: Sequence[Array], number: Any) -> Array:
     return values[number] if isinstance(number, int) else nth(jnp.stack(values), number)
 
 
+def blank_states(before: tuple[int, ...], x: Array) -> Array | None:
+    """Room [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]; the last entry is
+    scratch."""
+    return jnp.zeros((len(before) + 1, *x.shape), x.dtype) if before else None
+
+
+def with_state(states: Array | None, before: tuple[int, ...], number: Any, x: Array) -> Any:
+    """blank_states() with the state x [B, T, D] before the `number`-th layer, if `before` names it."""
+    if states is None or (isinstance(number, int) and number not in before):
+        return states
+    if isinstance(number, int):
+        return states.at[before.index(number)].set(x)
+    named = jnp.array(before) == number
+    place = jnp.where(jnp.any(named), jnp.argmax(named), len(before))
+    return lax.dynamic_update_index_in_dim(states, x, place, 0)
+
+
 def wants_stacking() -> bool:
     """Whether layers are stacked to decode on this machine."""
     return jax.default_backend() != "cpu"

@@ -34,11 +34,13 @@ from speccascade_jax.models.layers import (
 )
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.stacking import (
+    blank_states,
     each_layer,
     layers_of,
     nth,
     of_each_layer,
     shared_or_nth,
+    with_state,
 )
 
 Array = jax.Array
@@ -373,6 +375,21 @@ class T5(nnx.Module):
     ) -> tuple[Array, T5Cache]:
         """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
         cache.length, in sequence or as branches. The layers above write nothing. `more` as in decode()."""
+        x, _, cache = self.advance_with_states(tokens, cache, (), depth, branches, more)
+        return x, cache
+
+    def advance_with_states(
+        self,
+        tokens: AnyArray,
+        cache: T5Cache,
+        before: tuple[int, ...],
+        depth: int | None = None,
+        branches: Branches | None = None,
+        more: Array | float = 0.0,
+    ) -> tuple[Array, Any, T5Cache]:
+        """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
+        which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
+        which has had no norm yet. None if `before` is empty."""
         back = steps_back(cache.length, tokens.shape[1], entries(cache.keys), branches)  # [B, T, L]
         biases = [
             jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
@@ -381,7 +398,8 @@ class T5(nnx.Module):
         source_bias = padding_bias(cache.source_length, entries(cache.cross_keys))
 
         def apply_layer(n: Any, layer: DecoderLayer, carry: Any) -> Any:
-            x, *buffers = carry
+            x, states, *buffers = carry
+            states = with_state(states, before, n, x)
             x = layer(
                 x,
                 remembering(buffers, n, cache.length),
@@ -391,11 +409,14 @@ class T5(nnx.Module):
                 source_bias,
                 lambda x: x,
             )
-            return x, *buffers
+            return x, states, *buffers
 
-        begun = self._embed(tokens) + more, cache.keys, cache.values
-        x, keys, values = each_layer(self.decoder, apply_layer, begun, depth)
-        return x, cache._replace(keys=keys, values=values, length=cache.length + tokens.shape[1])
+        x = self._embed(tokens) + more
+        begun = x, blank_states(before, x), cache.keys, cache.values
+        x, states, keys, values = each_layer(self.decoder, apply_layer, begun, depth)
+        if states is not None:
+            states = with_state(states, before, self.config.num_decoder_layers, x)[:-1]
+        return x, states, cache._replace(keys=keys, values=values, length=cache.length + tokens.shape[1])
 
 
 def padding_bias(length: AnyArray, size: int) -> Array:

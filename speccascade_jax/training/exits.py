@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speccascade_jax.config import TrainConfig
-from speccascade_jax.models import EaglePairConfig, ExitsConfig, NetworkConfig, full_of
+from speccascade_jax.models import (
+    BlockDrafterConfig,
+    EaglePairConfig,
+    ExitsConfig,
+    NetworkConfig,
+    full_of,
+)
 from speccascade_jax.models.exits import depth_of
 from speccascade_jax.models.layers import AfterLayer, last_written
 from speccascade_jax.training.data import Batch
@@ -58,6 +64,13 @@ def layer_dropout(key: Array, rate: float, layers: int, rows: int) -> AfterLayer
     return after
 
 
+def layers_of_members(model: NetworkConfig) -> tuple[int, ...]:
+    """How many layers each small member of a network has, the fewest first."""
+    if isinstance(model, ExitsConfig):
+        return model.layers
+    return (model.num_layers if isinstance(model, BlockDrafterConfig) else depth_of(model.drafter),)
+
+
 def weights(config: TrainConfig, number: Array | None) -> Array:
     """The weight of each member's loss in batch `number`, float32 [M], the full model's last; they sum to 1.
     Without a number every exit counts.
@@ -73,7 +86,7 @@ def weights(config: TrainConfig, number: Array | None) -> Array:
     if isinstance(model, EaglePairConfig):
         places = DECAY ** jnp.arange(exits.ahead)
         return jnp.append(places / jnp.sum(places), 0.0)
-    layers = model.layers if isinstance(model, ExitsConfig) else (depth_of(model.drafter),)
+    layers = layers_of_members(model)
     count, depth = len(layers), depth_of(full_of(model))
     if exits.frozen:
         return jnp.array([1 / count] * count + [0.0])

@@ -18,6 +18,7 @@ from shapes import (
     EAGLE_VERIFIER,
     GEMMA4S,
     TINY_ASSISTANT,
+    TINY_DFLASH,
     TINY_EAGLE,
     TINY_GEMMA,
     TINY_GEMMA4,
@@ -34,6 +35,8 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.models import (
     MODELS,
     AssistedConfig,
+    BlockDrafterConfig,
+    DFlashPairConfig,
     EaglePairConfig,
     ExitsConfig,
     SharedEncoderConfig,
@@ -88,6 +91,12 @@ UNLIKE |= {
         ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),
         ExitsConfig(UNLIKE["t5"][1], (1,), "own"),
         ExitsConfig(UNLIKE["gemma2"][0], (1, 2), "adapter", 3),
+    ],
+    "dflash": [TINY_DFLASH, dataclasses.replace(TINY_DFLASH, query_bias=True, output_bias=True, states=(3,))],
+    "dflash_pair": [DFlashPairConfig(EAGLE_VERIFIER, TINY_DFLASH)],
+    "block_drafter": [
+        BlockDrafterConfig(UNLIKE["t5"][0], (0, 2), 5, num_heads=3, d_kv=6, d_ff=10),
+        BlockDrafterConfig(UNLIKE["t5"][1], (1,), 3, num_layers=2, num_heads=2, d_kv=8, d_ff=9),
     ],
     "shared_encoder": [
         SharedEncoderConfig(

@@ -10,13 +10,13 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from speccascade_jax import config as configs
-from speccascade_jax.checkpoints import assistant, eagle
+from speccascade_jax.checkpoints import assistant, dflash, eagle
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.models import AssistantConfig, EagleConfig, model_of, presets, t5
+from speccascade_jax.models import AssistantConfig, DFlashConfig, EagleConfig, model_of, presets, t5
 from speccascade_jax.models.members import member
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.vocabularies.joining import shapes_of
@@ -89,6 +89,7 @@ PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
     "gemma4_31b_assistant": ("gemma4_31b_assistant", "gemma4_31b"),
     "llama3_8b_eagle3": ("llama3_8b_eagle3", "llama3_8b"),
     "qwen3_8b_eagle3": ("qwen3_8b_eagle3", "qwen3_8b"),
+    "qwen3_8b_dflash": ("qwen3_8b_dflash", "qwen3_8b"),
     "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
     "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"),
     "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
@@ -108,7 +109,7 @@ def pair(name):
     """generate's arguments for a pair, its layers stacked as on accelerators; a drafter of another vocabulary
     has tables of half of its tokens."""
     run, shapes = configs.load(name), [PRESETS[preset] for preset in PAIRS[name]]
-    attached = {AssistantConfig: assistant, EagleConfig: eagle}.get(type(shapes[0]))
+    attached = {AssistantConfig: assistant, EagleConfig: eagle, DFlashConfig: dflash}.get(type(shapes[0]))
     if attached is not None:
         drafter, verifier = (model_of(shape, dtype="bfloat16", cache_dtype="bfloat16") for shape in shapes)
         network = stackable(attached.joined(name, drafter, verifier))

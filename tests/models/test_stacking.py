@@ -13,7 +13,7 @@ from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core.nests import insert
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of, stacking
+from speccascade_jax.models import BlockDrafterConfig, ExitsConfig, SharedEncoderConfig, model_of, stacking
 from speccascade_jax.models.stacking import stacked
 
 TABLES = dataclasses.replace(TINY_T5, shared_position_bias=False)
@@ -23,6 +23,9 @@ SHAPES = {
     "t5, a table a layer": TABLES,
     "exits": ExitsConfig(TINY_T5, (1,), "norm"),
     "shared encoder": SharedEncoderConfig(TINY_T5, NARROW, states=True),
+    "block drafter": BlockDrafterConfig(
+        dataclasses.replace(TINY_T5, relative_max_distance=16), (0, 2), 5, 2, num_heads=2, d_kv=16, d_ff=24
+    ),
     "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"),
     "t5gemma": TINY_T5GEMMA,
     **DECODERS,
@@ -67,6 +70,7 @@ def decoded(model, params, rows):
         ("t5, a table a layer", 3),
         ("exits", 3),
         ("shared encoder", 1),
+        ("block drafter", 3),
         ("a decoder's exits", 3),
         ("t5gemma", 1),
         ("gemma3_text", 3),

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from speccascade_jax.models.assistant import ASSISTANT
+from speccascade_jax.models.dflash import DFLASH
 from speccascade_jax.models.eagle import EAGLE
 from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
@@ -168,3 +169,11 @@ TINY_EAGLE = dataclasses.replace(  # of a verifier with SMALL's widths and 4 lay
     layers=(3, 1, 2),
 )
 EAGLE_VERIFIER = dataclasses.replace(QWEN3, **SMALL | {"num_layers": 4})
+TINY_DFLASH = dataclasses.replace(  # of EAGLE_VERIFIER
+    DFLASH,
+    **SMALL | {"num_layers": 2, "num_kv_heads": 2, "d_ff": 28},
+    rope_theta=50.0,
+    mask_id=95,
+    states=(1, 2, 3),
+    block_size=6,
+)

@@ -13,7 +13,7 @@ from tiny_models import random_checkpoint
 from speccascade_jax import checkpoints
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.models import ExitsConfig, SharedEncoderConfig, model_of
+from speccascade_jax.models import BlockDrafterConfig, ExitsConfig, SharedEncoderConfig, model_of
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import make_mesh
@@ -53,6 +53,7 @@ FROZEN = {
     "heads": ExitsConfig(GEMMA, (1,), "own"),
     "drafter": SharedEncoderConfig(T5, DRAFTER),
     "reads states": SharedEncoderConfig(T5, DRAFTER, True),
+    "blocks": BlockDrafterConfig(T5, (1, 3), 5, num_heads=4, d_kv=8, d_ff=64),
 }
 
 

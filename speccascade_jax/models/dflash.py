@@ -1,0 +1,192 @@
+"""DFlash's block drafters for decoder-only models (Chen et al. 2026, arXiv 2602.06036).
+
+A drafter is a few layers like a Qwen 3's. They read the last committed token and a mask for each place of the
+draft, which see each other in both directions, and as keys and values the verifier's states of several layers
+at the committed positions. Each mask predicts the token in its own place. Embeddings and head are the
+verifier's.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NoReturn
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from speccascade_jax.core.protocols import UNSEEN, AnyArray, Array, Prefix
+from speccascade_jax.models.base import FlaxModel
+from speccascade_jax.models.block_drafter import BlockDrafterCache, BlockPairModel, seen
+from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
+from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel, Layer, Norm, in_chunks
+from speccascade_jax.models.layers import Linear, steps_back
+from speccascade_jax.models.members import NetworkShape
+from speccascade_jax.models.presets import QWEN3_8B
+from speccascade_jax.models.quantization import table_rows
+from speccascade_jax.models.rope import turns
+from speccascade_jax.models.stacking import each_layer, layers_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig(DecoderConfig):
+    """A drafter's shape, with the verifier's vocabulary and width. The defaults are those of Qwen 3 8B's."""
+
+    family: str = "dflash"
+    vocab_size: int = QWEN3_8B.vocab_size
+    d_ff: int = QWEN3_8B.d_ff
+    num_kv_heads: int = QWEN3_8B.num_kv_heads
+    num_layers: int = 5
+    head_norms: bool = True
+    rope_theta: float = QWEN3_8B.rope_theta
+    max_positions: int = QWEN3_8B.max_positions
+    norm_epsilon: float = QWEN3_8B.norm_epsilon
+    pad_id: int = QWEN3_8B.pad_id
+    eos_id: int = QWEN3_8B.eos_id
+    bos_id: int = QWEN3_8B.bos_id
+    mask_id: int = 151_669
+    states: tuple[int, ...] = (2, 10, 18, 26, 34)  # after how many of the verifier's layers they are read
+    block_size: int = 16  # tokens of a pass: the last committed one, and a draft of one less
+
+
+DFLASH = DFlashConfig()
+PRESETS = {"qwen3_8b_dflash": DFLASH}
+
+
+class DFlash(nnx.Module):
+    """The network of a drafter. `dtype` is the matrix products'; sums and logits are float32."""
+
+    def __init__(self, config: DFlashConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
+        c, inputs = config, len(config.states) * config.d_model
+        self.config = c
+        layers = [Layer(c, dtype=dtype, stacked=stacked, rngs=rngs) for _ in range(c.num_layers)]
+        self.layers = layers_of(layers, stacked)
+        self.mix = Linear(inputs, c.d_model, std=inputs**-0.5, dtype=dtype, rngs=rngs)
+        self.mix_norm, self.norm = Norm(c), Norm(c)
+
+    def start(self, rows: int, max_length: int, dtype: Any) -> DecoderCache:
+        """An empty cache in `dtype`."""
+        c = self.config
+        buffers = blank(self.layers, rows, c.num_kv_heads, max_length, c.d_kv, dtype)
+        return DecoderCache(buffers, buffers, jnp.zeros((rows,), jnp.int32))
+
+    def remember(self, states: Float[Array, "N B T D"], cache: DecoderCache) -> DecoderCache:
+        """The cache with the keys and values of T more of the verifier's states."""
+        mixed = self.mix_norm(self.mix(jnp.concatenate(list(states), axis=-1)))
+        turn, _ = turns(self.config, cache.length[:, None] + jnp.arange(mixed.shape[1]))
+
+        def written(number: Any, layer: Layer, held: Any) -> Any:
+            buffers = list(held)
+            remembering(buffers, number, cache.length)(*layer.attention.keys_and_values(mixed, turn))
+            return tuple(buffers)
+
+        keys, values = each_layer(self.layers, written, (cache.keys, cache.values))
+        return cache._replace(keys=keys, values=values, length=cache.length + mixed.shape[1])
+
+    def draft(
+        self, tokens: Int[AnyArray, "B T"], verifier: Decoder, cache: DecoderCache
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+        """The logits of what follows each of `tokens`, of which some are masks, and the cache, whose scratch
+        alone has changed. What follows a token is predicted in the place after it; the place after the last
+        is one that no other sees."""
+        tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=UNSEEN)
+        count = tokens.shape[1]
+        turn, _ = turns(self.config, cache.length[:, None] + jnp.arange(count))
+        shown = seen(tokens, cache.length, steps_back(cache.length, count, entries(cache.keys)))
+
+        def apply_layer(n: Any, layer: Layer, carry: Any) -> Any:
+            x, *buffers = carry
+            return layer(x, remembering(buffers, n, cache.length), turn, shown), *buffers
+
+        read = jnp.where(tokens < 0, self.config.mask_id, tokens)
+        begun = table_rows(verifier.embedding.get_value(), read), cache.keys, cache.values
+        x, keys, values = each_layer(self.layers, apply_layer, begun)
+        return verifier.logits(x[:, 1:], self.norm), cache._replace(keys=keys, values=values)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashModel(FlaxModel):
+    """A drafter without its verifier: it has parameters, and refuses to decode."""
+
+    config: DFlashConfig
+
+    def network(self, rngs: nnx.Rngs) -> DFlash:
+        return DFlash(self.config, dtype=jnp.dtype(self.dtype), stacked=self.stacked, rngs=rngs)
+
+    def prefill(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            "a DFlash drafter only drafts for the verifier that it was trained with: load both, it first."
+        )
+
+    extend = roll_back = prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashPairConfig(NetworkShape):
+    """A verifier and its DFlash drafter."""
+
+    family: ClassVar[str] = "dflash_pair"
+    full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
+    verifier: DecoderConfig = QWEN3_8B
+    drafter: DFlashConfig = DFLASH
+
+    @property
+    def full(self) -> DecoderConfig:
+        return self.verifier
+
+
+class DFlashPair(nnx.Module):
+    """The verifier's network and the drafter's."""
+
+    def __init__(self, config: DFlashPairConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs):
+        self.verifier = Decoder(config.verifier, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
+        self.drafter = DFlash(config.drafter, dtype=dtype, stacked=stacked, rngs=rngs)
+
+    def start(self, rows: int, max_length: int, dtype: Any) -> BlockDrafterCache:
+        """Both empty caches in `dtype`."""
+        return BlockDrafterCache(
+            *(part.start(rows, max_length, dtype) for part in (self.drafter, self.verifier))
+        )
+
+    def advance(self, tokens: AnyArray, cache: BlockDrafterCache) -> tuple[Array, BlockDrafterCache]:
+        """The verifier's advance(). Its states become the drafter's keys and values."""
+        states = self.drafter.config.states
+        x, found, verifier = self.verifier.advance_with_states(tokens, cache.verifier, states)
+        return x, BlockDrafterCache(self.drafter.remember(found, cache.drafter), verifier)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashPairModel(BlockPairModel):
+    """A decoder-only model and its DFlash drafter."""
+
+    config: DFlashPairConfig
+    chunk: int = 512  # as the verifier's
+
+    @property
+    def draft_size(self) -> int:
+        """How many tokens the drafter writes in one pass."""
+        return self.config.drafter.block_size - 1
+
+    @property
+    def full(self) -> DecoderModel:
+        """The verifier without the drafter."""
+        return DecoderModel(
+            self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked, self.chunk
+        )
+
+    def network(self, rngs: nnx.Rngs) -> DFlashPair:
+        return DFlashPair(
+            self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
+        )
+
+    def prefill(
+        self,
+        params: nnx.State,
+        inputs: Int[AnyArray, "B S"],
+        input_length: Int[AnyArray, " B"],
+        max_length: int,
+    ) -> tuple[Prefix, BlockDrafterCache]:
+        """The verifier's, which leaves the drafter what it reads."""
+        network = self.merged(params)
+        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
+        cache = in_chunks(network.advance, inputs, cache, self.chunk)
+        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
