@@ -33,6 +33,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation import other_libraries, profiling
@@ -156,7 +157,7 @@ def time_parts(
             }
             report.table(f"parts, batch {batch_size}, {arguments.method}, block size {block_size}", figures)
     sampler = Speculative(
-        Autoregressive(drafter),
+        drafting(drafter, arguments.block_sizes[-1]),
         verifier,
         METHODS[arguments.method],
         arguments.block_sizes[-1],

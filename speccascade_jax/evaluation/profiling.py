@@ -20,7 +20,8 @@ from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core import loop
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import LanguageModel
-from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers import Speculative
+from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import TOKEN, Verification
 from speccascade_jax.models import Config, model_of
@@ -64,7 +65,7 @@ def measure(
     idle_model: LanguageModel = FixedLogits(verifier.vocab_size)
     logits = jax.random.normal(jax.random.key(0), (max_new_tokens, verifier.vocab_size))
     sampler, idle = (
-        Speculative(Autoregressive(small), large, method, block_size, verification=verification)
+        Speculative(drafting(small, block_size), large, method, block_size, verification=verification)
         for small, large in ((drafter, verifier), (idle_model, idle_model))
     )
     requests = loop.requests(
