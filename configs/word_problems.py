@@ -6,7 +6,7 @@ config = DecodeConfig(
     drafter=str(DEMO / "word_problems_drafter"),
     verifier=str(DEMO / "word_problems_verifier"),
     method="speculative",
-    block_size=5,
+    block_size=8,
     suffix=" =",
     max_source_length=160,
     max_new_tokens=112,

@@ -114,7 +114,7 @@ PROBLEMS = Experiment(
     "trade-offs-word-problems",
     "What the rules trade on word problems, where depth matters.",
     "trade-offs",
-    sweeps.TradeOff(config="word_problems", block_sizes=(5,), inputs=1000, split="test", **TRADED),
+    sweeps.TradeOff(config="word_problems", block_sizes=(8,), inputs=1000, split="test", **TRADED),
 )
 CAPTIONS = Experiment(
     "trade-offs-multi30k",
@@ -131,10 +131,9 @@ SPANS = Experiment(
         methods=("speculative", "opt", "lossy", "token_v3"),
         alphas=(0.0, 0.1, 0.3, 0.5),
         alphas_after=(0.0, 0.1, 0.3, 0.5),
-        block_sizes=(5,),
+        block_sizes=(8,),
         temperatures=(0.0, 1.0),
         inputs=1000,
-        timed=24,
         split="test",
         marker="The answer is",
     ),
