@@ -6,9 +6,16 @@ import json
 import math
 import os
 
-# Most time here goes into compiling programs that are tiny and run few times. Read when jax starts.
+# Most time here goes into compiling programs that are tiny and run few times, so nothing is optimised, and no
+# program is cut into parts that are compiled side by side. What runs for long is optimised at LLVM's level 1,
+# where it is as fast as at higher ones. Read when jax starts.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_optimization_level=1",
+)
 
 import jax
 import numpy as np
@@ -61,6 +68,8 @@ MOST_MAPS = 8_000
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
 LONGEST = (
     "tests/core/samplers/test_block_loop.py",
+    "tests/core/test_spans.py",
+    "tests/core/samplers/test_lookup.py",
     "tests/commands/test_finetune.py",
     "tests/test_fuzz.py",
     "tests/core/samplers/test_hierarchy.py",
@@ -101,8 +110,10 @@ def rows(full) -> int:
 
 @pytest.fixture(autouse=True)
 def compile_well(request):
-    """Programs that run for long are worth it."""
-    long = request.config.getoption("--full") and "rows" in request.fixturenames
+    """Programs that run for long are worth it: those of tests marked `long`, and with --full all that `rows`
+    counts."""
+    counted = request.config.getoption("--full") and "rows" in request.fixturenames
+    long = counted or request.node.get_closest_marker("long") is not None
     jax.config.update("jax_disable_most_optimizations", not long)
 
 

@@ -58,7 +58,7 @@ def tokens(demo, sentences):
     return decode
 
 
-@pytest.mark.full(quick=["3-1"])
+@pytest.mark.full(quick=["5-16"])
 @pytest.mark.parametrize("block_size,batch_size", [(1, 16), (3, 1), (5, 16), (7, 1)])
 def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(

@@ -125,15 +125,20 @@ def requests(
 
 
 def begin(
-    sampler: Sampler, params: Params, batch: Requests, *, max_new_tokens: int, history: int = 0
+    sampler: Sampler,
+    params: Params,
+    batch: Requests,
+    *,
+    max_new_tokens: int,
+    history: int = 0,
+    eos_id: int = NO_TOKEN,
 ) -> State:
     """Prefills every model; rows with input_length 0 are finished from the start and stay empty.
 
-    history: how many rounds back somebody may want to look.
+    history: how many rounds back somebody may want to look; eos_id: what run() is called with, if it is: the
+    shapes of a round's counts come from its round then, which is traced once for both.
     """
-    widest = max(x.shape[-1] for x in jax.tree.leaves(batch.inputs)) + 1  # no prefix is longer
-    prompt = jax.eval_shape(lambda: prefilled(sampler, params, batch, widest)[0]).tokens.shape[1]
-    length = prompt + max_new_tokens + sampler.overhang
+    length = prompt_width(sampler, params, batch) + max_new_tokens + sampler.overhang
     prefix, caches = prefilled(sampler, params, batch, length)
     last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)[:, 0]
     room = jnp.where(batch.input_length > 0, jnp.clip(batch.limit, 0, max_new_tokens), 0).astype(jnp.int32)
@@ -150,7 +155,7 @@ def begin(
         room,
         spans=None if batch.markers is None else begun(batch.markers, prefix.length),
     )
-    shapes = jax.eval_shape(lambda: step(sampler, params, caches, rows, NO_TOKEN)[2])
+    shapes = jax.eval_shape(lambda: step(sampler, params, caches, rows, eos_id)[2])
     nothing = jnp.zeros_like(room)
 
     def zeros(*extra: int) -> Counts:
@@ -158,6 +163,17 @@ def begin(
 
     seen = History(nothing, jnp.zeros((len(room), history), jnp.int32), zeros(history)) if history else None
     return State(blank, blank, nothing, rows, caches, zeros(), seen)
+
+
+def prompt_width(sampler: Sampler, params: Params, batch: Requests) -> int:
+    """How many columns the prefix has that the smallest model continues."""
+    model, weights, inputs = sampler.models, params, batch.inputs
+    while type(model) is tuple:
+        weights, inputs = (tree[0] if type(tree) is tuple else tree for tree in (weights, inputs))
+        model = model[0]
+    widest = max(x.shape[-1] for x in jax.tree.leaves(batch.inputs)) + 1  # no prefix is longer
+    prefix = jax.eval_shape(lambda: model.prefill(weights, inputs, batch.input_length, widest)[0])
+    return prefix.tokens.shape[1]
 
 
 def by_round(sampler: Sampler, verifications: Int[Array, " B"]) -> Bool[Array, " B"] | None:
@@ -275,6 +291,6 @@ def generate(
         verifications,
         markers,
     )
-    state = begin(sampler, params, batch, max_new_tokens=max_new_tokens)
+    state = begin(sampler, params, batch, max_new_tokens=max_new_tokens, eos_id=eos_id)
     state = run(sampler, params, state, len(batch.limit), eos_id=eos_id)
     return finish(state, max_new_tokens)

@@ -91,6 +91,7 @@ class Programs:
         self.plan, self.params, self.mesh, self.clock = plan, params, mesh, clock
         self.devices = 1 if mesh is None else mesh.size
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
+        self.shapes: dict[tuple[int, int], Any] = {}  # of what begin() returns
         self.states: dict[tuple[int, int], Any] = {}
 
     def begin(self, rows: int, width: int) -> Any:
@@ -100,9 +101,10 @@ class Programs:
         """
 
         def compiled() -> Any:
-            arguments = self._arguments(rows, width)
-            self._check_memory(rows, jax.eval_shape(self._begin, self.params, *arguments))
-            return jax.jit(self._begin).lower(self.params, *arguments)
+            traced = jax.jit(self._begin).trace(self.params, *self._arguments(rows, width))
+            self._check_memory(rows, traced.out_info)
+            self.shapes[rows, width] = traced.out_info
+            return traced.lower()
 
         return self._once(("begin", rows, width), compiled)
 
@@ -179,7 +181,12 @@ class Programs:
 
         def begin(params: Any, batch: loop.Requests, want: Any) -> loop.State:
             state = loop.begin(
-                sampler, params, batch, max_new_tokens=plan.max_new_tokens, history=plan.history
+                sampler,
+                params,
+                batch,
+                max_new_tokens=plan.max_new_tokens,
+                history=plan.history,
+                eos_id=plan.eos_id,
             )
             return state._replace(rows=state.rows._replace(want=want))
 
@@ -207,9 +214,10 @@ class Programs:
         """The shapes of a State, and where begin() has put its parts. They stay there."""
         if (rows, width) not in self.states:
             where = self.begin(rows, width).output_shardings
-            shapes = jax.eval_shape(self._begin, self.params, *self._arguments(rows, width))
             self.states[rows, width] = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+                self.shapes[rows, width],
+                where,
             )
         return self.states[rows, width]
 

@@ -78,6 +78,7 @@ def token_cascade_law(alpha, cap, prompt=(1,), temperature=1.0):
     return texts
 
 
+@pytest.mark.long
 @pytest.mark.full(quick=["0.5-2"])
 @pytest.mark.parametrize("cap", [1, 2, 10])
 @pytest.mark.parametrize("alpha", [0.5, 0.6])  # q is trusted in some contexts and not in others
@@ -89,6 +90,7 @@ def test_token_cascade_follows_its_law(alpha, cap):
         assert (result.counts.emitted == result.counts.accepted + result.counts.rounds).all()
 
 
+@pytest.mark.long
 def test_the_wrong_cap_is_seen():
     """Negative control: with a drafter that is always trusted only the cap decides."""
     result = run(TokenCascade(Autoregressive(MODEL), MODEL, 2), 1.0)
@@ -96,6 +98,7 @@ def test_the_wrong_cap_is_seen():
     assert chi_square(result.tokens, token_cascade_law(1.0, 3)) < FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_bent_random_numbers_are_seen(monkeypatch):
     """Negative control: numbers that are not uniform."""
@@ -116,6 +119,7 @@ def test_token_cascade_at_temperature_zero(alpha):
     )
 
 
+@pytest.mark.long
 def test_oracle_follows_the_law_of_diff():
     result = run(Oracle(MODEL, MODEL), 0.03)
     law = sequence_law(TABLES, ["diff"], [0.03], (1,), steps=STEPS, eos=EOS)

@@ -201,6 +201,7 @@ def test_the_joint_law(methods, alphas, options, rows):
     assert p_value(methods, alphas, [2] * len(methods), rows=rows, **options) > FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 @pytest.mark.parametrize("name,alpha", [("cactus", 0.1), ("relaxed", 0.2)])
 def test_the_law_of_adaptive_blocks(name, alpha):

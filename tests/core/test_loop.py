@@ -1,5 +1,7 @@
 """The compiled loop: rows of all kinds share a program, limits cut, values of other shapes are refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,27 @@ def test_options_for_another_number_of_rows_are_refused(name):
     with pytest.raises(FieldError) as refused:
         decoded(Autoregressive(TableLM(VOCAB)), TABLES[0], 4, SamplingOptions(**{name: np.ones(3)}), ())
     assert (refused.value.field, refused.value.value) == (name, (3,))
+
+
+def test_a_round_is_traced_once():
+    """The shapes of its counts come from the same trace; and the verifier's prefill needs no other one."""
+    traced = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Traced(Speculative):
+        def step(self, *arguments):
+            traced.append("step")
+            return super().step(*arguments)
+
+    @dataclasses.dataclass(frozen=True)
+    class TracedLM(TableLM):
+        def prefill(self, *arguments):
+            traced.append("prefill")
+            return super().prefill(*arguments)
+
+    sampler = Traced(Autoregressive(TableLM(VOCAB)), TracedLM(VOCAB), METHODS["opt"], 2)
+    decoded(sampler, tuple(TABLES[:2]), 2, SamplingOptions(temperature=1.0), [0.05])
+    assert sorted(traced) == ["prefill", "step"]
 
 
 def test_limits_cut_and_change_nothing_else():

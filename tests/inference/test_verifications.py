@@ -16,7 +16,9 @@ def cascade(models=2):
     return Cascade((TableLM(4),) * models, tables, Digits(), max_source_length=16, max_new_tokens=8)
 
 
-@pytest.mark.parametrize("models,sizes", [(2, 3), (3, (1, 3)), (2, "adaptive")])
+@pytest.mark.parametrize(
+    "models,sizes", [(2, 3), pytest.param(3, (1, 3), marks=pytest.mark.full), (2, "adaptive")]
+)
 def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
     """Also in rows that have been another text's: there are more texts than rows."""
     each = [

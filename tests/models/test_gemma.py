@@ -154,6 +154,7 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
     assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
 
 
+@pytest.mark.full(quick=["gemma2_2b-2614"])
 @pytest.mark.parametrize("name,millions", [("gemma2_2b", 2614), ("gemma2_9b", 9242), ("gemma2_27b", 27227)])
 def test_presets_have_the_published_sizes(name, millions):
     shapes = jax.tree.leaves(DecoderModel(PRESETS[name]).abstract_params())

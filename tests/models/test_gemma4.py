@@ -184,6 +184,7 @@ def test_published_configs_are_the_presets():
         assert "per_layer_config" in written and read_config("it", written) == PRESETS[name], name
 
 
+@pytest.mark.full(quick=["gemma4_e2b-4629"])
 @pytest.mark.parametrize("name,millions", [("gemma4_e2b", 4629), ("gemma4_e4b", 7463), ("gemma4_31b", 30697)])
 def test_presets_have_the_published_sizes(name, millions):
     """Without the towers that see and hear."""

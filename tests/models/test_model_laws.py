@@ -21,7 +21,13 @@ TODAY = {name: shape for name, shape in DECODERS.items() if name != "gemma2"} | 
 TODAY |= GEMMA4S
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(shape, id=name, marks=pytest.mark.full if name == "t5, a table a layer" else ())
+        for name, shape in SHAPES.items()
+    ],
+)
 def tiny(request):
     model = model_of(request.param)
     params = model.init(0)

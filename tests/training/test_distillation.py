@@ -101,7 +101,7 @@ def overlap_with_pi(p, q, method, alpha):
     return np.minimum(pi, q).sum(-1)
 
 
-@pytest.mark.full(quick=["lora", "exits", "shared encoder"])
+@pytest.mark.full(quick=["lora", "exits"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_learns_towards_a_rules_pi(kind):
     """The first loss is -log of what the rule accepts, computed outside; later ones are smaller."""
@@ -117,6 +117,7 @@ def test_every_kind_of_drafter_learns_towards_a_rules_pi(kind):
     assert student.loss(batch) < 0.95 * first
 
 
+@pytest.mark.full(quick=["exits"])
 @pytest.mark.parametrize("kind", ["t5", "exits"])
 def test_the_schedule_goes_by_steps_not_batches(kind):
     """Three steps of two batches each: KL, the mean of both, LK; judged by LK."""
@@ -174,6 +175,7 @@ def base(number_words, tmp_path_factory):
     return config, train(config)
 
 
+@pytest.mark.full(quick=["0"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_run_is_judged_by_what_it_learns(base, tmp_path, lora_rank):
     """A student that is its teacher has nothing to learn from it; from the data it has."""

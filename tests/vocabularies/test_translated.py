@@ -147,6 +147,7 @@ def test_lenience_by_span_with_a_foreign_drafter(way, rows):
         assert chance(fewer) < FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_random_numbers_of_places_are_seen_in_blocks_of_a_foreign_drafter(monkeypatch):
     """A planted mistake: the numbers belong to places in the text, not to rounds."""

@@ -35,19 +35,20 @@ PLAIN = SamplingOptions(temperature=1.0)
         *((m, 3) for m in FAMILIES), ("opt", 1), ("speculative", 6), among=[("opt", 1), ("speculative", 6)]
     ),
 )
-def test_the_law(method, size, full):
+def test_the_law(method, size, rows):
     """Three families of rules; blocks longer than the texts, too."""
-    rows = 200_000 if full else 40_000
     options = {"rows": rows, "verification": BLOCK}
     assert p_value([method], [FAMILIES[method]], [size], **options) > FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_the_law_with_truncations():
     options = {"rows": 200_000, "verification": BLOCK, "top_k": 3, "temperature": 0.5}
     assert p_value(["token_v3"], [FAMILIES["token_v3"]], [3], **options) > FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hand_over,methods",
     quick(
@@ -62,6 +63,7 @@ def test_the_law_of_hierarchies(hand_over, methods, full):
     assert p_value(methods, alphas, [2, 2], **options) > FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_the_law_of_four_levels():
     methods = ["speculative", "opt", "speculative"]
@@ -76,8 +78,8 @@ def adaptive(method, stop_below, verification):
 
 
 @pytest.mark.parametrize("method", quick(*((m,) for m in FAMILIES), among=[("opt",)]))
-def test_the_law_of_adaptive_blocks(method, full):
-    alpha, rows = FAMILIES[method], 200_000 if full else 40_000
+def test_the_law_of_adaptive_blocks(method, rows):
+    alpha = FAMILIES[method]
     result, which = decoded(adaptive(method, 0.3, BLOCK), (TABLES[0], TABLES[1]), rows, PLAIN, [alpha])
     tokens = np.asarray(result.tokens)
     values = [
@@ -91,6 +93,7 @@ def test_the_law_of_adaptive_blocks(method, full):
     assert len(np.unique(sizes)) > 3  # it does adapt
 
 
+@pytest.mark.full(quick=["sizes1"])
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
 def test_rows_that_differ_share_a_program_and_nothing_else(sizes):
     """Each row writes what it writes where all are verified as it is; one compilation."""
@@ -149,12 +152,14 @@ def fresh_programs():
     jax.clear_caches()
 
 
+@pytest.mark.long
 def test_numbers_of_positions_are_seen(monkeypatch, fresh_programs):
     """A position drawn again meets the number that decided how much was rolled back."""
     monkeypatch.setattr(loop, "by_round", lambda sampler, ways: jnp.zeros(ways.shape, bool))
     assert p_value(["speculative"], [0.0], [2], rows=100_000, verification=BLOCK) < FAIL_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_numbers_of_a_round_without_those_around_it_are_seen(monkeypatch, fresh_programs):
     """In a hierarchy, a round within a round has the numbers of every other that began at its position."""

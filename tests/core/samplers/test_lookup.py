@@ -123,10 +123,10 @@ def test_the_cache_holds_the_laws_of_a_language_model(start):
 @pytest.mark.parametrize(
     "method,alpha,way,start",
     [
-        ("speculative", 0.0, TOKEN, None),
+        pytest.param("speculative", 0.0, TOKEN, None, marks=pytest.mark.full),
         ("speculative", 0.0, BLOCK, 0),
         ("token_v3", 0.5, TOKEN, None),
-        ("token_v3", 0.5, BLOCK, 0),
+        pytest.param("token_v3", 0.5, BLOCK, 0, marks=pytest.mark.full),
     ],
 )
 def test_what_is_written_follows_the_law(method, alpha, way, start, rows):
@@ -236,7 +236,11 @@ def chooser_of(method="speculative", size=3, vocab=4, start=None, **fields):
 
 @pytest.mark.parametrize(
     "method,alpha,way,start",
-    [("speculative", 0.0, TOKEN, 0), ("speculative", 0.0, BLOCK, None), ("token_v3", 0.5, TOKEN, None)],
+    [
+        pytest.param("speculative", 0.0, TOKEN, 0, marks=pytest.mark.full),
+        ("speculative", 0.0, BLOCK, None),
+        ("token_v3", 0.5, TOKEN, None),
+    ],
 )
 def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
     """token_v3: enumerated over the prefix and all that the choice knows."""

@@ -184,6 +184,7 @@ SEEN_BY = {
 QUICK = [(bonus_from_p, "token_v3")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "bug,family",
     quick(*((b, f) for b, families in SEEN_BY.items() for f in families), among=QUICK),
@@ -197,6 +198,7 @@ def test_law_test_catches(bug, family, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.long
 @pytest.mark.full
 @pytest.mark.parametrize(
     "bug,methods,alphas,temperature",
@@ -221,6 +223,7 @@ def test_law_test_catches_what_only_one_method_or_temperature_shows(
     jax.clear_caches()
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_batch_sampled_as_its_first_row_is_seen(monkeypatch):
     def chances():
