@@ -42,7 +42,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import simulation
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ROUNDS
 
 TIMED = 50  # rounds that a round's time is the median of

@@ -15,7 +15,7 @@ from speccascade_jax.models.exits import ExitsConfig
 from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.settings import Settings
 from speccascade_jax.vocabularies.translated import Resized
 
