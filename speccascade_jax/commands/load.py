@@ -152,7 +152,7 @@ class Alone:
         """The milliseconds of a round, and of reading a prompt, in a full batch as a server's."""
         cascade, settings = self.cascade, self.settings
         [lane] = cascade.lanes([settings]).values()
-        scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
+        scheduler = cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
         rows, _ = cascade.encode(self.texts)
         read = cascade.foreign_readings(self.texts)
         scheduler.admit(

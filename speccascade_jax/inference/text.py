@@ -365,8 +365,8 @@ class Cascade:
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
         and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
-        device decodes `batch_size` rows, fewer where there are not so many texts. Decoder-only models read what
-        several texts begin with once; `beginnings` are such beginnings that the first texts do not show.
+        device decodes `batch_size` rows, fewer where there are not so many texts. What several texts begin with
+        is read once by decoder-only models; `beginnings` are texts that the first ones already begin with.
         Raises ValueError before anything is decoded for settings out of their range.
         """
         if isinstance(texts, str):
@@ -612,9 +612,19 @@ class Cascade:
         for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
-    def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
-        """An empty scheduler of `batch_size` rows a device, a server's for requests of up to `steady_width`
-        where that is given; its programs are kept for the next one."""
+    def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
+        """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
+        programs = self._programs(plan, params)
+        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
+        proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
+
+    def steady_scheduler(self, plan: Plan, params: Any, batch_size: int, width: int) -> Continuous:
+        """A server's, for requests of up to `width`."""
+        programs = self._programs(plan, params)
+        return Continuous(programs, batch_size, self.tokenizer, self.bucket, width, self.prefixes)
+
+    def _programs(self, plan: Plan, params: Any) -> Programs:
         # Models of one shape make equal plans: a program is also known by its parameters.
         key = plan, *map(id, jax.tree.leaves(params))
         programs = self.programs.pop(key, None)
@@ -623,11 +633,7 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[key] = programs
-        if steady_width:
-            return Continuous(programs, batch_size, self.tokenizer, self.bucket, steady_width, self.prefixes)
-        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
-        proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
+        return programs
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""

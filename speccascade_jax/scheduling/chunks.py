@@ -1,5 +1,5 @@
-"""Prompts read a chunk at a time, so that running rows do not wait until a long prompt is read as a whole, and
-so that what several prompts begin with is read once.
+"""Prompts read a chunk at a time: rows that run do not wait until a long prompt is read as a whole, and what
+several prompts begin with is read once.
 
 A decoder-only model reads its prompt as it reads what follows: extend() by one chunk after the other, in its
 own tokens. An encoder sees all of its source at once, in prefill().
@@ -186,7 +186,7 @@ def readers_of(sampler: Sampler, params: Params) -> tuple[Reader, ...]:
     read = each(vocabulary, models, params)
     known = dict.fromkeys(one for of_model in leaves_of(models, read) for one in of_model)
     return tuple(
-        Reader(foreign, models, each(lambda model, of_model: foreign in of_model, models, read))
+        Reader(foreign, models, each(lambda _, of_model, foreign=foreign: foreign in of_model, models, read))
         for foreign in known
     )
 

@@ -1,7 +1,7 @@
 """What prompts begin with, and has been read before: segments of models' caches, kept for other rows.
 
-A tree for each model: its nodes are blocks of tokens, and the way from the root to a node is the beginning of a
-prompt. So a segment is found by all tokens up to its end, as the keys and values in it depend on all of them.
+Each model has a tree of blocks of tokens, in which the path from the root to a node is the beginning of some
+prompt. So a segment is found by all the tokens up to its end, on which the keys and values in it depend.
 """
 
 from collections import OrderedDict
@@ -64,14 +64,14 @@ class Node:
 
 
 class PrefixCache:
-    """Segments by the tokens up to their ends, at most `limit` bytes of them on each device. Those longest out
-    of use make room for others, the end of a prompt before its beginning."""
+    """Segments by the tokens up to their ends, at most `limit` bytes of them on each device. The least recently
+    used make room for others, the end of a prompt before its beginning."""
 
     def __init__(self, limit: int):
         self.limit, self.bytes, self.evictions = limit, 0, 0
         self.repeated = 0  # tokens of files that were read again although they could have been kept
         self.roots: dict[Owner, Node] = {}
-        # From the one longest out of use. A node stands before its parent, so the first one has no children.
+        # The least recently used first. A node stands before its parent, so the first one has no children.
         self.order: OrderedDict[Node, None] = OrderedDict()
 
     def find(self, owner: Owner, blocks: Iterable[Block]) -> list[Any]:

@@ -255,11 +255,13 @@ class Programs:
             here = lax.axis_index(AXIS) == device
             return jax.tree.map(lambda x: lax.psum(jnp.where(here, x, 0), AXIS), segments)
 
-        return self._mapped(cut, P(AXIS), P(), P(), P(), out=P())
+        return self._mapped(cut, P(AXIS), P(), P(), P(), by_rows=False)
 
-    def _mapped(self, function: Callable[..., Any], *specs: Any, out: Any = P(AXIS)) -> Callable[..., Any]:
+    def _mapped(self, function: Callable[..., Any], *specs: Any, by_rows: bool = True) -> Callable[..., Any]:
+        """The function on each device's rows. It returns rows, or (not `by_rows`) the same on all devices."""
         if self.mesh is None:
             return function
+        out = P(AXIS) if by_rows else P()
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
     def _placed(self, shapes: Any) -> Any:

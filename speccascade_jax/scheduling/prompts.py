@@ -147,8 +147,7 @@ class Prompts:
         return [length // self.size * self.size for length in lengths]
 
     def ahead(self, reading: Reading) -> list[Request]:
-        """What to read, and keep, before the prompts of a reading: each beginning that they share with others,
-        once."""
+        """What to read, and keep, before the prompts of a reading: what they begin with like others, once."""
         requests = []
         for number, _ in reading.placed.values():
             request = self.shared.get(number)
