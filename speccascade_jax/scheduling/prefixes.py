@@ -64,8 +64,8 @@ class Node:
 
 
 class PrefixCache:
-    """Segments by the tokens up to their ends, at most `limit` bytes of them on each device. The least recently
-    used make room for others, the end of a prompt before its beginning."""
+    """Segments by the tokens up to their ends, at most `limit` bytes of them on each device. Those that were
+    not used for longest make room for others, the end of a prompt before its beginning."""
 
     def __init__(self, limit: int):
         self.limit, self.bytes, self.evictions = limit, 0, 0
