@@ -167,7 +167,8 @@ def with_segment(cache: Any, held: Any, rows: AnyArray, start: AnyArray) -> Any:
         name: each_buffer(lambda buffer, new: put(buffer, new, rows, start), buffers, held[name])
         for name, buffers in positions_of(cache).items()
     }
-    return cache._replace(**buffers, length=jnp.where(rows, start + entries(held), cache.length))
+    end = start + jax.tree.leaves(held)[0].shape[-2]
+    return cache._replace(**buffers, length=jnp.where(rows, end, cache.length))
 
 
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
