@@ -365,8 +365,8 @@ class Cascade:
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
         and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
-        device decodes `batch_size` rows, fewer where there are not so many texts. Decoder-only models read once
-        what several texts begin with; `beginnings` says what that is from the first text on.
+        device decodes `batch_size` rows, fewer where there are not so many texts. What several texts begin
+        with is read once; `beginnings` says what that is before the first one is read.
         Raises ValueError before anything is decoded for settings out of their range.
         """
         if isinstance(texts, str):
