@@ -66,7 +66,7 @@ def test_answers_are_those_of_a_server_that_keeps_nothing(plain):
         cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
         assert cached == [0, 12, 12, 12]
         # Of three choices the second and the third find what the first has read.
-        queries = [15, 3 * 17, 17, 13 + 14]
+        queries = [16, 3 * 18, 18, 14 + 15]  # with the token that ends each prompt
         assert total(url, "vllm:prefix_cache_queries_total") == sum(queries)
         assert total(url, "vllm:prefix_cache_hits_total") == 0 + (12 + 16 + 16) + 12 + 12
         kept = engine.lanes[0].cascade.prefixes
