@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from digests import Digest, logits
 from schedules import Letters, alone, calls
@@ -118,9 +121,9 @@ def hierarchy():
     return sampler, ((logits(1, 97, large), logits(2, 97, large)), large)
 
 
-def programs_of(sampler, params, **fields):
+def programs_of(sampler, params, mesh=None, **fields):
     plan = Plan(sampler, **{"max_new_tokens": 8, "eos_id": 1, "vocab_size": 97, "history": 8, **fields})
-    return Programs(plan, params, None, Clock())
+    return Programs(plan, params, mesh, Clock())
 
 
 def requests_like(count, levels=1, seed=0):
@@ -346,6 +349,35 @@ def test_beginnings_that_do_not_fit_are_read_with_each_prompt(small_chunks, monk
     named = calls(programs, monkeypatch)
     assert decoded(programs, kept, asked, 1) == whole
     assert 0 < kept.bytes <= kept.limit and named.count("cut") == 22 // CHUNK
+
+
+# Several devices
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = ["tests/support", "tests/scheduling"]
+import test_prefixes as t
+from speccascade_jax.parallel import local_mesh
+
+sampler, params = t.pair()
+asked = t.requests_like(12)
+whole = t.alone(t.programs_of(sampler, params), asked, t.bucket)
+t.prompts.CHUNK, t.prompts.WORTH = t.CHUNK, 1
+for chunk in (t.CHUNK, 0):
+    kept = t.PrefixCache(10**6)
+    programs = t.programs_of(sampler, params, mesh=local_mesh(), chunk=chunk)
+    for _ in range(2):
+        found = t.served(programs, kept, asked, 2)[0] if chunk else t.decoded(programs, kept, asked, 2)
+        assert found == whole
+    assert kept.bytes
+print(programs.devices)
+"""
+
+
+@pytest.mark.full
+def test_what_one_device_has_read_is_put_into_rows_of_another():
+    assert processes.run(SCRIPT, XLA_FLAGS=processes.devices(2), PYTHONPATH=os.pathsep.join(sys.path)) == "2"
 
 
 # Real models
