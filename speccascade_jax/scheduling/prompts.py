@@ -159,8 +159,8 @@ class Prompts:
         return requests
 
     def shares(self, reading: Reading) -> bool:
-        """Whether a prompt of a reading begins like others."""
-        return any(number in self.shared for number, _ in reading.placed.values())
+        """Whether a prompt of a reading begins like others, and there is room for chunks."""
+        return reading.width >= self.size and any(n in self.shared for n, _ in reading.placed.values())
 
     def _next(self, reading: Reading) -> int | None:
         """Which reader has more to read of some prompt; its last token is read by the first round."""
