@@ -85,6 +85,7 @@ def test_outputs_are_those_without_the_cache(batch_size, make, small_chunks, cal
     assert "cut" not in called
 
 
+@pytest.mark.full
 def test_what_one_method_has_read_another_finds(make, small_chunks, called):
     plain, cascade = make(0), make(10**6)
     for number, method in enumerate(("opt", "verifier", "drafter")):

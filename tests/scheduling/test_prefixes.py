@@ -391,6 +391,7 @@ def gemma():
     return Speculative(Autoregressive(Resized(model, 97, 90)), model, METHODS["token_v3"], 3), (small, large)
 
 
+@pytest.mark.full
 def test_real_models_continue_what_was_kept():
     case, kept = Case(*gemma(), requests_like(8)), PrefixCache(40_000)
     assert served(case.programs, kept, case.asked)[0] == case.whole

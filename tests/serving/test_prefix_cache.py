@@ -6,13 +6,16 @@ from served_toys import Digits, ask, serving
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.serving.models import ServedModel
 
 CHUNK = 4
 SEGMENT = 4 * CHUNK  # bytes, of each model
 
 
-def model(bytes_):
+@pytest.fixture(scope="module")
+def serve():
+    """Serves one model, which is compiled once, with a cache of so many bytes."""
     large = logits(0, 4)
     cascade = Cascade(
         (Digest(4), Digest(4)),
@@ -20,12 +23,19 @@ def model(bytes_):
         Digits(),
         max_source_length=24,
         max_new_tokens=3,
-        prefix_cache_bytes=bytes_,
     )
     config = DecodeConfig(
         drafter="toy", verifier="toy", method="opt", block_size=2, temperature=1.0, max_new_tokens=3
     )
-    return ServedModel("toy", config, cascade, ("verifier",), 2, CHUNK)
+    model = ServedModel("toy", config, cascade, ("verifier",), 2, CHUNK)
+
+    def served(limit):
+        cascade.prefixes = PrefixCache(limit) if limit else None
+        for lane in model.lanes.values():
+            lane.reset()
+        return serving(model)
+
+    return served
 
 
 SYSTEM = "0120120210120"
@@ -49,18 +59,18 @@ def answers(url):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(serve):
     """The answers of a server that keeps nothing."""
-    with serving(model(0)) as (url, _):
+    with serve(0) as (url, _):
         found = answers(url)
         assert total(url, "vllm:prefix_cache_hits_total") == 0
         assert all(answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0} for answer in found)
         return found
 
 
-def test_answers_are_those_of_a_server_that_keeps_nothing(plain):
+def test_answers_are_those_of_a_server_that_keeps_nothing(plain, serve):
     """The batch of the verifier alone finds what the cascade's has read."""
-    with serving(model(10**6)) as (url, engine):
+    with serve(10**6) as (url, engine):
         found = answers(url)
         assert [answer["choices"] for answer in found] == [answer["choices"] for answer in plain]
         cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
@@ -74,8 +84,8 @@ def test_answers_are_those_of_a_server_that_keeps_nothing(plain):
         assert total(url, "speccascade:prefix_cache_evictions_total") == kept.evictions == 0
 
 
-def test_a_small_cache_evicts_and_keeps_its_bound(plain):
-    with serving(model(5 * SEGMENT)) as (url, engine):
+def test_a_small_cache_evicts_and_keeps_its_bound(plain, serve):
+    with serve(5 * SEGMENT) as (url, engine):
         found = answers(url)
         assert [answer["choices"] for answer in found] == [answer["choices"] for answer in plain]
         kept = engine.lanes[0].cascade.prefixes
