@@ -35,6 +35,8 @@ LARGEST_BITS = 256
 """Of a whole number in a config: a float holds it, and it can be printed."""
 LONGEST_SOURCE = 2**17
 """Tokens of an input."""
+PREFIX_CACHE = 2**30
+"""Bytes of what prompts begin with."""
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next(
     (folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
@@ -243,6 +245,8 @@ class DecodeConfig(Settings):
     router: str | None = None  # the trained network's file, of the methods router and learned_mixture
     vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
     tensor_parallel: int = 1  # devices that share each model's parameters
+    # bytes on each device for what prompts begin with, so that decoder-only models read it once; 0: none
+    prefix_cache_bytes: int = PREFIX_CACHE
     dtype: str = "auto"  # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
     # For configs only, no flags:
     # Further names of methods: rules, samplers, or functions from the models, the smallest first, to one.
@@ -317,6 +321,10 @@ class DecodeConfig(Settings):
         for name in ("batch_size", "max_new_tokens", "tensor_parallel"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise FieldError(name, getattr(self, name), "it must be at least 1, and below 2**31.")
+        if not 0 <= self.prefix_cache_bytes < 2**63:
+            raise FieldError(
+                "prefix_cache_bytes", self.prefix_cache_bytes, "it must be at least 0, and below 2**63."
+            )
         if not 1 <= self.max_source_length <= LONGEST_SOURCE:
             raise FieldError(
                 "max_source_length",

@@ -84,7 +84,9 @@ class Arguments:
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
     """The settings and examples that determine the lines of a method's outputs."""
-    settings = arguments.run.record("task", "missing", "examples", "method", "batch_size")
+    settings = arguments.run.record(
+        "task", "missing", "examples", "method", "batch_size", "prefix_cache_bytes"
+    )
     return settings | {"method": method, "split": arguments.split, "first": first}
 
 

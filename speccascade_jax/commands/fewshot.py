@@ -17,7 +17,14 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.evaluation.fewshot import TASKS, FewShotTask, Marks, build_prompts, task_of
+from speccascade_jax.evaluation.fewshot import (
+    TASKS,
+    FewShotTask,
+    Marks,
+    Prompts,
+    build_prompts,
+    task_of,
+)
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.evaluation.sandbox import check_sandbox
 from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
@@ -136,9 +143,10 @@ def resume_answers(
 
 
 def decode(
-    cascade: Cascade, run: DecodeConfig, texts: list[str], part: Path | None, settings: dict[str, Any]
+    cascade: Cascade, run: DecodeConfig, prompts: Prompts, part: Path | None, settings: dict[str, Any]
 ) -> list[Output]:
     """The outputs of one method, kept in `part` on the way."""
+    texts = prompts.texts
     with contextlib.ExitStack() as stack:
         file, outputs = None, list[Output]()
         if part is not None:
@@ -150,6 +158,7 @@ def decode(
             truncate=run.truncate,
             batch_size=run.batch_size,
             first_index=len(outputs),
+            beginnings=[prompts.shown],
         )
         for output in track(fresh, run.name, len(texts) - len(outputs)):
             outputs.append(output)
@@ -165,7 +174,7 @@ def evaluate(arguments: Arguments) -> None:
     )
     check(arguments, task, run)
     prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
-    kept = run.record("task", "missing", "examples", "method", "batch_size")
+    kept = run.record("task", "missing", "examples", "method", "batch_size", "prefix_cache_bytes")
     kept |= {
         "task": arguments.task,
         "inputs": task.examples,
@@ -201,7 +210,7 @@ def evaluate(arguments: Arguments) -> None:
                 if not run.truncate:  # better now than after hours of decoding
                     cascade.encode(prompts.texts)
             part = None if arguments.output is None else part_of(arguments.output, method)
-            outputs = decode(cascade, run.by(method), prompts.texts, part, kept)
+            outputs = decode(cascade, run.by(method), prompts, part, kept)
             answers = [task.read(output.text) for output in outputs]
             marks = task.score(answers, prompts.examples)
             figures = figures_of(marks, outputs)

@@ -42,7 +42,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import simulation
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ROUNDS
 
 TIMED = 50  # rounds that a round's time is the median of
@@ -152,7 +152,7 @@ class Alone:
         """The milliseconds of a round, and of reading a prompt, in a full batch as a server's."""
         cascade, settings = self.cascade, self.settings
         [lane] = cascade.lanes([settings]).values()
-        scheduler = cascade.scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
+        scheduler = cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
         rows, _ = cascade.encode(self.texts)
         read = cascade.foreign_readings(self.texts)
         scheduler.admit(

@@ -46,6 +46,10 @@ class LanguageModel(Protocol):
 
     Every array of a cache begins with the axis of rows. A model whose cache is laid out in another way also
     has insert(cache, fresh, slots, like_fresh): see `insert` below.
+
+    What a model has read of a prompt can be copied into other rows if it has two more methods:
+    segment(cache, row, start, size) returns what the cache holds of positions start .. start+size-1 of a row;
+    with_segment(cache, segment, rows, start) is the cache whose chosen rows [B] hold that, and end with it.
     """
 
     @property

@@ -60,6 +60,7 @@ class Prompts(NamedTuple):
     texts: list[str]
     examples: list[Example]
     shots: list[int]  # which of the pool are shown
+    shown: str  # what all texts begin with: the shots and their answers
 
 
 def checked_examples(task: FewShotTask, path: str) -> list[Example]:
@@ -111,7 +112,7 @@ def build_prompts(task: FewShotTask, seed: int, limit: int | None = None) -> Pro
         )
     for example in examples:
         task.check(example)
-    return Prompts([shots + task.question(example) for example in examples], examples, chosen)
+    return Prompts([shots + task.question(example) for example in examples], examples, chosen, shots)
 
 
 # Answers and their scores

@@ -23,6 +23,7 @@ from speccascade_jax.training.data import joined_examples
 SWEPT = (
     *(field.name for field in dataclasses.fields(Settings)),
     "batch_size",
+    "prefix_cache_bytes",
     "truncate",
     "task",
     "missing",

@@ -25,7 +25,7 @@ from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.settings import Settings
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
-BESIDES = ("batch_size", "truncate", "task", "missing", "examples", "planned_for")
+BESIDES = ("batch_size", "prefix_cache_bytes", "truncate", "task", "missing", "examples", "planned_for")
 """Fields of a config that change neither its models nor their outputs."""
 WARM = 2  # groups that every decoder decodes before any is timed
 

@@ -28,7 +28,8 @@ from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.scoring import laws, states_law
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.runs import Runs
-from speccascade_jax.scheduling.scheduler import Request, arguments
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import arguments
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import pad
 

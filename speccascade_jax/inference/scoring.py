@@ -20,7 +20,8 @@ from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import Draft
 from speccascade_jax.scheduling.programs import Plan
-from speccascade_jax.scheduling.scheduler import Request, arguments
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import arguments
 
 Array = jax.Array
 LIKELIEST = 20  # tokens whose probabilities are given at each position

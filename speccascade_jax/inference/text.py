@@ -15,7 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speccascade_jax import checkpoints
-from speccascade_jax.config import ONLY_IN_THE_REPOSITORY, DecodeConfig, dtype_of, in_the_repository_only
+from speccascade_jax.config import (
+    ONLY_IN_THE_REPOSITORY,
+    PREFIX_CACHE,
+    DecodeConfig,
+    dtype_of,
+    in_the_repository_only,
+)
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
@@ -36,15 +42,10 @@ from speccascade_jax.models import full_of, start_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import tensor_mesh, tensor_sharding
 from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
-from speccascade_jax.scheduling.scheduler import (
-    LOOK_EVERY,
-    Lane,
-    LogitsError,
-    Request,
-    Result,
-    Scheduler,
-)
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, LogitsError, Result, Scheduler
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.markers import Spelled, spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
@@ -96,6 +97,7 @@ class Cascade:
     trained: Method | None = None  # a trained method, which stands for its name: see learned.router
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix_cache_bytes: int = PREFIX_CACHE  # on each device, of what several prompts begin with; 0: none
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
@@ -119,6 +121,8 @@ class Cascade:
         self.params = tuple(placed[id(weights)] for weights in self.params)
         self.made = dict[Any, Any]()  # parameters of samplers' models that are not the cascade's
         self.clock, self.programs = Clock(), dict[Any, Programs]()
+        self.prefixes = PrefixCache(self.prefix_cache_bytes) if self.prefix_cache_bytes else None
+        self.latest: list[Request] = []  # the last one of a file, which the next one may begin like
         self.strategy = VOCABULARIES[self.vocabulary]
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
@@ -230,6 +234,7 @@ class Cascade:
             "chat",
             "vocabulary",
             "samplers",
+            "prefix_cache_bytes",
         )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
         same["trained"] = router.load(config.router) if config.router else None
@@ -360,6 +365,7 @@ class Cascade:
         batch_size: int = 1,
         truncate: bool = False,
         first_index: int = 0,
+        beginnings: Sequence[str] = (),
         **changes: Any,
     ) -> Iterator[Output]:
         """Decodes `texts` and yields their outputs in order, as soon as they are known.
@@ -367,7 +373,8 @@ class Cascade:
         settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
         and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
-        device decodes `batch_size` rows, fewer where there are not so many texts.
+        device decodes `batch_size` rows, fewer where there are not so many texts. What several texts begin
+        with is read once; `beginnings` says what that is before the first one is read.
         Raises ValueError before anything is decoded for settings out of their range.
         """
         if isinstance(texts, str):
@@ -389,7 +396,7 @@ class Cascade:
                     "give one for all, or one for each text.",
                     f"there are {len(texts)} texts and {len(each)} settings",
                 )
-        return self._generate(iter(texts), each, shared, batch_size, truncate, first_index)
+        return self._generate(iter(texts), each, shared, batch_size, truncate, first_index, beginnings)
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits where they set none."""
@@ -457,8 +464,9 @@ class Cascade:
         batch_size: int,
         truncate: bool,
         first_index: int,
+        beginnings: Sequence[str],
     ) -> Iterator[Output]:
-        lanes = self.lanes(each)
+        lanes, known = self.lanes(each), self._beginnings(beginnings)
         # Rows are sorted by length within a window, so that a batch pads little.
         rows = batch_size * self.devices
         capacity = 1 if rows == 1 else 8 * rows
@@ -468,9 +476,18 @@ class Cascade:
             batch_size = min(batch_size, max(SMALL_BATCH, 1 << max(needed - 1, 0).bit_length()))
         while window:
             window_settings = each * len(window) if shared else each[begun - first_index :][: len(window)]
-            yield from self._window(lanes, window, window_settings, begun, batch_size, truncate)
+            yield from self._window(lanes, window, window_settings, begun, batch_size, truncate, known)
             begun += len(window)
             window = list(islice(texts, capacity))
+
+    def _beginnings(self, texts: Sequence[str]) -> list[Request]:
+        """Texts that others begin with, as requests of them alone."""
+        texts = [text for text in texts if text.strip()]
+        rows, _ = self.encode(texts, truncate=True)
+        return [
+            Request(row, Settings(), foreign=reading)
+            for row, reading in zip(rows, self.foreign_readings(texts), strict=True)
+        ]
 
     def _window(
         self,
@@ -480,6 +497,7 @@ class Cascade:
         begun: int,
         batch_size: int,
         truncate: bool,
+        beginnings: list[Request],
     ) -> Iterator[Output]:
         """The texts' outputs; raises ValueError in place of the first that cannot be had."""
         rows, cut = self.encode(texts, truncate, begun)
@@ -491,7 +509,7 @@ class Cascade:
             if row:
                 by_lane.setdefault(self.lane_of(settings), []).append(n)
         for key, chosen in by_lane.items():
-            decode = partial(self._decode, batch_size=batch_size)
+            decode = partial(self._decode, batch_size=batch_size, beginnings=beginnings)
             read = self.foreign_readings([texts[n] for n in chosen])
             requests = [
                 Request(
@@ -521,10 +539,14 @@ class Cascade:
                 raise ValueError(f"input {number}: {output}") from None
             yield output
 
-    def _decode(self, lane: Lane, requests: list[Request], batch_size: int) -> list[Result | LogitsError]:
+    def _decode(
+        self, lane: Lane, requests: list[Request], batch_size: int, beginnings: list[Request]
+    ) -> list[Result | LogitsError]:
         """The requests' results, in their order."""
         scheduler = self.scheduler(lane.plan, lane.params, batch_size)
         ids, results = scheduler.admit(requests), dict[int, Result | LogitsError]()
+        scheduler.prompts.expect([*zip(ids, requests, strict=True)], [*beginnings, *self.latest])
+        self.latest = requests[-1:]
         while scheduler.busy:
             scheduler.run()
             results |= dict(scheduler.finished())
@@ -617,9 +639,19 @@ class Cascade:
         for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
-    def scheduler(self, plan: Plan, params: Any, batch_size: int, steady_width: int = 0) -> Scheduler:
-        """An empty scheduler of `batch_size` rows a device, a server's for requests of up to `steady_width`
-        where that is given; its programs are kept for the next one."""
+    def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
+        """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
+        programs = self._programs(plan, params)
+        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
+        proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
+        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
+
+    def steady_scheduler(self, plan: Plan, params: Any, batch_size: int, width: int) -> Continuous:
+        """A server's, for requests of up to `width`."""
+        programs = self._programs(plan, params)
+        return Continuous(programs, batch_size, self.tokenizer, self.bucket, width, self.prefixes)
+
+    def _programs(self, plan: Plan, params: Any) -> Programs:
         # Models of one shape make equal plans: a program is also known by its parameters.
         key = plan, *map(id, jax.tree.leaves(params))
         programs = self.programs.pop(key, None)
@@ -628,11 +660,7 @@ class Cascade:
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
             programs = Programs(plan, params, self.mesh, self.clock)
         self.programs[key] = programs
-        if steady_width:
-            return Continuous(programs, batch_size, self.tokenizer, self.bucket, steady_width)
-        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
-        proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
-        return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer)
+        return programs
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
         """What decodes these settings: those that can share a program have one lane."""

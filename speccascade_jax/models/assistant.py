@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
-from speccascade_jax.models.cache import LocalCache, empty, entries, insert_buffer, write
+from speccascade_jax.models.cache import LocalCache, cut, empty, entries, insert_buffer, put, write
 from speccascade_jax.models.decoder import MASKED, in_chunks
 from speccascade_jax.models.gemma4 import GEMMA4, Gemma4, Gemma4Config, Gemma4Model, Layered, Pass, kinds_of
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, project
@@ -256,6 +256,20 @@ class AssistedModel(FlaxModel):
             insert_buffer(cache.states, fresh.states, slots, like_fresh),
             insert_rows(cache.drafted, fresh.drafted, slots, like_fresh),
         )
+
+    def segment(
+        self, cache: AssistedCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int
+    ) -> Any:
+        """The verifier's, and its states."""
+        held = self.full.segment(cache.verifier, row, start, size)
+        return {**held, "states": cut(cache.states, row, start, size)}
+
+    def with_segment(
+        self, cache: AssistedCache, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> AssistedCache:
+        verifier = self.full.with_segment(cache.verifier, segment, rows, start)
+        drafted = jnp.where(rows, verifier.length, cache.drafted)
+        return AssistedCache(verifier, put(cache.states, segment["states"], rows, start), drafted)
 
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: AssistedCache

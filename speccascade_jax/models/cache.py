@@ -123,6 +123,54 @@ def insert(cache: Any, fresh: Any, slots: AnyArray, like_fresh: bool) -> Any:
     return (fresh if like_fresh else cache)._replace(**buffers, **lengths)
 
 
+def each_buffer(function: Callable[..., Array], *buffers: Buffers) -> Buffers:
+    """function(a layer's buffer of each of `buffers`) for every layer."""
+    if isinstance(buffers[0], tuple):
+        return tuple(function(*layer) for layer in zip(*buffers, strict=True))
+    return jax.vmap(function)(*buffers)
+
+
+def positions_of(cache: Any) -> dict[str, Buffers]:
+    """The buffers of a DecoderCache or a LocalCache that have an entry for each position."""
+    return {name: held for name, held in cache._asdict().items() if name.endswith(("keys", "values"))}
+
+
+def cut(buffer: Array, row: AnyArray, start: AnyArray, size: int) -> Array:
+    """Entries start .. start+size-1 of a row of [B, H, L, K], or of a single row's [H, L, K]:
+    [H, size, K]."""
+    rows = buffer.reshape(-1, *buffer.shape[-3:])
+    _, heads, _, width = rows.shape
+    return lax.dynamic_slice(rows, (row, 0, start, 0), (1, heads, size, width))[0]
+
+
+def put(buffer: Array, new: Array, rows: AnyArray, start: AnyArray) -> Array:
+    """`buffer` [B, H, L, K], or a single row's [H, L, K], whose chosen `rows` [B] hold `new` [H, N, K] from
+    `start` on."""
+    held = buffer.reshape(-1, *buffer.shape[-3:])
+    at = (0, 0, start, 0)
+    old = lax.dynamic_slice(held, at, (len(held), *new.shape))
+    chosen = jnp.where(jnp.asarray(rows)[:, None, None, None], new, old)
+    return lax.dynamic_update_slice(held, chosen, at).reshape(buffer.shape)
+
+
+def segment(cache: Any, row: AnyArray, start: AnyArray, size: int) -> dict[str, Buffers]:
+    """What a DecoderCache or a LocalCache holds of positions start .. start+size-1 of a row."""
+    return {
+        name: each_buffer(lambda buffer: cut(buffer, row, start, size), buffers)
+        for name, buffers in positions_of(cache).items()
+    }
+
+
+def with_segment(cache: Any, held: Any, rows: AnyArray, start: AnyArray) -> Any:
+    """The cache whose chosen `rows` [B] hold a segment() from `start` on, and end with it."""
+    buffers = {
+        name: each_buffer(lambda buffer, new: put(buffer, new, rows, start), buffers, held[name])
+        for name, buffers in positions_of(cache).items()
+    }
+    end = start + jax.tree.leaves(held)[0].shape[-2]
+    return cache._replace(**buffers, length=jnp.where(rows, end, cache.length))
+
+
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
     """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
     `new` [B, ..., T, ...]; a single row's buffer may lack the first axis.

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Prefix
+from speccascade_jax.models import cache as caches
 from speccascade_jax.models.base import SingleModel
 from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
 from speccascade_jax.models.layers import (
@@ -464,6 +465,14 @@ class DecoderOnlyModel(SingleModel):
         network = self.merged(params)
         x, cache = network.advance(tokens, cache, after=after)
         return network.logits(x, table=table), cache
+
+    def segment(self, cache: Any, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
+        return caches.segment(cache, row, start, size)
+
+    def with_segment(
+        self, cache: Any, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> Any:
+        return caches.with_segment(cache, segment, rows, start)
 
 
 @dataclasses.dataclass(frozen=True)

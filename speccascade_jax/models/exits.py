@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
@@ -208,6 +208,16 @@ class ExitsModel(FlaxModel):
             self.full.insert(cache.full, fresh.full, slots, like_fresh),
             insert_rows(cache.lengths, fresh.lengths, slots, like_fresh),
         )
+
+    def segment(self, cache: ExitsCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
+        """The full model's, which all members read."""
+        return self.full.segment(cache.full, row, start, size)
+
+    def with_segment(
+        self, cache: ExitsCache, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> ExitsCache:
+        full = self.full.with_segment(cache.full, segment, rows, start)
+        return with_lengths(full, jnp.where(rows[:, None], full.length[:, None], cache.lengths))
 
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache

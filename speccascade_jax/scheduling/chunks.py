@@ -1,8 +1,8 @@
-"""Prompts read a chunk at a time, so that running rows do not wait until a long prompt is read as a whole.
+"""Prompts read a chunk at a time: rows that run do not wait until a long prompt is read as a whole, and what
+several prompts begin with is read once.
 
-A decoder-only model reads its prompt as it reads what follows: extend() by one chunk after the other. Others
-read theirs as a whole in prefill(): an encoder sees all of its source at once, and a drafter of another
-vocabulary reads the prompt in its own tokens.
+A decoder-only model reads its prompt as it reads what follows: extend() by one chunk after the other, in its
+own tokens. An encoder sees all of its source at once, in prefill().
 """
 
 import dataclasses
@@ -10,18 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
-from speccascade_jax.core.loop import State
-from speccascade_jax.core.nests import each, roll_back
+from speccascade_jax.core.nests import each, network_of, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Counts, Params, Prefix, Rows, Sampler
 from speccascade_jax.core.rounds import noise_sizes_of, step
-from speccascade_jax.vocabularies.translated import Translated
+from speccascade_jax.vocabularies.translated import Resized, Translated
 
 
 def continues(model: Any, params: Params) -> bool:
     """Whether a model continues the tokens of its prompt, and may read them chunk by chunk."""
     if isinstance(model, Translated):
+        return continues(model.model, params.drafter)
+    if not jax.tree.leaves(params):  # it computes nothing from its prompt
         return False
     two = jax.ShapeDtypeStruct((1, 2), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     prefix, _ = jax.eval_shape(lambda params, *arguments: model.prefill(params, *arguments, 3), params, *two)
@@ -40,11 +41,15 @@ class Blank:
     model: Any
 
     def prefill(
-        self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
+        self, params: Params, inputs: Any, input_length: Int[AnyArray, " B"], max_length: int
     ) -> tuple[Prefix, Cache]:
-        if not continues(self.model, params):
-            return self.model.prefill(params, inputs, input_length, max_length)
-        _, cache = self.model.prefill(params, inputs[:, :1], jnp.minimum(input_length, 1), max_length)
+        model = self.model
+        if not continues(model, params):
+            return model.prefill(params, inputs, input_length, max_length)
+        if isinstance(model, Translated):
+            blank = dataclasses.replace(model, model=Blank(model.model))
+            return blank.prefill(params, inputs, input_length, max_length)
+        _, cache = model.prefill(params, inputs[:, :1], jnp.minimum(input_length, 1), max_length)
         return Prefix(jnp.asarray(inputs), jnp.asarray(input_length)), cache
 
 
@@ -85,16 +90,109 @@ class Unread:
         return step(self.sampler, params, caches, rows, eos_id)
 
 
-def read_chunk(
-    sampler: Sampler, params: Params, state: State, tokens: Int[AnyArray, "B C"], start: Int[AnyArray, ""]
-) -> State:
-    """The state, which began with Unread, after reading `tokens`, the columns of all prompts from `start` on.
-    Each row has already read its prompt up to there, or to the prompt's end if that comes first."""
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Those of a sampler's models that read a prompt in the same tokens, chunk by chunk."""
 
-    def advanced(model: Any, weights: Params, cache: Cache) -> Cache:
-        if not continues(model, weights):
-            return cache
-        cache = roll_back(model, cache, jnp.full_like(state.rows.start, start))
-        return roll_back(model, model.extend(weights, tokens, cache)[1], state.rows.start - 1)
+    foreign: Translated | None  # whose tokens: a model's of another vocabulary; None: the verifier's
+    models: Any  # the sampler's
+    reads: Any  # which of them, nested as they are
 
-    return state._replace(caches=each(advanced, sampler.models, params, state.caches))
+    @property
+    def stores(self) -> bool:
+        """Whether what its models have read can be kept for other rows."""
+        return all(jax.tree.leaves(each(lambda model, reads: not reads or keeps(model), *self._nests)))
+
+    @property
+    def _nests(self) -> tuple[Any, Any]:
+        return self.models, self.reads
+
+    def tokens(self, request: Any) -> list[int]:
+        """A request's prompt in its tokens."""
+        return request.tokens if self.foreign is None else request.foreign.get(self.foreign, [])
+
+    def width(self, width: int) -> int:
+        """The width of its inputs where the verifier's have `width`."""
+        return width if self.foreign is None else self.foreign.reads(width)
+
+    def read(
+        self,
+        params: Params,
+        caches: Cache,
+        end: Int[AnyArray, " B"],
+        tokens: Int[AnyArray, "B C"],
+        start: Int[AnyArray, ""],
+    ) -> Cache:
+        """The caches after its models have read `tokens`, the columns of all prompts from `start` on. Each
+        row has already read its prompt up to there, or to the prompt's `end` if that comes first."""
+
+        def read_on(model: Any, weights: Params, cache: Cache, end: Int[AnyArray, " B"]) -> Cache:
+            cache = roll_back(model, cache, jnp.full_like(end, start))
+            return roll_back(model, model.extend(weights, tokens, cache)[1], end)
+
+        def advanced(model: Any, reads: bool, weights: Params, cache: Cache) -> Cache:
+            if not reads:
+                return cache
+            if not isinstance(model, Translated):
+                return read_on(model, weights, cache, end)
+            inner, drafter_end = network_of(model.model), cache.positions[:, 0]
+            return cache._replace(drafter=read_on(inner, weights.drafter, cache.drafter, drafter_end))
+
+        return each(advanced, *self._nests, params, caches)
+
+    def segments(self, caches: Cache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
+        """What its models' caches hold of positions start .. start+size-1 of a row; None for the others'."""
+
+        def segment(model: Any, reads: bool, cache: Cache) -> Any:
+            if not reads:
+                return None
+            if isinstance(model, Translated):
+                return network_of(model.model).segment(cache.drafter, row, start, size)
+            return model.segment(cache, row, start, size)
+
+        return each(segment, *self._nests, caches)
+
+    def with_segments(
+        self, caches: Cache, segments: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> Cache:
+        """The caches whose chosen rows hold `segments` from `start` on, and end with them."""
+
+        def placed(model: Any, reads: bool, cache: Cache, segment: Any) -> Cache:
+            if not reads:
+                return cache
+            if not isinstance(model, Translated):
+                return model.with_segment(cache, segment, rows, start)
+            drafter = network_of(model.model).with_segment(cache.drafter, segment, rows, start)
+            return cache._replace(drafter=drafter)
+
+        return each(placed, *self._nests, caches, segments)
+
+
+def keeps(model: Any) -> bool:
+    """Whether a model's cache can be cut into segments."""
+    if isinstance(model, Resized | Translated):
+        return keeps(model.model)
+    return hasattr(network_of(model), "segment")
+
+
+def readers_of(sampler: Sampler, params: Params) -> tuple[Reader, ...]:
+    """A reader for each vocabulary in which some model reads its prompt chunk by chunk."""
+    models = sampler.models
+
+    def vocabulary(model: Any, weights: Params) -> list[Translated | None]:
+        """As a list, of one or none."""
+        return [model if isinstance(model, Translated) else None] if continues(model, weights) else []
+
+    read = each(vocabulary, models, params)
+    known = dict.fromkeys(one for of_model in leaves_of(models, read) for one in of_model)
+    return tuple(
+        Reader(foreign, models, each(lambda _, of_model, foreign=foreign: foreign in of_model, models, read))
+        for foreign in known
+    )
+
+
+def leaves_of(models: Any, tree: Any) -> list[Any]:
+    """Each model's part of a nest, in order."""
+    parts: list[Any] = []
+    each(lambda _, part: parts.append(part), models, tree)
+    return parts

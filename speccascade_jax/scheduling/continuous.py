@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Programs
-from speccascade_jax.scheduling.scheduler import Reading, Request, Scheduler
+from speccascade_jax.scheduling.prompts import Reading, Request
+from speccascade_jax.scheduling.scheduler import Scheduler
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 
@@ -28,14 +30,16 @@ class Continuous(Scheduler):
         tokenizer: Tokenizer,
         bucket: Callable[[int], int],
         width: int,
+        prefixes: PrefixCache | None = None,
     ):
-        super().__init__(programs, batch_size, tokenizer, bucket)
+        super().__init__(programs, batch_size, tokenizer, bucket, prefixes=prefixes)
         alone = programs.plan.chunk or not programs.plan.sampler.level  # a second width costs compile time
         self.widths = [width] if alone else sorted({bucket(max(width // 3, 1)), width})
         self.ahead = max(batch_size // 2, 1)  # prompts read at once for each device, where so many wait
         self.most_idle = self.share
         self.reading: list[Reading] = []
         self.blank: dict[int, Any] = {}  # by width: states that hold nothing
+        self.cached: dict[int, int] = {}  # by id: tokens of its prompt that were known
 
     @property
     def busy(self) -> bool:
@@ -46,6 +50,7 @@ class Continuous(Scheduler):
 
     def cancel(self, number: int) -> None:
         self.reading = [left for reading in self.reading for left in reading.without([number])]
+        self.cached.pop(number, None)
         super().cancel(number)
 
     def run(self, rounds: int | None = None) -> None:
@@ -58,8 +63,12 @@ class Continuous(Scheduler):
     def _place(self) -> bool:
         if self.state is None:
             self.width = self.widths[0]
-            self.state = self._begun({}, self.batch_size, self.width)
+            self.state = self._nothing(self.batch_size, self.width)
         return self._place_by_chunks() if self.programs.plan.chunk else self._place_one_by_one()
+
+    def _nothing(self, rows: int, width: int) -> Any:
+        """A state of empty rows."""
+        return self._begun(Reading({}, None, rows, width), unread=bool(self.programs.plan.chunk))
 
     def _place_one_by_one(self) -> bool:
         """Waiting requests take idle rows, those whose prompts have been read first."""
@@ -91,8 +100,10 @@ class Continuous(Scheduler):
             devices = [device for device, rows in enumerate(self._idle()) if rows]
             if not self.reading and not devices:
                 break
-            [reading], running = self.reading or [self._read(1, devices)], bool(self.running)
-            self.reading = self._read_chunk(reading)
+            [reading], running = self.reading or [self._known(devices)], bool(self.running)
+            reading = self.prompts.advanced(reading, keep=True)
+            complete = self.prompts.complete(reading)
+            self.reading = reading.without(self._refill(reading)) if complete else [reading]
             if running:
                 return bool(self.reading or (self.waiting and any(self._idle())))
         return False
@@ -118,34 +129,18 @@ class Continuous(Scheduler):
         if width == self.width:
             return
         if width not in self.blank:
-            self.blank[width] = self._begun({}, 1, width)
+            self.blank[width] = self._nothing(1, width)
         nowhere = np.full(programs.devices, rows, np.int32)
         resize = programs.refill(rows, self.width, 1, width, True)
         self.state = programs.call(resize, self.state, self.blank[width], programs.place(nowhere))
         self.width = width
 
-    def _read_chunk(self, reading: Reading) -> list[Reading]:
-        """Reads the next chunk of the prompts. Requests whose prompts are complete take their rows. Returns
-        the rest."""
-        programs, size = self.programs, self.programs.plan.chunk
-        longest = max(len(request.tokens) for _, request in reading.placed.values())
-        # The last chunk that fits: it may read some tokens again.
-        start = min(reading.start, reading.width - size)
-        tokens = np.zeros((reading.rows * programs.devices, size), np.int32)
-        for place, (_, request) in reading.placed.items():
-            part = request.tokens[start : start + size]
-            tokens[place, : len(part)] = part
-        fresh = programs.call(
-            programs.read(reading.rows, reading.width),
-            programs.params,
-            reading.fresh,
-            programs.place(tokens),
-            np.int32(start),
-        )
-        read = reading._replace(fresh=fresh, start=start + size)
-        if read.start < longest - 1:  # the last token is read by the first round
-            return [read]
-        return read.without(self._refill(read))
+    def _known(self, devices: Sequence[int]) -> Reading:
+        """The next request on each of these devices, with what is known of its prompt."""
+        reading = self._reading({device: self.waiting.pop() for device in devices if self.waiting}, 1)
+        reading = self.prompts.restored(reading._replace(fresh=self._begun(reading, unread=True)))
+        self.cached |= {number: self.prompts.found(reading) for number, _ in reading.placed.values()}
+        return reading
 
     def precompile(self, widths: Sequence[int]) -> None:
         programs, rows, chunk = self.programs, self.batch_size, self.programs.plan.chunk
@@ -159,8 +154,11 @@ class Continuous(Scheduler):
                 for count in {1} if chunk else {1, self.ahead}:
                     programs.refill(rows, width, count, fresh, False)
         programs.run(rows, self.widths[-1], False)  # rows that truncate are never in a narrow batch
-        if chunk:
-            programs.read(1, self.widths[0])
+        for number in range(len(programs.readers)) if chunk else ():
+            programs.read(1, self.widths[0], number, chunk)
+            if self.prompts.stores(number):
+                programs.cut(1, self.widths[0], number, chunk)
+                programs.put(1, self.widths[0], number, chunk)
 
 
 def all_plain(requests: Iterable[Request]) -> bool:

@@ -4,13 +4,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
@@ -21,11 +22,12 @@ from speccascade_jax.core.nests import insert, insert_rows
 from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.parallel import AXIS, shared_by
-from speccascade_jax.scheduling.chunks import Unread, read_chunk
+from speccascade_jax.scheduling.chunks import Reader, Unread, readers_of
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
 from speccascade_jax.vocabularies.joining import shapes_of
 
 GIGABYTE = 2**30
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 LAWS = 8  # roughly how many arrays [B, block size + 1, V] a round holds at once
 
 
@@ -93,45 +95,98 @@ class Programs:
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
         self.shapes: dict[tuple[int, int], Any] = {}  # of what begin() returns
         self.states: dict[tuple[int, int], Any] = {}
+        self.kept: dict[tuple[int, int], Any] = {}  # what cut() returns, by reader and size
 
-    def begin(self, rows: int, width: int) -> Any:
-        """(params, Requests, one more than each row's block size or None) -> State.
+    @cached_property
+    def readers(self) -> tuple[Reader, ...]:
+        """Who reads prompts chunk by chunk."""
+        return readers_of(self.plan.sampler, self.params)
+
+    def begin(self, rows: int, width: int, unread: bool = False) -> Any:
+        """(params, Requests, one more than each row's block size or None) -> State. With `unread`, the models
+        of `readers` have read nothing yet.
 
         Raises FieldError if it does not fit into the devices' memory.
         """
 
         def compiled() -> Any:
-            traced = jax.jit(self._begin).trace(self.params, *self._arguments(rows, width))
+            begin, arguments = self._begin(unread), self._arguments(rows, width)
+            known = self.states.get((rows, width))
+            where = {} if known is None else {"out_shardings": shardings(known)}
+            traced = jax.jit(begin, **where).trace(self.params, *arguments)
             self._check_memory(rows, traced.out_info)
             self.shapes[rows, width] = traced.out_info
             return traced.lower()
 
-        return self._once(("begin", rows, width), compiled)
+        return self._once(("begin", rows, width, unread), compiled)
 
-    def read(self, rows: int, width: int) -> Any:
-        """(params, State, tokens [B, chunk], where they stand) -> State, in the first one's memory."""
+    def read(self, rows: int, width: int, number: int, size: int) -> Any:
+        """(params, State, tokens [B, size], where they stand) -> State, in the first one's memory: the next
+        chunk of the `number`-th reader's prompts."""
 
         def compiled() -> Any:
-            state = self._state(rows, width)
-            tokens = jax.ShapeDtypeStruct((rows * self.devices, self.plan.chunk), jnp.int32)
-            mapped = self._mapped(partial(read_chunk, self.plan.sampler), P(), P(AXIS), P(AXIS), P())
+            state, reader = self._state(rows, width), self.readers[number]
+
+            def read(params: Any, state: loop.State, tokens: Any, start: Any) -> loop.State:
+                caches = reader.read(params, state.caches, state.rows.start - 1, tokens, start)
+                return state._replace(caches=caches)
+
+            tokens = self._placed(jax.ShapeDtypeStruct((rows * self.devices, size), jnp.int32))
+            mapped = self._mapped(read, P(), P(AXIS), P(AXIS), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, self._placed(tokens), jax.ShapeDtypeStruct((), jnp.int32)
+                self.params, state, tokens, NUMBER
             )
 
-        return self._once(("read", rows, width), compiled)
+        return self._once(("read", rows, width, number, size), compiled)
+
+    def cut(self, rows: int, width: int, number: int, size: int) -> Any:
+        """(State, a device's number, its row, where a segment begins) -> what the `number`-th reader has read
+        there, on every device."""
+
+        def compiled() -> Any:
+            known = self.kept.get((number, size))
+            where = {} if known is None else {"out_shardings": shardings(known)}
+            return jax.jit(self._cut(number, size), **where).lower(self._state(rows, width), *[NUMBER] * 3)
+
+        return self._once(("cut", rows, width, number, size), compiled)
+
+    def put(self, rows: int, width: int, number: int, size: int) -> Any:
+        """(State, what cut() returns, which rows take it, where it begins) -> State, in the first one's
+        memory."""
+
+        def compiled() -> Any:
+            state, reader = self._state(rows, width), self.readers[number]
+
+            def put(state: loop.State, segments: Any, rows: Any, start: Any) -> loop.State:
+                return state._replace(caches=reader.with_segments(state.caches, segments, rows, start))
+
+            which = self._placed(jax.ShapeDtypeStruct((rows * self.devices,), jnp.bool))
+            mapped = self._mapped(put, P(AXIS), P(), P(AXIS), P())
+            return jax.jit(mapped, donate_argnums=0, out_shardings=shardings(state)).lower(
+                state, self.segments(rows, width, number, size), which, NUMBER
+            )
+
+        return self._once(("put", rows, width, number, size), compiled)
+
+    def segments(self, rows: int, width: int, number: int, size: int) -> Any:
+        """The shapes of what cut() returns, and where it is: the same for all rows and widths."""
+        if (number, size) not in self.kept:
+            where = self.cut(rows, width, number, size).output_shardings
+            shapes = jax.eval_shape(self._cut(number, size), self._state(rows, width), *[NUMBER] * 3)
+            self.kept[number, size] = placed_as(shapes, where)
+        return self.kept[number, size]
 
     def run(self, rows: int, width: int, plain: bool = False) -> Any:
         """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
         in which no unfinished row truncates: it leaves out the sorts."""
 
         def compiled() -> Any:
-            state, number = self._state(rows, width), jax.ShapeDtypeStruct((), jnp.int32)
+            state = self._state(rows, width)
             decode = run_plainly if plain else loop.run
             function = partial(decode, self.plan.sampler, eos_id=self.plan.eos_id)
             mapped = self._mapped(function, P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, number, number
+                self.params, state, NUMBER, NUMBER
             )
 
         return self._once(("run", rows, width, plain), compiled)
@@ -174,10 +229,9 @@ class Programs:
         """Host arrays [B, ...] where each device has its own rows."""
         return rows if self.mesh is None else jax.device_put(rows, NamedSharding(self.mesh, P(AXIS)))
 
-    @property
-    def _begin(self) -> Callable[..., Any]:
+    def _begin(self, unread: bool) -> Callable[..., Any]:
         plan = self.plan
-        sampler: Any = Unread(plan.sampler) if plan.chunk else plan.sampler
+        sampler: Any = Unread(plan.sampler) if unread else plan.sampler
 
         def begin(params: Any, batch: loop.Requests, want: Any) -> loop.State:
             state = loop.begin(
@@ -198,10 +252,24 @@ class Programs:
         want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
         return self._placed((self.plan.requests(size, width), want))
 
-    def _mapped(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+    def _cut(self, number: int, size: int) -> Callable[..., Any]:
+        reader, mesh = self.readers[number], self.mesh
+
+        def cut(state: loop.State, device: Any, row: Any, start: Any) -> Any:
+            segments = reader.segments(state.caches, row, start, size)
+            if mesh is None:
+                return segments
+            here = lax.axis_index(AXIS) == device
+            return jax.tree.map(lambda x: lax.psum(jnp.where(here, x, 0), AXIS), segments)
+
+        return self._mapped(cut, P(AXIS), P(), P(), P(), by_rows=False)
+
+    def _mapped(self, function: Callable[..., Any], *specs: Any, by_rows: bool = True) -> Callable[..., Any]:
+        """The function on each device's rows. It returns rows, or (not `by_rows`) the same on all devices."""
         if self.mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+        out = P(AXIS) if by_rows else P()
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
     def _placed(self, shapes: Any) -> Any:
         """place() of shapes."""
@@ -213,12 +281,10 @@ class Programs:
     def _state(self, rows: int, width: int) -> Any:
         """The shapes of a State, and where begin() has put its parts. They stay there."""
         if (rows, width) not in self.states:
-            where = self.begin(rows, width).output_shardings
-            self.states[rows, width] = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-                self.shapes[rows, width],
-                where,
-            )
+            # Either begin() will do: one that is there, so that the other is compiled only where it is used.
+            unread = bool(self.plan.chunk) or ("begin", rows, width, True) in self.compiled
+            where = self.begin(rows, width, unread).output_shardings
+            self.states[rows, width] = placed_as(self.shapes[rows, width], where)
         return self.states[rows, width]
 
     def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
@@ -273,6 +339,11 @@ def refill(
 def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
     """`state` with the rows where `stopped` [B] finished."""
     return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
+
+
+def placed_as(shapes: Any, where: Any) -> Any:
+    """The shapes, with a sharding for each."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
 
 
 def shardings(shapes: Any) -> Any:

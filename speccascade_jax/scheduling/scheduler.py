@@ -21,48 +21,16 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
+from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
 from speccascade_jax.vocabularies.joining import inputs_of
-from speccascade_jax.vocabularies.translated import Translated
 
 LOOK_EVERY = 8  # rounds between two looks for stop sequences
 NO_LIMIT = np.int32(2**31 - 1)
-
-
-class Request(NamedTuple):
-    """A text to decode. `methods` are the indices of its methods in those of the sampler's levels."""
-
-    tokens: Sequence[int]
-    settings: Settings
-    number: int = 0  # with the seed it fixes the random draws
-    methods: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
-    spans: Spelled = ()  # its settings' alpha_after, in tokens
-
-    @property
-    def size(self) -> int:
-        """The width of inputs that hold it."""
-        return max([len(self.tokens), *(model.needs(len(ids)) for model, ids in self.foreign.items())])
-
-
-class Reading(NamedTuple):
-    """Requests without a row yet whose prompts are read, or being read: by their places in the state `fresh`,
-    which has `rows` on each device."""
-
-    placed: dict[int, tuple[int, Request]]
-    fresh: Any
-    rows: int
-    width: int
-    start: int = 0  # of the next chunk, where prompts are read so
-
-    def without(self, gone: Iterable[int]) -> list["Reading"]:
-        """What remains without these requests, as a list: nothing, or one."""
-        placed = {place: entry for place, entry in self.placed.items() if entry[0] not in gone}
-        return [self._replace(placed=placed)] if placed else []
 
 
 class Result(NamedTuple):
@@ -129,8 +97,9 @@ class Scheduler:
         tokenizer: Tokenizer,
         bucket: Callable[[int], int],
         proposer: Proposer | None = None,
+        prefixes: PrefixCache | None = None,
     ):
-        self.proposer = proposer
+        self.proposer, self.prompts = proposer, Prompts(programs, prefixes)
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
         # How many of a device's rows are idle before others take them.
         self.share = max(batch_size // 4, 1)
@@ -276,9 +245,24 @@ class Scheduler:
         chosen = {
             device * count + k: self.waiting.pop() for k in range(count) for device in devices if self.waiting
         }
-        width = self._width_of([request for _, request in chosen.values()])
-        fresh = self._begun({place: request for place, (_, request) in chosen.items()}, count, width)
-        return Reading(chosen, fresh, count, width)
+        reading = self._reading(chosen, count)
+        if not self.prompts.shares(reading):
+            return reading._replace(fresh=self._begun(reading))
+        for request in self.prompts.ahead(reading):
+            self._read_to_the_end(self._reading({0: (-1, request)}, 1), keep=True)
+        return self._read_to_the_end(reading, keep=False)
+
+    def _reading(self, chosen: dict[int, Entry], count: int) -> Reading:
+        """A reading of these requests that has not begun."""
+        return Reading(chosen, None, count, self._width_of([request for _, request in chosen.values()]))
+
+    def _read_to_the_end(self, reading: Reading, keep: bool) -> Reading:
+        """Reads the prompts chunk by chunk, but for what is known of them; what is read is kept for others
+        with `keep`."""
+        reading = self.prompts.restored(reading._replace(fresh=self._begun(reading, unread=True)))
+        while not self.prompts.complete(reading):
+            reading = self.prompts.advanced(reading, keep)
+        return reading
 
     def _width_of(self, requests: Iterable[Request]) -> int:
         return max(self.bucket(request.size) for request in requests)
@@ -330,17 +314,17 @@ class Scheduler:
                 if other < width:
                     programs.refill(rows, width, self.share, other, True)
 
-    def _begun(self, placed: dict[int, Request], count: int, width: int) -> Any:
-        """`count` rows for each device, for these requests."""
-        programs = self.programs
-        plan, empty = programs.plan, Request((), Settings())
-        rows = [placed.get(row, empty) for row in range(count * programs.devices)]
+    def _begun(self, reading: Reading, unread: bool = False) -> Any:
+        """The rows of a reading, whose prompts are read unless they are to be `unread`."""
+        programs, count, width = self.programs, reading.rows, reading.width
+        plan, nobody = programs.plan, (-1, Request((), Settings()))
+        rows = [reading.placed.get(row, nobody)[1] for row in range(count * programs.devices)]
         want = None
         if plan.ragged:
             sizes = [request.settings.block_sizes(plan.sampler.level)[-1] for request in rows]
             want = np.array(sizes, np.int32) + 1
         batch, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
-        return programs.call(programs.begin(count, width), programs.params, batch, want)
+        return programs.call(programs.begin(count, width, unread), programs.params, batch, want)
 
 
 def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) -> Requests:

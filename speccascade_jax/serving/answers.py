@@ -140,6 +140,8 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         counts = [result.counts for result in self.results.values()]
         prompt = sum(len(prompt.tokens) for prompt in self.decoding.prompts)
+        firsts = self.choices[:: self.request.n]  # of each prompt, the choice that reads it first
+        cached = sum(choice.job.cached for choice in firsts if choice.job is not None)
         completion = sum(len(result.tokens) for result in self.results.values())
         calls = sum(count.get("rounds", count.get("model_passes", 0)) for count in counts)
         sums = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
@@ -149,6 +151,7 @@ class Answer:
             "total_tokens": prompt + completion,
             "verifier_calls": calls,
             **sums,
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sums["accepted"],
                 "rejected_prediction_tokens": sums["drafted"] - sums["accepted"],

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.serving.answers import Answer
 from speccascade_jax.serving.engine import Engine, Full
-from speccascade_jax.serving.metrics import CONTENT_TYPE, Metrics
+from speccascade_jax.serving.metrics import CONTENT_TYPE, Load, Metrics
 from speccascade_jax.serving.models import Decoding, ServedModel
 from speccascade_jax.serving.openapi import description
 from speccascade_jax.serving.protocol import ParsedRequest, Refused, parse
@@ -232,7 +232,7 @@ class Service:
         for model in self.models.values():
             running = sum(min(len(lane.scheduler.running), lane.live) for lane in model.lanes.values())
             live = sum(lane.live for lane in model.lanes.values())
-            loads.append((model.name, running, live - running))
+            loads.append(Load(model.name, running, live - running, model.cascade.prefixes))
         return Response(self.metrics.text(loads), media_type=CONTENT_TYPE)
 
     async def list_models(self, request: Request) -> Response:

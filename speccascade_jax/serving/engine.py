@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.scoring import Scorer, TokenScores, states_law
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.scheduling.scheduler import Lane, LogitsError, Request, Result, Scheduler
+from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import Lane, LogitsError, Result
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
@@ -63,6 +65,7 @@ class Job:
     came: float = dataclasses.field(default_factory=time.monotonic)
     placed: float = 0.0  # when it took a row; 0: it has none yet
     number: int = -1  # the scheduler's
+    cached: int = 0  # tokens of its prompt that were found in the cache of prefixes
     written: int = 0  # tokens
     latest: float = 0.0  # when the last of them came
     ended: bool = False  # seen by the event loop
@@ -104,7 +107,7 @@ class ServedLane:
         self.settings = settings  # of some request
         self.methods = methods or (settings.name,)  # names that requests may ask for, for people
         self.per_device, self.width = rows, width
-        self.scheduler: Scheduler = self._empty()
+        self.scheduler = self._empty()
         self.scorer = (
             Scorer(lane.plan, lane.params, width)
             if any(states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods))
@@ -116,8 +119,8 @@ class ServedLane:
         self.failures = 0
         self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
 
-    def _empty(self) -> Scheduler:
-        return self.cascade.scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
+    def _empty(self) -> Continuous:
+        return self.cascade.steady_scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
 
     def precompile(self) -> None:
         """Compiles all that requests may need, and decodes one of each width."""
@@ -139,6 +142,8 @@ class ServedLane:
                     raise result
                 if self.scorer is not None:
                     self.scorer(request, result.tokens)
+        if self.cascade.prefixes is not None:  # of no use to anybody
+            self.cascade.prefixes.clear()
 
     def states_law(self, methods: Sequence[int]) -> bool:
         """Whether tokens decoded by these of its methods have log probabilities: see scoring.states_law."""
@@ -165,6 +170,7 @@ class ServedLane:
             if result is None:
                 continue
             job.placed = job.placed or began
+            job.cached += self.scheduler.cached.pop(number, 0)
             if number in done:
                 del self.jobs[number]
             if isinstance(result, LogitsError):

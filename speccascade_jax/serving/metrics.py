@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,11 +13,21 @@ from prometheus_client import (
     generate_latest,
 )
 
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.engine import Job, Update
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Load(NamedTuple):
+    """A model's requests, and what its prompts have left."""
+
+    model: str
+    running: int
+    waiting: int
+    prefixes: PrefixCache | None
 
 
 class Metrics:
@@ -41,6 +52,11 @@ class Metrics:
         self.between = histogram("vllm:inter_token_latency_seconds", "Between deliveries, for each token.")
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
         self.prompt = counter("vllm:prompt_tokens", "Tokens read.")
+        self.queried = counter("vllm:prefix_cache_queries", "Tokens read or found in the cache of prefixes.")
+        self.hits = counter("vllm:prefix_cache_hits", "Tokens found in the cache of prefixes.")
+        self.kept = gauge("speccascade:prefix_cache_bytes", "Bytes of the cache of prefixes, on each device.")
+        self.evicted = counter("speccascade:prefix_cache_evictions", "Segments that made room for others.")
+        self.evictions: dict[str, int] = {}  # by model, up to the last text()
         self.generated = counter("vllm:generation_tokens", "Tokens written.")
         self.success = counter("vllm:request_success", "Requests that came to an end.", "finished_reason")
         self.drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified: rounds.")
@@ -84,6 +100,8 @@ class Metrics:
             self.success.labels(model, job.reason(update)).inc()
             self.whole.labels(model).observe(time.monotonic() - job.came)
             self.prompt.labels(model).inc(len(job.request.tokens))
+            self.queried.labels(model).inc(len(job.request.tokens))
+            self.hits.labels(model).inc(job.cached)
             if update.result is not None:
                 self._count(model, job, update.result)
 
@@ -106,9 +124,14 @@ class Metrics:
         if sums[1]:
             self.rate.labels(model, method).set(sums[0] / sums[1])
 
-    def text(self, loads: Iterable[tuple[str, int, int]]) -> bytes:
-        """All metrics as Prometheus reads them; loads: each model's name, running and waiting requests."""
-        for model, running, waiting in loads:
+    def text(self, loads: Iterable[Load]) -> bytes:
+        """All metrics as Prometheus reads them."""
+        for model, running, waiting, prefixes in loads:
             self.running.labels(model).set(running)
             self.waiting.labels(model).set(waiting)
+            if prefixes is not None:
+                evictions, before = prefixes.evictions, self.evictions.get(model, 0)
+                self.kept.labels(model).set(prefixes.bytes)
+                self.evicted.labels(model).inc(evictions - before)
+                self.evictions[model] = evictions
         return generate_latest(self.registry)

@@ -14,7 +14,7 @@ from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.chunks import any_continues
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import ALONE, UNFINISHED, ParsedRequest, Refused
 from speccascade_jax.settings import NAMED, Choice, Settings, resolved

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import covered, insert, insert_rows, network_of, roll_back
 from speccascade_jax.core.protocols import AnyArray, Cache, Params, Prefix
@@ -123,8 +123,8 @@ class Translated:
         written = math.ceil((max_length - prefix.tokens.shape[1]) * self.stretch)
         widest = jax.eval_shape(lambda: begun(inputs.drafter_tokens.shape[1] + 1)[0]).tokens.shape[1]
         drafter_prefix, drafter_cache = begun(widest + written + CHUNK)
-        covers = covered(self.model, drafter_cache)
-        last = jnp.maximum(drafter_prefix.length - 1, 0)[:, None]
+        covers = jnp.maximum(drafter_prefix.length - 1, 0)
+        last = covers[:, None]
         begin = jnp.maximum(prefix.length - 1, 0)
         return prefix, TranslatedCache(
             drafter_cache,
@@ -298,3 +298,11 @@ class Resized:
 
     def insert(self, cache: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
         return insert(self.model, cache, fresh, slots, like_fresh)
+
+    def segment(self, cache: Cache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
+        return self.model.segment(cache, row, start, size)
+
+    def with_segment(
+        self, cache: Cache, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> Cache:
+        return self.model.with_segment(cache, segment, rows, start)

@@ -11,7 +11,7 @@ from speccascade_jax.inference.scoring import Scorer, states_law
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import model_of
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.settings import Settings
 
 TABLES = tuple(table(seed, 4) for seed in (39, 40, 41))

@@ -6,11 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
+from shapes import (
+    DECODERS,
+    GEMMA4S,
+    LENGTH,
+    SOURCE,
+    TARGET,
+    TINY_ASSISTANT,
+    TINY_GEMMA,
+    TINY_T5,
+    TINY_T5GEMMA,
+)
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax.core.nests import insert
 from speccascade_jax.models import model_of
+from speccascade_jax.models.assistant import AssistedConfig
+from speccascade_jax.models.exits import ExitsConfig
+from speccascade_jax.models.stacking import stacked
 
 SHAPES = {
     "t5": TINY_T5,
@@ -114,6 +127,48 @@ def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
     for row, (which, width) in expected.items():
         alone, _ = in_blocks(model, params, tokens[row : row + 1], [2, 4], begun(np.array([which]), width))
         np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+
+
+def check_segments(model, params, atol=1e-5):
+    """What a row has read is put into rows of other batches, of other widths: they go on as it would."""
+    size, row = 4, 1
+    held = prefilled(model, params)  # row 1 covers 12 tokens
+    cut = jax.jit(model.segment, static_argnums=3)
+    parts = [cut(held, np.int32(row), np.int32(at), size) for at in range(0, 12, size)]
+    expected, _ = in_blocks(model, params, TARGET[row : row + 1].repeat(3, 0), [6], held)
+    for which in (np.array([False, True]), np.array([True])):
+        begun = SOURCE[2 : 2 + 1].repeat(len(which), 0)
+        _, cache = model.prefill(params, begun, LENGTH[:1].repeat(len(which)), 34)
+        before = cache.length
+        put = jax.jit(model.with_segment)
+        for n, part in enumerate(parts):
+            cache = put(cache, part, which, np.int32(n * size))
+            assert cache.length.tolist() == np.where(which, (n + 1) * size, before).tolist()
+        found, _ = in_blocks(model, params, TARGET[row : row + 1].repeat(len(which), 0), [6], cache)
+        np.testing.assert_allclose(found[-1], expected[row], atol=atol)
+        if len(which) > 1:  # the other row is as it was
+            _, alone = model.prefill(params, begun[:1], LENGTH[:1], 34)
+            own, _ = in_blocks(model, params, TARGET[row : row + 1], [6], alone)
+            np.testing.assert_allclose(found[0], own[0], atol=atol)
+
+
+KEPT = {
+    "gemma": TINY_GEMMA,
+    "gemma, stacked": TINY_GEMMA,
+    "gemma4": GEMMA4S["gemma4"],
+    "exits": ExitsConfig(TINY_GEMMA, (1, 2)),
+    "assisted": AssistedConfig(GEMMA4S["gemma4"], TINY_ASSISTANT),
+}
+
+
+@pytest.mark.full(quick=["gemma"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_row_has_read_is_put_into_others(name):
+    model = model_of(KEPT[name])
+    params = model.init(0)
+    if "stacked" in name:
+        model, params = stacked(model, params)
+    check_segments(model, params, 3e-5 if "4" in name or name == "assisted" else 1e-5)
 
 
 @pytest.mark.full

@@ -14,8 +14,9 @@ from speccascade_jax.models import model_of
 from speccascade_jax.models.exits import ExitsConfig
 from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.settings import Settings
 from speccascade_jax.vocabularies.translated import Resized
 
@@ -64,9 +65,12 @@ def asked():
 
 @pytest.mark.full(quick=["one-7"])
 @pytest.mark.parametrize(
-    "make,chunk", [(one, 7), (pair, 1), (pair, 30), (exits, 7)], ids=["one-7", "pair-1", "pair-30", "exits-7"]
+    "make,chunk,kept",
+    [(one, 7, None), (pair, 1, None), (pair, 30, None), (exits, 7, PrefixCache(10**6))],
+    ids=["one-7", "pair-1", "pair-30", "exits-7"],
 )
-def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, asked, monkeypatch):
+def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, kept, asked, monkeypatch):
+    """Where they are kept, all are asked for twice."""
     sampler, params = make()
     levels = sampler.level
     asked = [
@@ -75,7 +79,9 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, a
     ]
     whole = alone(Programs(plan_of(sampler), params, None, Clock()), asked, bucket)
     programs = Programs(plan_of(sampler, chunk=chunk), params, None, Clock())
-    scheduler, found, waiting, ids = Continuous(programs, 3, Letters(), bucket, WIDTH), {}, [*asked], []
+    scheduler = Continuous(programs, 3, Letters(), bucket, WIDTH, kept)
+    times = 1 if kept is None else 2
+    found, waiting, ids = {}, [*asked] * times, []
     scheduler.precompile([WIDTH])
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     while waiting or scheduler.busy:
@@ -91,9 +97,11 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, a
         for number in dropped:
             scheduler.cancel(number)
         found |= dict(scheduler.finished())
-    assert [found[number] for number in ids] == whole
+    assert [found[number] for number in ids] == whole * times
     assert programs.clock.compilations == before
-    assert called.count("read") >= sum(-(-max(len(one.tokens) - 1, 1) // chunk) for one in asked)
+    chunks = sum(-(-(len(one.tokens) - 1) // chunk) for one in asked)
+    assert called.count("read") >= chunks
+    assert kept is None or (called.count("read") < 2 * chunks and called.count("put"))
 
 
 def test_running_rows_do_a_round_after_every_chunk(asked):

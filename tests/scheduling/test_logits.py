@@ -5,7 +5,8 @@ import pytest
 from served_toys import Digits
 from toys import pair
 
-from speccascade_jax.scheduling.scheduler import LogitsError, Request
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import LogitsError
 from speccascade_jax.settings import Settings
 
 TEXTS = ["200", "202", "201", "012", "1", "120"]

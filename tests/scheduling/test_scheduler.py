@@ -14,7 +14,8 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.models import model_of
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs
-from speccascade_jax.scheduling.scheduler import Request, Scheduler
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import Scheduler
 from speccascade_jax.settings import Settings
 
 WIDTHS = (8, 24)

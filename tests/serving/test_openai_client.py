@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from corpora import SENTENCES
 
-from speccascade_jax.scheduling.scheduler import Request
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
