@@ -121,9 +121,11 @@ class Eagle(nnx.Module):
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(inputs, outputs, std=inputs**-0.5, dtype=dtype, rngs=rngs)
 
+        def table() -> nnx.Param:
+            return nnx.Param(c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model)))
+
         self.config = c
-        table = c.d_model**-0.5 * jax.random.normal(rngs.params(), (c.vocab_size, c.d_model))
-        self.embedding = nnx.Param(table) if c.own_embedding else None
+        self.embedding = table() if c.own_embedding else None
         self.projection = linear(c.num_states * c.state_width, c.d_model)
         self.layer = EagleLayer(c, dtype=dtype, rngs=rngs)
         self.norm = Norm(c)
