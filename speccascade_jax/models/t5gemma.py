@@ -135,7 +135,7 @@ class T5Gemma(nnx.Module):
         encoded, c = self.encode(source, source_length), self.decoder.config
         buffers = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
 
-        def kept(layer: CrossLayer) -> tuple[Array, ...]:
+        def kept(layer: Any) -> tuple[Array, ...]:
             return tuple(x.astype(dtype) for x in layer.kept(encoded))
 
         cross_keys, cross_values = of_each_layer(self.decoder.layers, kept)

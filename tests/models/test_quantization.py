@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0
+from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA2
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax import checkpoints
@@ -17,7 +17,7 @@ from speccascade_jax.evaluation import profiling as parts
 from speccascade_jax.models import model_of, quantization
 from speccascade_jax.models.quantization import PackedKernel, pack, packed_matmul
 
-CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0, "gemma": TINY_GEMMA}
+CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0, "gemma": TINY_GEMMA, "t5gemma2": TINY_T5GEMMA2}
 
 
 def rounded(x):
