@@ -20,7 +20,7 @@ from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Adaptive, Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import VERIFICATIONS
-from speccascade_jax.models import assistant
+from speccascade_jax.models.assistant import Assisted, AssistedModel
 
 AT_ONCE = 20_000  # rows, each with caches of its own
 DRAFTS = 2
@@ -156,63 +156,73 @@ WAYS = {  # the models, what is made of them, and how they are loaded
 }
 
 
-def made(folders, way):
-    """A sampler, its parameters and the models."""
+def made(folders, way, kind=None):
+    """A sampler, its parameters and the models; of another `kind` of network, where one is planted."""
     names, sampler_of, options = WAYS[way]
-    models = loaded(folders, *names, **options)
-    sampler = sampler_of(*(one.model for one in models))
-    return sampler, models[0].params if len(models) == 2 else (models[0].params, models[2].params), models
+    found = loaded(folders, *names, **options)
+    models = [one.model for one in found]
+    if kind is not None:
+        models[:2] = kind(**vars(models[0].member_of)).members
+    params = found[0].params if len(found) == 2 else (found[0].params, found[2].params)
+    return sampler_of(*models), params, (found[-1].model, found[-1].params)
 
 
-def keeping(right, self, cache, length):
+class Keeping(AssistedModel):
     """What the verifier has read of rejected tokens is kept."""
-    return right(self, cache, length)._replace(verifier=cache.verifier)
+
+    def roll_back(self, cache, length):
+        return super().roll_back(cache, length)._replace(verifier=cache.verifier)
+
+
+class Advancing(Assisted):
+    """The assistant's position advances with the draft."""
+
+    def draft(self, tokens, cache):
+        length, read = cache.verifier.length, cache.verifier._replace(length=cache.drafted)
+        logits, cache = super().draft(tokens, cache._replace(verifier=read))
+        return logits, cache._replace(verifier=cache.verifier._replace(length=length))
+
+
+class AdvancingModel(AssistedModel):
+    def network(self, rngs):
+        return Advancing(self.config, dtype=jnp.float32, remat=False, stacked=False, rngs=rngs)
 
 
 @pytest.mark.full(quick=["token by token"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_text_follows_the_verifiers_law(way, folders, rows, monkeypatch):
-    sampler, params, models = made(folders, way)
-    law = verifier_law(models[-1].model, models[-1].params)
+def test_the_text_follows_the_verifiers_law(way, folders, rows):
+    """Then with a planted fault."""
+    sampler, params, largest = made(folders, way)
+    law = verifier_law(*largest)
 
     def law_of(prompt):
         return text_law([law], [], [], prompt, steps=STEPS, eos=EOS)
 
     alphas = [0.0] * sampler.level
     assert p_value(sampler, params, rows, alphas, law_of) > FAIL_BELOW
-    network = type(models[0].model.member_of)
-    monkeypatch.setattr(network, "roll_back", partialmethod_of(keeping, network.roll_back))
-    jax.clear_caches()
-    assert p_value(sampler, params, AT_ONCE, alphas, law_of) < FAIL_BELOW
-
-
-def partialmethod_of(wrong, right):
-    return lambda self, *given: wrong(right, self, *given)
-
-
-def advancing(right, self, tokens, cache):
-    """The assistant's position advances with the draft."""
-    length, read = cache.verifier.length, cache.verifier._replace(length=cache.drafted)
-    logits, cache = right(self, tokens, cache._replace(verifier=read))
-    return logits, cache._replace(verifier=cache.verifier._replace(length=length))
+    wrong, _, _ = made(folders, way, Keeping)
+    assert p_value(wrong, params, AT_ONCE, alphas, law_of) < FAIL_BELOW
 
 
 @pytest.mark.full(quick=["token_v3"])
 @pytest.mark.parametrize("rule", ["token_v3", "opt"])
-def test_a_rule_follows_its_law_by_prefix_and_place(rule, folders, rows, monkeypatch):
+def test_a_rule_follows_its_law_by_prefix_and_place(rule, folders, rows):
+    """Then with an assistant that drafts from the wrong position."""
     drafter, verifier = loaded(folders, "plain", "verifier")
-    network = drafter.model.member_of
-    laws = drafter_law(network, drafter.params), verifier_law(verifier.model, verifier.params)
+    network, params = drafter.model.member_of, drafter.params
+    laws = drafter_law(network, params), verifier_law(verifier.model, params)
     at = [lambda *given: target(rule, *given, ALPHA, False)] * (DRAFTS + 1)
 
     def law_of(prompt):
         return placed_law(laws, at, prompt, steps=STEPS, eos=EOS)
 
-    sampler = Speculative(Autoregressive(drafter.model), verifier.model, METHODS[rule], DRAFTS)
-    assert p_value(sampler, drafter.params, rows, [ALPHA], law_of) > FAIL_BELOW
-    monkeypatch.setattr(assistant.Assisted, "draft", partialmethod_of(advancing, assistant.Assisted.draft))
-    jax.clear_caches()
-    assert p_value(sampler, drafter.params, AT_ONCE, [ALPHA], law_of) < FAIL_BELOW
+    def found(network, rows):
+        drafter, verifier = network.members
+        sampler = Speculative(Autoregressive(drafter), verifier, METHODS[rule], DRAFTS)
+        return p_value(sampler, params, rows, [ALPHA], law_of)
+
+    assert found(network, rows) > FAIL_BELOW
+    assert found(AdvancingModel(**vars(network)), AT_ONCE) < FAIL_BELOW
 
 
 @pytest.mark.full
