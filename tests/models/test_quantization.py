@@ -82,7 +82,8 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(
     blocks = partial(in_blocks, loaded.model, loaded.params)
     spread = np.std(expected)
     whole, cache = blocks(TARGET, [30], start)
-    assert np.std(whole - expected) < (0.05 if dtype == "int8" else 0.01) * spread
+    half = 0.015 if name == "t5gemma2" else 0.01  # its encoder and decoder have norms of heads, too
+    assert np.std(whole - expected) < (0.05 if dtype == "int8" else half) * spread
     close = partial(np.testing.assert_allclose, atol=0.15 * spread)  # what another rounding may change
     close(blocks(TARGET, [1, 11, 18], start)[0], whole)
     kept = jnp.array([3, 20, 11])
