@@ -64,7 +64,7 @@ def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
 def test_an_assistant_gets_states_and_keys_without_a_copy(centroids, devices):
     """From its verifier's cache, within the loop; it reads its layers' weights and one layer's keys and
     values of each kind."""
-    heads = {"d_kv": 32, "d_kv_global": 64, "num_heads": 4, "num_kv_heads": 1, "num_kv_heads_global": 1}
+    heads = {"d_kv": 128, "d_kv_global": 256, "num_heads": 4, "num_kv_heads": 1, "num_kv_heads_global": 1}
     sizes = heads | {"vocab_size": 384, "d_ff": 192, "window": 16}
     verifier = dataclasses.replace(
         GEMMA4, **sizes, d_model=128, num_layers=6, num_readers=2, per_layer_width=32, local=(1, 0)

@@ -24,7 +24,7 @@ from speccascade_jax.models.assistant import Assisted, AssistedModel
 
 AT_ONCE = 20_000  # rows, each with caches of its own
 DRAFTS = 2
-ALPHA = 0.1
+ALPHA = 0.6
 VERIFIER = dataclasses.replace(
     TINY_GEMMA4,
     vocab_size=VOCAB,
@@ -210,10 +210,10 @@ def test_a_verifier_that_keeps_rejected_tokens_is_noticed(folders):
     assert lossless_p_value(folders, "token by token", AT_ONCE, Keeping) < FAIL_BELOW
 
 
-@pytest.mark.full(quick=["token_v3"])
-@pytest.mark.parametrize("rule", ["token_v3", "opt"])
-def test_a_rule_follows_its_law_by_prefix_and_place(rule, folders, rows):
+@pytest.mark.full
+def test_a_rule_follows_its_law_by_prefix_and_place(folders, rows):
     """Then with an assistant that drafts from the wrong position."""
+    rule = "token_v3"
     drafter, verifier = loaded(folders, "plain", "verifier")
     network, params = drafter.model.member_of, drafter.params
     laws = drafter_law(network, params), verifier_law(verifier.model, params)
