@@ -21,6 +21,7 @@ from speccascade_jax.checkpoints import (
     networks,
     t5,
     t5gemma,
+    t5gemma2,
     t5x,
 )
 from speccascade_jax.checkpoints.arrays import ParameterPath, Placement
@@ -33,6 +34,7 @@ from speccascade_jax.models import gemma4 as gemma4_models
 from speccascade_jax.models import presets as decoders
 from speccascade_jax.models import t5 as t5_models
 from speccascade_jax.models import t5gemma as t5gemma_models
+from speccascade_jax.models import t5gemma2 as t5gemma2_models
 
 
 class Family(NamedTuple):
@@ -212,7 +214,23 @@ MODEL_FAMILIES = {
             describe=t5gemma.describe,
             parameter_names=t5gemma.parameter_names,
             unused=lambda config: t5gemma.UNUSED,
-            parts=("encoder", "decoder"),
+            parts=t5gemma.PARTS,
+        ),
+        Family(
+            t5gemma2_models.T5Gemma2Config(),
+            t5gemma2_models.PRESETS,
+            bos=True,
+            check=t5gemma2.check,
+            formats=("huggingface", "native"),
+            published_file=None,
+            load_published=networks.refuse,
+            read_published_config=networks.refuse,
+            read_config=t5gemma2.read_config,
+            describe=t5gemma2.describe,
+            parameter_names=t5gemma2.parameter_names,
+            unused=lambda config: t5gemma2.UNUSED,
+            canonical=t5gemma2.canonical,
+            parts=t5gemma.PARTS,
         ),
         network(ExitsConfig(), ("full",), networks.check_exits, networks.exits_names),
         network(

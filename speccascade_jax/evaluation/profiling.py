@@ -106,16 +106,23 @@ def bytes_used(function: Callable[..., Any], params: Any, *arguments: Any) -> in
     """Bytes of the parameters, on one device, that function(params, *arguments) reads and does not only
     index."""
     jaxpr = jax.make_jaxpr(function)(params, *arguments).jaxpr
-    used = {
-        id(v)
-        for eqn in jaxpr.eqns
-        for v in eqn.invars
-        if eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken")
-    }
-    leaves = jax.tree.leaves(params)
+    used, leaves = computed_with(jaxpr), jax.tree.leaves(params)
     return sum(
         local_bytes(x) for x, v in zip(leaves, jaxpr.invars[: len(leaves)], strict=True) if id(v) in used
     )
+
+
+def computed_with(jaxpr: Any) -> set[int]:
+    """The ids of a jaxpr's variables that it computes with, apart from indexing them."""
+    used = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            inner = eqn.params["jaxpr"].jaxpr
+            within = computed_with(inner)
+            used |= {id(v) for v, own in zip(eqn.invars, inner.invars, strict=True) if id(own) in within}
+        elif eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken"):
+            used |= {id(v) for v in eqn.invars}
+    return used
 
 
 def local_bytes(x: Any) -> int:

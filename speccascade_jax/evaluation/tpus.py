@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +34,7 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
-from speccascade_jax.models import Config, model_of
+from speccascade_jax.models import AssistantConfig, AssistedConfig, Config, Gemma4Config, model_of
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
@@ -162,12 +162,13 @@ class DescribedDevices:
             ),
         )
         flat = dict(nnx.to_flat_state(model.abstract_params()))
-        return nnx.from_flat_state(
-            {
-                path: x.replace(place.described(path, x.shape, head_of(path) not in flat))
-                for path, x in flat.items()
-            }
-        )
+
+        def placed(path: Any, x: Any) -> Any:
+            if jnp.issubdtype(x.dtype, jnp.integer):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole)
+            return place.described(path, x.shape, head_of(path) not in flat)
+
+        return nnx.from_flat_state({path: x.replace(placed(path, x)) for path, x in flat.items()})
 
 
 def model_for(config: Config, dtype: str) -> Any:
@@ -176,19 +177,24 @@ def model_for(config: Config, dtype: str) -> Any:
 
 
 class Pair:
-    """A drafter and a verifier on described devices, in shapes without values."""
+    """A drafter and a verifier on described devices, in shapes without values. An assistant and its verifier
+    are members of one network, whose parameters and cache both have."""
 
     def __init__(self, shapes: Shapes, devices: list[Any]):
         check_pair(shapes, devices)
         self.shapes = a = shapes
         described = DescribedDevices(a.devices, devices)
         self.whole = described.whole
-        self.plain = tuple(model_for(config, a.dtype) for config in (a.drafter, a.verifier))
-        self.models = tuple(map(stackable, self.plain)) if a.stacked else self.plain
-        self.plain_params, self.params = (
-            tuple(described.params(model, a.dtype) for model in models)
-            for models in (self.plain, self.models)
+        separate = [model_for(config, a.dtype) for config in wholes_of(a.drafter, a.verifier)]
+        wholes = separate, [stackable(model) for model in separate] if a.stacked else separate
+        self.plain, self.models = (
+            tuple(part for model in models for part in getattr(model, "members", (model,)))
+            for models in wholes
         )
+        self.plain_params, of_wholes = (
+            tuple(described.params(model, a.dtype) for model in models) for models in wholes
+        )
+        self.params: Any = of_wholes if len(of_wholes) > 1 else of_wholes[0]
         self.sampler = Speculative(
             Autoregressive(self.models[0]),
             self.models[1],
@@ -208,6 +214,10 @@ class Pair:
         """The shapes of the loop's state, and where its parts are: after compiling begin."""
         return self.programs._state(self.shapes.rows, self.shapes.source_length)
 
+    def part(self, nest: Any, number: int) -> Any:
+        """The `number`-th model's entry of all parameters, or of all caches."""
+        return nest if self.sampler.shares else nest[number]
+
     def compiled(self) -> Iterator[tuple[str, float, Any]]:
         """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; for a
         program that does not fit, the compiler's message takes its place. Seconds are CPU seconds of all
@@ -216,13 +226,13 @@ class Pair:
 
         def step(number: int, tokens: int) -> Any:
             read = jax.ShapeDtypeStruct((a.rows, tokens), jnp.int32, sharding=self.whole)
-            cache = self.state.caches[number]
+            cache = self.part(self.state.caches, number)
             with shared_by(self.params):
                 return (
                     jax.jit(
                         self.models[number].extend, donate_argnums=2, out_shardings=(None, shardings(cache))
                     )
-                    .lower(self.params[number], read, cache)
+                    .lower(self.part(self.params, number), read, cache)
                     .compile()
                 )
 
@@ -251,10 +261,14 @@ class Pair:
         """Bytes that a device has to read for one pass of the drafter, and of the verifier: weights, and the
         whole of the cache's buffers."""
         drafter, verifier = (
-            float(bytes_read(model, params) + sum(map(local_bytes, buffers_of(cache))))
-            for model, params, cache in zip(self.plain, self.plain_params, self.state.caches, strict=True)
+            float(bytes_read(model, self.plain_params[0 if self.sampler.shares else number]))
+            for number, model in enumerate(self.plain)
         )
-        return drafter, verifier
+        if self.sampler.shares:
+            held = buffers_of(self.state.caches.verifier)  # of which the assistant reads one layer's each
+            return drafter + sum(local_bytes(x) / x.shape[0] for x in held), verifier + read_of(held)
+        small, large = (read_of(buffers_of(cache)) for cache in self.state.caches)
+        return drafter + small, verifier + large
 
     def round_flops(self) -> float:
         """Of the matrix products of a round, a device's share."""
@@ -278,6 +292,19 @@ class Pair:
 def dtype_of(run: DecodeConfig) -> str:
     """The dtype of a config's weights on TPUs."""
     return "bfloat16" if run.dtype == "auto" else run.dtype
+
+
+def wholes_of(drafter: Config, verifier: Config) -> list[Config]:
+    """The shapes of what has parameters of its own: the two models, or the network that an assistant and its
+    verifier are members of."""
+    if isinstance(drafter, AssistantConfig) and isinstance(verifier, Gemma4Config):
+        return [AssistedConfig(verifier, drafter)]
+    return [drafter, verifier]
+
+
+def read_of(buffers: Iterable[Any]) -> int:
+    """Bytes of all buffers on a device."""
+    return sum(map(local_bytes, buffers))
 
 
 def shapes_of(run: DecodeConfig) -> list[Config]:

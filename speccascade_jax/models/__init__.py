@@ -13,9 +13,10 @@ from speccascade_jax.models.gemma4 import Gemma4Config, Gemma4Model
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig, SharedEncoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
 from speccascade_jax.models.t5gemma import T5GemmaConfig, T5GemmaModel
+from speccascade_jax.models.t5gemma2 import T5Gemma2Config, T5Gemma2Model
 
 DecoderOnlyConfig = DecoderConfig | Gemma4Config
-SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig
+SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig | T5Gemma2Config
 TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | BlockDrafterConfig | EaglePairConfig
 NetworkConfig = TrainedNetworkConfig | AssistedConfig | DFlashPairConfig
 """Of several models that share parameters."""
@@ -23,7 +24,7 @@ TrainedConfig = SingleConfig | TrainedNetworkConfig
 """What finetune.py trains."""
 Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig | DFlashPairConfig | DFlashConfig
 NetworkModel = ExitsModel | SharedEncoderModel | BlockDrafterModel | EaglePairModel
-SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel
+SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | T5Gemma2Model
 AttachedModel = AssistantModel | EagleModel | DFlashModel
 Model = SingleModel | NetworkModel | AssistedModel | DFlashPairModel | AttachedModel
 MODELS: dict[type, Callable[..., Model]] = {
@@ -31,6 +32,7 @@ MODELS: dict[type, Callable[..., Model]] = {
     DecoderConfig: DecoderModel,
     Gemma4Config: Gemma4Model,
     T5GemmaConfig: T5GemmaModel,
+    T5Gemma2Config: T5Gemma2Model,
     ExitsConfig: ExitsModel,
     SharedEncoderConfig: SharedEncoderModel,
     BlockDrafterConfig: BlockDrafterModel,

@@ -6,11 +6,12 @@ network; `DecoderModel` is the LanguageModel the decoding core sees.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Bool, Float, Int
@@ -147,33 +148,65 @@ class Affine(Linear):
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
-def mixed(config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array) -> Array:
+class Memory(NamedTuple):
+    """What queries attend to."""
+
+    keys: Array  # [B, H_kv, L, K], or as in a single row's cache
+    values: Array
+    mask: Array  # [B, T, L], or [B, 1, L] where it is the same for all queries
+
+
+def mixed(
+    config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array, *more: Memory
+) -> Array:
     """Grouped-query attention: query [B, H, T, K], keys and values [B, H_kv, L, K] (or as in a single row's
-    cache) where `mask` [B, T, L] -> [B, T, H K]. Tokens are processed in parts with at most SCORES scores
-    each."""
+    cache) where `mask` [B, T, L] -> [B, T, H K]. One softmax goes over these and all that is in `more`.
+    Tokens are processed in parts with at most SCORES scores each."""
     c, (rows, heads, count, _) = config, query.shape
+    memories = Memory(keys, values, mask), *more
     if sharers() and c.num_kv_heads % sharers():  # else XLA would gather the cache of all layers in each call
-        if keys.ndim == query.ndim:
-            query, keys, values = by_rows((query, keys, values))
-        else:
-            query, keys, values = (whole(x) for x in (query, keys, values))
-    at_once = even(count, max(SCORES // (rows * heads * mask.shape[-1]), 1))
+        arrays = query, *(x for memory in memories for x in memory[:2])
+        query, *kept = by_rows(arrays) if keys.ndim == query.ndim else map(whole, arrays)
+        memories = tuple(
+            Memory(kept[2 * n], kept[2 * n + 1], memory.mask) for n, memory in enumerate(memories)
+        )
+    size = sum(memory.mask.shape[-1] for memory in memories)
+    at_once = even(count, max(SCORES // (rows * heads * size), 1))
     if count > at_once:
 
-        def attend_token(token: tuple[Array, Array]) -> Array:
-            query, mask = token
-            return mixed(c, query[:, :, None], keys, values, mask[:, None])[:, 0]
+        def attend_token(token: tuple[Array, ...]) -> Array:
+            query, *masks = token
+            first, *others = (
+                memory._replace(mask=mask[:, None]) for memory, mask in zip(memories, masks, strict=True)
+            )
+            return mixed(c, query[:, :, None], *first, *others)[:, 0]
 
-        by_token = jnp.moveaxis(query, 2, 0), jnp.moveaxis(mask, 1, 0)
+        masks = (jnp.broadcast_to(x.mask, (rows, count, x.mask.shape[-1])) for x in memories)
+        by_token = jnp.moveaxis(query, 2, 0), *(jnp.moveaxis(mask, 1, 0) for mask in masks)
         return jnp.moveaxis(lax.map(attend_token, by_token, batch_size=at_once), 0, 1)
-    groups = query.reshape(query.shape[0], c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
+    return at_once_mixed(c, query, memories)
+
+
+def at_once_mixed(config: DecoderConfig, query: Array, memories: tuple[Memory, ...]) -> Array:
+    """mixed() of all tokens at once."""
+    c, rows, count = config, query.shape[0], query.shape[2]
+    groups = query.reshape(rows, c.num_kv_heads, -1, c.d_kv)  # [B, H_kv, R T, K]
     groups = groups * (c.query_scalar or c.d_kv) ** -0.5
-    scores = softcap(with_kept("...tk,...lk->...tl", groups, keys), c.attention_softcap)
-    by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])  # [B, H_kv, R, T, L]
-    masked = jnp.where(mask[:, None, None], by_query, MASKED)
-    weights = jax.nn.softmax(masked, axis=-1).reshape(scores.shape)
-    attended = with_kept("...tl,...lk->...tk", weights, values).reshape(query.shape)
-    return jnp.swapaxes(attended, 1, 2).reshape(query.shape[0], query.shape[2], -1)
+
+    def scores_of(memory: Memory) -> Array:
+        scores = softcap(with_kept("...tk,...lk->...tl", groups, memory.keys), c.attention_softcap)
+        by_query = scores.reshape(*scores.shape[:2], -1, *memory.mask.shape[1:])  # [B, H_kv, R, T, L]
+        return jnp.where(memory.mask[:, None, None], by_query, MASKED).reshape(scores.shape)
+
+    scores = [scores_of(memory) for memory in memories]
+    ends = np.cumsum([x.shape[-1] for x in scores])[:-1]
+    weights = jnp.split(jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1), ends, axis=-1)
+    attended = [
+        with_kept("...tl,...lk->...tk", weight, memory.values)
+        for weight, memory in zip(weights, memories, strict=True)
+    ]
+    by_head = reduce(jnp.add, attended).reshape(query.shape)
+    return jnp.swapaxes(by_head, 1, 2).reshape(rows, count, -1)
 
 
 class Attention(nnx.Module):
@@ -215,11 +248,12 @@ class Attention(nnx.Module):
             return whole(new[0]), whole(new[1])
         return new
 
-    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+    def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *more: Memory) -> Array:
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L], and to
+        `more`."""
         keys, values = remember(*self.keys_and_values(x, turn))
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
-        return whole(self.out(mixed(self.config, query, keys, values, mask)))
+        return whole(self.out(mixed(self.config, query, keys, values, mask, *more)))
 
 
 class FeedForward(nnx.Module):
@@ -244,13 +278,17 @@ class Layer(nnx.Module):
         self.attention = Attention(config, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
+    def attend(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
+        """A hook for other layers, in place of attention."""
+        return self.attention(x, remember, turn, mask)
+
     def between(self, x: Array, *beside: Any) -> Array:
         """A hook for other layers, between attention and MLP."""
         return x
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
-        """As Attention's; `beside` is for between()."""
-        attended = self.attention(self.attention_norm(x), remember, turn, mask)
+        """As Attention's; `beside` is for attend() and between()."""
+        attended = self.attend(self.attention_norm(x), remember, turn, mask, *beside)
         x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
         x = self.between(x, *beside)
         made = self.mlp(self.mlp_norm(x))

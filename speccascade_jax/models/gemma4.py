@@ -217,7 +217,8 @@ class Attention(nnx.Module):
         """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
         keys, values = remember(*self.written(x, turn))
         query = rotated(self.query_norm(self.heads(self.query(x))), turn)
-        return whole(self.out(mixed(self.shape, query, keys, values, mask)))
+        seen = jnp.any(mask, axis=-1)[..., None]  # before the first committed token an assistant sees nothing
+        return whole(self.out(jnp.where(seen, mixed(self.shape, query, keys, values, mask), 0)))
 
 
 class LayerInput(nnx.Module):

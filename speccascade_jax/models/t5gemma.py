@@ -69,6 +69,10 @@ class CrossLayer(Layer):
         self.cross_norm, self.cross_post_norm = Norm(config), Norm(config)
         self.cross = Attention(config, reads=reads, dtype=dtype, stacked=stacked, rngs=rngs)
 
+    def kept(self, encoded: Array) -> tuple[Array, ...]:
+        """The keys and values [B, H_kv, S, K] of what was encoded [B, S, D]."""
+        return tuple(self.cross.heads(made(encoded)) for made in (self.cross.key, self.cross.value))
+
     def between(self, x: Array, keys: Array, values: Array, mask: Array) -> Array:
         query = self.cross.heads(self.cross.query(self.cross_norm(x)))
         attended = self.cross.out(mixed(self.cross.config, query, keys, values, mask))
@@ -80,7 +84,7 @@ class CrossDecoder(Decoder):
         self.reads = reads
         super().__init__(config, **fields)
 
-    def new_layer(self, **fields: Any) -> CrossLayer:
+    def new_layer(self, **fields: Any) -> Layer:
         return CrossLayer(self.config, self.reads, **fields)
 
     def beside(self, cache: T5Cache, number: Any) -> tuple[Any, ...]:
@@ -91,10 +95,20 @@ class CrossDecoder(Decoder):
 class T5Gemma(nnx.Module):
     """The network. `dtype` is the matrix products'; sums and logits are float32."""
 
+    encoder: Any  # layers, and a norm after them
+
     def __init__(self, config: T5GemmaConfig, **fields: Any):
         reads = dataclasses.replace(config.encoder, tied_embeddings=True)  # it has no head
         self.encoder = Decoder(reads, **fields)
         self.decoder = CrossDecoder(config.decoder, reads.d_model, **fields)
+
+    def embed(self, source: AnyArray) -> Array:
+        """source [B, S] -> [B, S, D]"""
+        return self.encoder.embed(source)
+
+    def sight(self, window: int) -> tuple[int, int]:
+        """How many tokens before its own, and how many after it, a local layer of the encoder sees."""
+        return window, window
 
     def encode(self, source: AnyArray, source_length: AnyArray) -> Array:
         """source [B, S] -> [B, S, D]"""
@@ -102,8 +116,10 @@ class T5Gemma(nnx.Module):
         rows, size = source.shape
         place = jnp.broadcast_to(jnp.arange(size), (rows, size))
         everything = jnp.broadcast_to((place < source_length[:, None])[:, None], (rows, size, size))
-        distance = jnp.abs(place[:, :, None] - place[:, None])
-        near = everything if c.window is None else everything & (distance <= c.window)
+        near = everything
+        if c.window is not None:
+            back, (before, after) = place[:, :, None] - place[:, None], self.sight(c.window)
+            near = everything & (back <= before) & (-back <= after)
         kinds = tuple(zip(turns(c, place), (everything, near), strict=True))
 
         def apply_layer(n: Any, layer: Layer, x: Array) -> Array:
@@ -112,16 +128,15 @@ class T5Gemma(nnx.Module):
 
             return (jax.checkpoint(call) if network.remat else call)(x, *kind_of(c, kinds, n))
 
-        return network.norm(each_layer(network.layers, apply_layer, network.embed(source)))
+        return network.norm(each_layer(network.layers, apply_layer, self.embed(source)))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
         """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
         encoded, c = self.encode(source, source_length), self.decoder.config
         buffers = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
 
-        def kept(layer: CrossLayer) -> tuple[Array, ...]:
-            cross = layer.cross
-            return tuple(cross.heads(made(encoded)).astype(dtype) for made in (cross.key, cross.value))
+        def kept(layer: Any) -> tuple[Array, ...]:
+            return tuple(x.astype(dtype) for x in layer.kept(encoded))
 
         cross_keys, cross_values = of_each_layer(self.decoder.layers, kept)
         return T5Cache(

@@ -25,6 +25,7 @@ from shapes import (
     TINY_T5,
     TINY_T5_1_0,
     TINY_T5GEMMA,
+    TINY_T5GEMMA2,
 )
 from tiny_models import random_checkpoint
 
@@ -86,6 +87,7 @@ UNLIKE |= {
             decoder=dataclasses.replace(TINY_T5GEMMA.decoder, tied_embeddings=False, more_eos=(7,)),
         ),
     ],
+    "t5gemma2": [TINY_T5GEMMA2],
     "exits": [
         ExitsConfig(UNLIKE["t5"][0], (1,)),
         ExitsConfig(UNLIKE["t5"][2], (1,), "norm"),

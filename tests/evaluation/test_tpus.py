@@ -13,6 +13,8 @@ from speccascade_jax.commands import benchmark
 from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import compiled, tpus
+from speccascade_jax.models.assistant import ASSISTANT
+from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import TENSOR_AXIS
@@ -55,6 +57,38 @@ def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
     assert (program.collectives(rounds) > 0) == (chips > 1)
     # Layers are loops within the rounds: the drafter's read in each of its steps.
     assert sorted(loop.times for loop in program.loops if loop.times) == [2, 2, 2, 3]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("centroids", [None, 24])
+def test_an_assistant_gets_states_and_keys_without_a_copy(centroids, devices):
+    """From its verifier's cache, within the loop; it reads its layers' weights and one layer's keys and
+    values of each kind."""
+    heads = {"d_kv": 128, "d_kv_global": 256, "num_heads": 4, "num_kv_heads": 1, "num_kv_heads_global": 1}
+    sizes = heads | {"vocab_size": 384, "d_ff": 192, "window": 16}
+    verifier = dataclasses.replace(
+        GEMMA4, **sizes, d_model=128, num_layers=6, num_readers=2, per_layer_width=32, local=(1, 0)
+    )
+    drafter = dataclasses.replace(
+        ASSISTANT,
+        **sizes,
+        d_model=64,
+        num_layers=2,
+        num_readers=2,
+        local=(1, 0),
+        state_width=128,
+        num_centroids=centroids,
+        active_centroids=4,
+    )
+    pair = tpus.Pair(tpus.Shapes(drafter, verifier, 24, 8, 2, method="speculative"), devices)
+    program = compiled.Program(pair.programs.run(1, 24).as_text())
+    assert not any(program.faults(program.rounds.body, pair.kept()).values())
+    small, large = pair.least_read()
+    weights = 2 * sum(x.size for x in jax.tree.leaves(pair.plain_params[0]["drafter"]) if x.ndim > 1)
+    table = 2 * drafter.vocab_size * drafter.d_model
+    cache = sum(map(tpus.local_bytes, tpus.buffers_of(pair.state.caches.verifier)))
+    assert small == pytest.approx(weights - (table if centroids else 0) + cache / 2, rel=0.02)
+    assert large > 4 * small
 
 
 @pytest.mark.full(quick=["1"])

@@ -91,7 +91,7 @@ from functools import partial
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 sys.path.insert(0, {tests!r})
-from shapes import DECODERS, LENGTH, SOURCE, TINY_GEMMA4, TINY_T5GEMMA
+from shapes import DECODERS, LENGTH, SOURCE, TINY_GEMMA4, TINY_T5GEMMA, TINY_T5GEMMA2
 from speccascade_jax import checkpoints
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.rules import METHODS
@@ -107,8 +107,8 @@ def wide(config, **more):
     return dataclasses.replace(config, num_heads=8, num_kv_heads=2, d_ff=64, vocab_size=104, **more)
 
 for name in {names!r}:
-    config = (DECODERS | {{"gemma4": TINY_GEMMA4}}).get(name, TINY_T5GEMMA)
-    if name == "t5gemma":
+    config = (DECODERS | {{"gemma4": TINY_GEMMA4, "t5gemma": TINY_T5GEMMA, "t5gemma2": TINY_T5GEMMA2}})[name]
+    if name.startswith("t5gemma"):
         config = dataclasses.replace(config, encoder=wide(config.encoder), decoder=wide(config.decoder))
     else:
         config = wide(config, **{{"num_kv_heads_global": 8}} if name == "gemma4" else {{}})
@@ -136,7 +136,7 @@ def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
     """A pair of each kind: norms of heads, biases and windows, an encoder. Two heads of keys and values stay
     whole;
     in Gemma 4, those of local layers."""
-    names = ["qwen3", "gemma3_text", "gemma4", "t5gemma"]
+    names = ["qwen3", "gemma3_text", "gemma4", "t5gemma", "t5gemma2"]
     tests = str(Path(shapes.__file__).parent)
     assert run(TODAY.format(names=names, folder=str(tmp_path), tests=tests), XLA_FLAGS=devices(8)) == "alike"
 

@@ -19,7 +19,7 @@ from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import assistant
-from speccascade_jax.models.assistant import PRESETS, AssistantModel
+from speccascade_jax.models.assistant import PRESETS, AssistantModel, AssistedConfig, AssistedModel
 from speccascade_jax.models.members import Network
 
 TOKENS = 6  # so few that drafts of random weights stand now and then
@@ -203,6 +203,22 @@ def test_a_pair_writes_the_texts_of_its_verifier(repaired, tmp_path):
     np.testing.assert_array_equal(found.tokens, alone.tokens)
     np.testing.assert_array_equal(found.tokens, [text[:20] for text, _ in theirs])
     assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
+
+
+def test_a_prompt_of_one_token_hides_what_is_in_the_buffers():
+    """Nothing is committed yet that an assistant could read: its first draft is the same whatever the other
+    rows' prompts have left there, and however long the buffers are."""
+    model = AssistedModel(AssistedConfig(TINY_GEMMA4, TINY_ASSISTANT))
+    params, found = random_checkpoint(model.config).params, []
+
+    def first(params, source, size):
+        _, cache = model.prefill(params, source, np.array([1], np.int32), size)
+        return model.members[0].extend(params, source[:, :1], cache)[0]
+
+    for width, size in ((1, 8), (5, 24)):
+        source = np.arange(7, 7 + width, dtype=np.int32)[None]
+        found.append(jax.jit(first, static_argnums=2)(params, source, size))
+    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 # ---- folders --------------------------------------------------------------------------------------------

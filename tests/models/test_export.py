@@ -93,6 +93,7 @@ PAIRS = {  # the pairs of today: a drafter's and a verifier's preset
     "mistral_7b_123b": ("mistral_7b", "mistral_123b"),
     "gemma2_2b_27b": ("gemma2_2b", "gemma2_27b"),
     "t5gemma_2b_9b": ("t5gemma_2b_2b", "t5gemma_9b_9b"),
+    "t5gemma2_270m_4b": ("t5gemma2_270m_270m", "t5gemma2_4b_4b"),
     "qwen_0.6b_llama_8b": ("qwen3_0.6b", "llama3_8b"),
     "tinyllama_1b_mistral_7b": ("tinyllama_1b", "mistral_7b"),
 }

@@ -16,6 +16,7 @@ from shapes import (
     TINY_GEMMA,
     TINY_T5,
     TINY_T5GEMMA,
+    TINY_T5GEMMA2,
 )
 from tiny_models import in_blocks, prefilled
 
@@ -31,7 +32,7 @@ SHAPES = {
     "gemma": TINY_GEMMA,
 }
 TODAY = {name: shape for name, shape in DECODERS.items() if name != "gemma2"} | {"t5gemma": TINY_T5GEMMA}
-TODAY |= GEMMA4S
+TODAY |= GEMMA4S | {"t5gemma2": TINY_T5GEMMA2}
 
 
 @pytest.fixture(

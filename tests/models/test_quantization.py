@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0
+from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA2
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax import checkpoints
@@ -17,7 +17,7 @@ from speccascade_jax.evaluation import profiling as parts
 from speccascade_jax.models import model_of, quantization
 from speccascade_jax.models.quantization import PackedKernel, pack, packed_matmul
 
-CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0, "gemma": TINY_GEMMA}
+CONFIGS = {"t5_1_1": TINY_T5, "t5_1_0": TINY_T5_1_0, "gemma": TINY_GEMMA, "t5gemma2": TINY_T5GEMMA2}
 
 
 def rounded(x):
@@ -82,7 +82,8 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(
     blocks = partial(in_blocks, loaded.model, loaded.params)
     spread = np.std(expected)
     whole, cache = blocks(TARGET, [30], start)
-    assert np.std(whole - expected) < (0.05 if dtype == "int8" else 0.01) * spread
+    half = 0.015 if name == "t5gemma2" else 0.01  # its encoder and decoder have norms of heads, too
+    assert np.std(whole - expected) < (0.05 if dtype == "int8" else half) * spread
     close = partial(np.testing.assert_allclose, atol=0.15 * spread)  # what another rounding may change
     close(blocks(TARGET, [1, 11, 18], start)[0], whole)
     kept = jnp.array([3, 20, 11])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA
+from shapes import DECODERS, GEMMA4S, LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5GEMMA, TINY_T5GEMMA2
 
 from speccascade_jax.checkpoints.arrays import Placement, to_params
 from speccascade_jax.core.nests import insert
@@ -28,6 +28,7 @@ SHAPES = {
     ),
     "a decoder's exits": ExitsConfig(TINY_GEMMA, (1,), "norm"),
     "t5gemma": TINY_T5GEMMA,
+    "t5gemma2": TINY_T5GEMMA2,
     **DECODERS,
     **GEMMA4S,
 }
@@ -73,6 +74,7 @@ def decoded(model, params, rows):
         ("block drafter", 3),
         ("a decoder's exits", 3),
         ("t5gemma", 1),
+        ("t5gemma2", 3),
         ("gemma3_text", 3),
         ("gemma4", 1),
         ("gemma4, unlike groups", 3),

@@ -11,6 +11,7 @@ from speccascade_jax.models.gemma4 import GEMMA4
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.models.t5gemma import T5GemmaConfig
+from speccascade_jax.models.t5gemma2 import T5Gemma2Config
 
 TINY_T5 = T5Config(
     vocab_size=97,
@@ -107,6 +108,33 @@ TINY_T5GEMMA = T5GemmaConfig(
         attention_softcap=3.0,
         logit_softcap=2.5,
     ),
+)
+TINY_T5GEMMA2 = T5Gemma2Config(  # an even window and an odd one
+    dataclasses.replace(
+        GEMMA3,
+        **SMALL | {"d_kv": 8, "d_ff": 28, "num_layers": 3},
+        query_scalar=20,
+        window=6,
+        local=(1, 1, 0),
+        rope_theta=1000.0,
+        local_rope_theta=50.0,
+        rope_type="linear",
+        rope_factor=8.0,
+        logit_softcap=2.0,
+    ),
+    dataclasses.replace(
+        GEMMA3,
+        **SMALL | {"num_kv_heads": 2, "num_layers": 2},
+        query_bias=True,
+        output_bias=True,
+        query_scalar=8,
+        window=7,
+        local=(1, 0),
+        rope_theta=400.0,
+        local_rope_theta=30.0,
+        logit_softcap=3.0,
+    ),
+    end_of_image=11,
 )
 TINY_GEMMA4 = dataclasses.replace(  # two groups of writers, one of readers
     GEMMA4,

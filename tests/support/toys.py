@@ -350,11 +350,9 @@ def lookahead(place, gamma, alpha, acceptance, round_cost, q, p, qs, ps):
     return ps if q.max() < p.max() - price * np.maximum(ps - qs, 0).sum() else qs
 
 
-def block_law(
-    tables, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
-) -> dict[tuple[int, ...], float]:
-    """As sequence_law, of two models, where the target depends on the position's place in its round:
-    at[place] makes it of (q, p, q~, p~), the last one at the bonus position. stop_below: adaptive blocks'.
+def block_law(tables, at, prompt, **options) -> dict[tuple[int, ...], float]:
+    """As sequence_law, of two models, where the target depends on the position's place in its round: see
+    placed_law.
 
     A drafter's table of TableBlock gives q by the text before the round and by the place in it. A function
     from a text, prompt included, to its law, or to the laws [P, V] of the places after it, may stand for a
@@ -366,15 +364,27 @@ def block_law(
         return lambda text: of_two(*(0, *text)[-2:])
 
     own = [cache(made) if callable(made) else law_of(made) for made in tables]
+
+    def drafted(context, place):
+        text = context[1:]
+        return own[0](text[: len(text) - place])[place] if at_once else own[0](text)
+
+    return placed_law([drafted, lambda context, place: own[1](context[1:])], at, prompt, **options)
+
+
+def placed_law(
+    laws, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
+) -> dict[tuple[int, ...], float]:
+    """As text_law, of two models, whose laws are functions of the context and of the position's place in its
+    round. at[place] makes the target of (q, p, q~, p~), the last one at the bonus position. stop_below:
+    adaptive blocks'."""
     texts: dict[tuple[int, ...], float] = {}
     begun = ((), 0, 1.0, 0.0, (0, 0, 0.0))  # text; place, chance and hopes of the round; of those before it
     open_texts = {begun: 1.0}
     for step in range(steps):
         grown: dict[tuple, float] = {}
         for (text, place, chance, hoped, seen), mass in open_texts.items():
-            before = text[: len(text) - place] if at_once else text
-            q = own[0]((*prompt, *before))
-            q, p = q[place] if at_once else q, own[1]((*prompt, *text))
+            q, p = (law((0, *prompt, *text), place) for law in laws)
             qs, ps = (transform(x, **{"temperature": 1.0, **options}) for x in (q, p))
             sure = q.max() / np.sort(q)[-2:].sum()
             chance *= min(max(sure + (seen[1] - seen[2]) / (seen[0] + 32), 0), 1)

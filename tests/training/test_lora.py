@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from processes import devices, run
-from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_T5, TINY_T5GEMMA
+from shapes import DECODERS, LENGTH, SOURCE, TARGET, TINY_T5, TINY_T5GEMMA, TINY_T5GEMMA2
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, native
@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3": DECODERS["qwen3"],
     "t5": dataclasses.replace(TINY_T5, dropout_rate=0.0),
     "t5gemma": TINY_T5GEMMA,
+    "t5gemma2": TINY_T5GEMMA2,
 }  # one of each kind of network
 
 
