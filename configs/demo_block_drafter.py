@@ -14,7 +14,7 @@ config = dataclasses.replace(
     VERIFIER,
     name="demo_block_drafter",
     output_dir="runs/demo_block_drafter",
-    shipped="block_drafter",
+    shipped=None,
     init=str(DEMO / "verifier"),
     tokenizer=None,
     model=BlockDrafterConfig(

@@ -274,7 +274,7 @@ def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
     monkeypatch.setattr(tpus, "Pair", lambda *_: pytest.fail("compiled"))
     for flags, said in (
         (["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
-        (["--preset", "t5_1_1_small", "gemma2_2b"], "the drafter has 32128 tokens"),
+        (["--preset", "t5_1_1_small", "gemma2_2b"], "the models have 32128, 256000 tokens"),
         (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
         (["--config=demo_shared"], "member of the network"),
     ):
