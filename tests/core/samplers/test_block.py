@@ -72,13 +72,16 @@ def written(sampler, rows, options, params=PARAMS, alphas=None, **per_row):
     ),
 )
 def test_drafts_follow_their_law_by_prefix_and_place(family, transform, rows):
-    """The control: with the places taken from the end, a rule's law is another one."""
+    """The control: with the places taken from the end, a rule's law is another one, unless the truncation
+    leaves one token."""
     options = {"temperature": 1.0, **TRANSFORMS[transform]}
     result, found = written(cascade(family), rows, options, alphas=[FAMILIES[family]])
     assert p_value(found, laws(family, **options)) > FAIL_BELOW
     turned = PARAMS[0][:, :, GAMMA::-1], PARAMS[1]
     _, other = written(cascade(family), rows, options, turned, [FAMILIES[family]])
-    assert (p_value(other, laws(family, **options)) > FAIL_BELOW) == METHODS[family].lossless
+    expected = laws(family, **options)
+    same = METHODS[family].lossless or max(map(len, expected)) == 1
+    assert (p_value(other, expected) > FAIL_BELOW) == same
     drafted, rounds = (np.asarray(x) for x in (result.counts[1].drafted, result.counts[1].rounds))
     np.testing.assert_array_equal(result.counts[0], rounds)  # a pass a draft
     assert drafted.sum() > 2 * rounds.sum()
