@@ -13,17 +13,17 @@ from speccascade_jax.commands.commandline import at_least, console, table_of, wh
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import tpus
-from speccascade_jax.evaluation.chips import Chips, Choice, Member, choices
+from speccascade_jax.evaluation.chips import ChipPlan, Chips, DescribedModel, plans_by_rows
 from speccascade_jax.planning.prediction import even_acceptance
 from speccascade_jax.planning.readings import Reading
-from speccascade_jax.planning.simulation import Fleet, Server, fewest, rounds_of_texts
+from speccascade_jax.planning.simulation import Fleet, SimulatedServer, fewest, rounds_of_texts
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 
 REQUESTS = 4000  # that are simulated
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class Demand:
     """What clients send, and what they are promised."""
 
     requests_per_second: float
@@ -44,10 +44,10 @@ class Load:
         return np.maximum(np.rint(drawn * stretch), 1).astype(int)
 
 
-def fleet_of(choice: Choice, load: Load, reading: Reading) -> Fleet | None:
+def fleet_of(choice: ChipPlan, load: Demand, reading: Reading) -> Fleet | None:
     """The fewest servers that decode as chosen and bear the load."""
     tokens = load.texts(reading)
-    server = Server(choice.rows, choice.round_seconds, choice.prompt_seconds, MAX_QUEUE, ROUNDS)
+    server = SimulatedServer(choice.rows, choice.round_seconds, choice.prompt_seconds, MAX_QUEUE, ROUNDS)
     rounds = rounds_of_texts(choice.emitted, tokens)
     return fewest(server, tokens, rounds, load.requests_per_second, load.first_token_ms / 1000)
 
@@ -58,8 +58,8 @@ def plan_for_chips(
     topology: str,
     acceptance: str,
     max_block: int,
-    load: Load | None,
-) -> Choice:
+    load: Demand | None,
+) -> ChipPlan:
     """Prints the plans for each batch size that fits, and what the compiler says of the best of them: with a
     load the one that needs the fewest chips, else the one at the config's batch size. Returns it."""
     screen = console()
@@ -73,14 +73,14 @@ def plan_for_chips(
         raise FieldError("tensor_parallel", chips.devices, f"{topology} has {len(described)} chips.")
     shapes = tpus.shapes_of(run)
     tpus.check_vocabularies(shapes)
-    members = [Member(config, chips) for config in shapes]
-    found = list(choices(members, names, reading, max_block, run.hand_over))
-    fleets = [None if load is None else fleet_of(choice, load, reading) for choice in found]
-    show(found, fleets, chips, load, screen)
+    members = [DescribedModel(config, chips) for config in shapes]
+    plans = list(plans_by_rows(members, names, reading, max_block, run.hand_over))
+    fleets = [None if load is None else fleet_of(choice, load, reading) for choice in plans]
+    show(plans, fleets, chips, load, screen)
     if load is None:
-        best = max((choice for choice in found if choice.rows <= max(run.batch_size, 1)), key=rows_of)
+        best = [choice for choice in plans if choice.rows <= run.batch_size][-1]
     else:
-        borne = [(fleet, choice) for fleet, choice in zip(fleets, found, strict=True) if fleet is not None]
+        borne = [(fleet, choice) for fleet, choice in zip(fleets, plans, strict=True) if fleet is not None]
         if not borne:
             raise FieldError(
                 "first_token_ms",
@@ -99,22 +99,18 @@ def plan_for_chips(
     return best
 
 
-def rows_of(choice: Choice) -> int:
-    return choice.rows
-
-
 def show(
-    found: Sequence[Choice],
+    plans: Sequence[ChipPlan],
     fleets: Sequence[Fleet | None],
     chips: Chips,
-    load: Load | None,
+    load: Demand | None,
     screen: Console,
 ) -> None:
     columns = "rows", "models", "block sizes", "verified by", "ms a token of each row", "tokens a second"
-    plans = whole_words(*columns, title=f"least times on {chips.devices} of {chips.topology}")
-    for choice in found:
+    times = whole_words(*columns, title=f"least times on {chips.devices} of {chips.topology}")
+    for choice in plans:
         plan = choice.plan
-        plans.add_row(
+        times.add_row(
             str(choice.rows),
             ", ".join(plan.models),
             ", ".join(map(str, plan.block_sizes)) or "-",
@@ -122,12 +118,12 @@ def show(
             f"{1e3 * plan.seconds_per_token:.3f}",
             f"{choice.tokens_per_second:.0f}",
         )
-    screen.print(plans)
+    screen.print(times)
     if load is None:
         return
     headings = "rows", "chips", "busy rows", "first token, ms: p50, p99", "last token, ms: p50, p99"
     table = whole_words(*headings, title=f"{load.requests_per_second:g} requests a second, simulated")
-    for choice, fleet in zip(found, fleets, strict=True):
+    for choice, fleet in zip(plans, fleets, strict=True):
         table.add_row(str(choice.rows), *cells_of(fleet, chips))
     screen.print(table)
 
@@ -144,8 +140,8 @@ def cells_of(fleet: Fleet | None, chips: Chips) -> list[str]:
 
 
 def confirm(
-    choice: Choice,
-    members: Sequence[Member],
+    choice: ChipPlan,
+    members: Sequence[DescribedModel],
     names: Sequence[str],
     chips: Chips,
     described: list[Any],

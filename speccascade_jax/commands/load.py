@@ -141,7 +141,7 @@ class Alone:
 
     def simulated(self, times: dict[str, float], queue: int, rate: float, seconds: float) -> dict[str, Any]:
         """What clients of a server of these rows would see, by its scheduler's rules and the times alone."""
-        server = simulation.Server(
+        server = simulation.SimulatedServer(
             self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, ROUNDS
         )
         count = max(round(rate * seconds), 1)

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from rich.console import Console
 
 from speccascade_jax import config as configs
-from speccascade_jax.commands.chips import Load, plan_for_chips
+from speccascade_jax.commands.chips import Demand, plan_for_chips
 from speccascade_jax.commands.commandline import (
     at_least,
     at_most,
@@ -107,11 +107,11 @@ class Arguments:
     """With --requests-per-second: within this time 99 of 100 requests have their first tokens."""
 
     @property
-    def load(self) -> Load | None:
+    def demand(self) -> Demand | None:
         """What servers have to bear."""
         if self.requests_per_second is None:
             return None
-        return Load(self.requests_per_second, self.tokens, self.first_token_ms)
+        return Demand(self.requests_per_second, self.tokens, self.first_token_ms)
 
 
 def read_inputs(arguments: Arguments) -> list[str]:
@@ -159,9 +159,6 @@ def check(arguments: Arguments) -> None:
         path = Path(a.output)
         if path.suffix != ".py":
             raise FieldError("output", str(path), "a config file's name ends in .py.", f"--output is {path}")
-        check_targets(
-            {"--output": path, "--acceptance-to": a.acceptance_to}, {"--config": configs.path_of(a.config)}
-        )
         if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
             raise FieldError(
                 "output",
@@ -169,11 +166,12 @@ def check(arguments: Arguments) -> None:
                 "delete it or name another.",
                 f"--output is {path}, which holds something else",
             )
+    written = {"--output": a.output, "--acceptance-to": a.acceptance_to}
+    check_targets(written, {"--config": configs.path_of(a.config)})
 
 
 def check_chips(a: Arguments) -> None:
     """Raises FieldError for flags of plans for other machines that do not go together."""
-    loads = a.load
     if a.tpu is None:
         for name in ("acceptance_from", "requests_per_second"):
             if getattr(a, name) is not None:
@@ -192,12 +190,10 @@ def check_chips(a: Arguments) -> None:
                 raise FieldError(name, getattr(a, name), "leave it out.", "--tpu runs no model")
         if a.check:
             raise FieldError("check", True, "leave it out.", "--tpu runs no model")
-    if loads is not None:
-        loads.check()
+    if a.demand is not None:
+        a.demand.check()
     elif a.tokens is not None:
         raise FieldError("tokens", a.tokens, "give --requests-per-second, too.")
-    if a.output is None:
-        check_targets({"--acceptance-to": a.acceptance_to}, {"--config": configs.path_of(a.config)})
 
 
 def measured(
@@ -596,7 +592,7 @@ def plan_for(arguments: Arguments, topology: str) -> None:
         topology,
         arguments.acceptance_from or "",
         arguments.max_block,
-        arguments.load,
+        arguments.demand,
     )
     if arguments.output is not None:
         chosen = settings_of(choice.plan.block_sizes, run.settings)

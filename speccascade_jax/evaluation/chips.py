@@ -23,10 +23,10 @@ from speccascade_jax.planning.readings import Reading
 from speccascade_jax.scheduling.programs import Clock, Plan
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch sizes that are looked at
-FULL = 0.9  # of a chip's memory that parameters and caches may take; the rest is for a round's arrays
+MEMORY_SHARE = 0.9  # of a chip's memory that parameters and caches may take; the rest is for a round's arrays
 
 
-class Member:
+class DescribedModel:
     """A model on described chips, in shapes without values, for rows of one width."""
 
     def __init__(self, config: Config, chips: "Chips"):
@@ -60,16 +60,22 @@ class Member:
         """What a chip holds of the parameters."""
         return float(sum(map(local_bytes, jax.tree.leaves(self.params))))
 
-    def _flops(self, tokens: int) -> float:
-        read = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-        traced = jax.make_jaxpr(self.model.extend)(self.params, read, self.cache)
-        return tpus.flops(traced.jaxpr) / self.chips.devices
+    @cached_property
+    def call_flops(self) -> tuple[float, float]:
+        """A chip's share of a call's products for one row: of the first token, and of each further one."""
+
+        def flops(tokens: int) -> float:
+            read = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+            traced = jax.make_jaxpr(self.model.extend)(self.params, read, self.cache)
+            return tpus.flops(traced.jaxpr) / self.chips.devices
+
+        return flops(1), flops(2) - flops(1)
 
     def call_seconds(self, rows: int, most: int) -> Float[np.ndarray, " N"]:
         """The least seconds of calls that read n = 0 .. most tokens of each row."""
         reading = (self.weight_bytes + rows * self.row_bytes) / self.chips.chip.bandwidth
-        fewest, more = self._flops(1), self._flops(2)
-        work = rows * (fewest + (np.arange(most + 1) - 1) * (more - fewest)) / self.chips.chip.rate
+        first, further = self.call_flops
+        work = rows * (first + (np.arange(most + 1) - 1) * further) / self.chips.chip.rate
         return np.maximum(reading, work)
 
     @cached_property
@@ -108,7 +114,7 @@ class Chips:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class ChipPlan:
     """The plan of least time at one batch size."""
 
     rows: int
@@ -144,15 +150,19 @@ class Choice:
         return law / law.sum()
 
 
-def choices(
-    members: Sequence[Member], names: Sequence[str], reading: Reading, max_block: int, hand_over: HandOver
-) -> Iterator[Choice]:
+def plans_by_rows(
+    members: Sequence[DescribedModel],
+    names: Sequence[str],
+    reading: Reading,
+    max_block: int,
+    hand_over: HandOver,
+) -> Iterator[ChipPlan]:
     """The plan of least time for each batch size that fits, of all members, block sizes and ways to verify;
     where two ways take equally long, the first. Raises FieldError where not even one row fits."""
     last, chips = len(members) - 1, members[0].chips
     for rows in ROWS:
         held = sum(member.held_bytes + rows * member.row_bytes for member in members)
-        if held > FULL * chips.chip.memory:
+        if held > MEMORY_SHARE * chips.chip.memory:
             if rows == ROWS[0]:
                 raise FieldError(
                     "tensor_parallel",
@@ -170,5 +180,5 @@ def choices(
             runs = {(j, last): reading.runs(j, way, max_block) for j in range(last)}
             lengths = tuple(map(int, reading.lengths))
             candidates = Candidates(tuple(names), seconds, reading.acceptance, lengths, prompts, None, runs)
-            plans.append(Choice(rows, best(candidates, max_block, hand_over), name, candidates))
+            plans.append(ChipPlan(rows, best(candidates, max_block, hand_over), name, candidates))
         yield min(plans, key=lambda choice: choice.plan.seconds_per_token)

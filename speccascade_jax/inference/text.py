@@ -426,16 +426,16 @@ class Cascade:
 
     def check_at_once(self, settings: Settings) -> None:
         """Raises FieldError for settings that a drafter of several tokens at once cannot decode with."""
-        most = getattr(self.drafter, "drafts_at_once", None)
-        if most is None:
+        limit = getattr(self.drafter, "drafts_at_once", None)
+        if limit is None:
             return
         scheme = settings.scheme(self.levels)
         if scheme is None:
             size = settings.block_sizes(self.levels)[0]
-            if size > most:
+            if size > limit:
                 field = "max_block_size" if settings.adaptive else "block_size"
-                problem = f"{field} is {size}, and the drafter writes {most} tokens at once"
-                raise FieldError(field, size, f"it must be at most {most}.", problem)
+                problem = f"{field} is {size}, and the drafter writes {limit} tokens at once"
+                raise FieldError(field, size, f"it must be at most {limit}.", problem)
         elif scheme.models is not None or scheme.sampler(self.models) == Autoregressive(self.drafter):
             problem = (
                 f"{settings.name} asks the drafter for one token after another, and it writes several at once"

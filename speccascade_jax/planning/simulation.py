@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.errors import FieldError
 
-FULL = 0.95
+BUSIEST = 0.95
 """The most of its time that a planned server is busy: closer to 1, waits grow for longer than that."""
 LAST = 10_000_000  # simulated rounds; a server that needs more for the requests is overloaded for hours
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class SimulatedServer:
     """What decides how long requests wait: the flags of serve.py, and times on the machine in question.
 
     Raises FieldError for values below their least.
@@ -31,10 +31,9 @@ class Server:
     prompt_seconds: float  # for reading one prompt
     queue: int  # requests that may wait for a row; others are refused
     rounds: int = 1  # between two looks for new requests
-    step_seconds: float = 0.0  # of the host, each time that it sends what was written
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0, "step_seconds": 0}
+        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0}
         for name, bound in least.items():
             if not bound <= getattr(self, name) < np.inf:
                 raise FieldError(name, getattr(self, name), f"it must be at least {bound}.")
@@ -93,7 +92,7 @@ class Simulation:
     """A server's state: one device, or one group of devices that share the models."""
 
     def __init__(
-        self, server: Server, arrivals: Float[np.ndarray, " N"], rounds: Int[np.ndarray, " N"]
+        self, server: SimulatedServer, arrivals: Float[np.ndarray, " N"], rounds: Int[np.ndarray, " N"]
     ) -> None:
         self.server, self.arrivals, self.rounds = server, arrivals, rounds
         self.now, self.come = 0.0, 0
@@ -134,7 +133,6 @@ class Simulation:
             called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
             if (called and not crowded) or not (self.rows or self.waiting):
                 break
-        self.now += server.step_seconds
         for row in [*finished, *self.rows]:
             if not row.written:
                 row.written, self.first[row.number] = True, self.now
@@ -169,7 +167,7 @@ class Simulation:
 
 
 def simulate(
-    server: Server,
+    server: SimulatedServer,
     tokens: Int[np.ndarray, " N"],
     rounds: Int[np.ndarray, " N"],
     requests_per_second: float,
@@ -223,7 +221,7 @@ class Fleet:
 
 
 def fewest(
-    server: Server,
+    server: SimulatedServer,
     tokens: Int[np.ndarray, " N"],
     rounds: Int[np.ndarray, " N"],
     requests_per_second: float,
@@ -231,11 +229,11 @@ def fewest(
     most: int = 1 << 16,
 ) -> Fleet | None:
     """The fewest servers, each of which gets an equal share of the requests at random, that are busy for at
-    most FULL of the time, refuse none, and give 99 of 100 clients their first tokens within that many
+    most BUSIEST of the time, refuse none, and give 99 of 100 clients their first tokens within that many
     seconds; None if `most` are too few."""
 
     def tried(servers: int) -> Served | None:
-        if server.load(rounds, requests_per_second / servers) > FULL:
+        if server.load(rounds, requests_per_second / servers) > BUSIEST:
             return None
         served = simulate(server, tokens, rounds, requests_per_second / servers)
         late = np.percentile(served.first, 99) if not served.refused else np.inf

@@ -138,7 +138,7 @@ class TestWithTheCompiler:
 
         config = checkpoints.config_of(str(t5_pair / "verifier"))
         here = chips.Chips("v5e:2x2", 1, "float32", 24, 16)
-        member = chips.Member(config, here)
+        member = chips.DescribedModel(config, here)
         width = config.num_heads * config.d_kv
         attention = (
             8 * config.d_model * width - 2 * config.d_model * width
@@ -160,7 +160,7 @@ class TestWithTheCompiler:
         config = checkpoints.config_of(str(t5_pair / "verifier"))
         here = chips.Chips("v5e:2x2", 1, "float32", 24, 16)
         object.__setattr__(here, "chip", here.chip._replace(memory=1000.0))
-        members = [chips.Member(config, here)] * 2
+        members = [chips.DescribedModel(config, here)] * 2
         with pytest.raises(FieldError) as refused:
-            next(chips.choices(members, NAMES, made_reading(), 4, "need"))
+            next(chips.plans_by_rows(members, NAMES, made_reading(), 4, "need"))
         check_about(refused.value, "tensor_parallel", 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.planning.simulation import Server, fewest, rounds_of_texts, simulate
+from speccascade_jax.planning.simulation import SimulatedServer, fewest, rounds_of_texts, simulate
 
 
 def texts(count, rounds):
@@ -15,7 +15,7 @@ def texts(count, rounds):
 def test_one_row_is_a_queue_of_constant_service(load):
     """The mean wait of M/D/1 is load / (2 (1 - load)) services (Pollaczek and Khinchine)."""
     service = 60 * 0.01 + 0.005
-    server = Server(1, 0.01, 0.005, queue=10**6, rounds=1)
+    server = SimulatedServer(1, 0.01, 0.005, queue=10**6, rounds=1)
     served = simulate(server, *texts(3000, 60), load / service)
     wait = served.whole.mean() - service
     assert wait == pytest.approx(load / (2 * (1 - load)) * service, rel=0.15)
@@ -23,7 +23,7 @@ def test_one_row_is_a_queue_of_constant_service(load):
 
 def test_without_a_queue_requests_are_lost_by_erlangs_formula():
     """One row, no queue: a share load / (1 + load) is refused."""
-    server = Server(1, 0.01, 0.0, queue=0, rounds=1)
+    server = SimulatedServer(1, 0.01, 0.0, queue=0, rounds=1)
     served = simulate(server, *texts(3000, 60), 1.0 / (60 * 0.01))
     assert served.refused / 3000 == pytest.approx(0.5, abs=0.03)
     assert np.isnan(served.first).sum() == served.refused
@@ -31,7 +31,7 @@ def test_without_a_queue_requests_are_lost_by_erlangs_formula():
 
 def test_requests_that_share_rounds_cost_no_more_than_one():
     """Far below its load, a request with rows to spare waits at most for the round that runs."""
-    server = Server(64, 0.01, 0.0, queue=10, rounds=1)
+    server = SimulatedServer(64, 0.01, 0.0, queue=10, rounds=1)
     served = simulate(server, *texts(2000, 7), 50.0)
     assert not served.refused
     assert (served.first > 0.01 - 1e-9).all() and (served.first < 0.02 + 1e-9).all()
@@ -39,7 +39,7 @@ def test_requests_that_share_rounds_cost_no_more_than_one():
 
 
 def test_a_saturated_server_writes_what_its_rounds_write():
-    server = Server(8, 0.01, 0.002, queue=100)
+    server = SimulatedServer(8, 0.01, 0.002, queue=100)
     served = simulate(server, *texts(3000, 6), 10_000.0)
     # Eight texts of 30 tokens take six rounds and eight prompts; some rows idle until others are free.
     full = 8 * 30 / (6 * 0.01 + 8 * 0.002)
@@ -58,7 +58,7 @@ def test_rounds_of_a_text_are_a_renewal_process():
 
 
 def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
-    server, rate = Server(4, 0.01, 0.002, queue=50), 400.0
+    server, rate = SimulatedServer(4, 0.01, 0.002, queue=50), 400.0
     tokens, rounds = texts(4000, 10)
     fleet = fewest(server, tokens, rounds, rate, 0.05)
     assert fleet is not None and fleet.servers > 1
@@ -70,7 +70,7 @@ def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
 
 def test_a_queue_that_only_begins_to_grow_is_no_plan():
     """A little more than one server bears: few requests wait before the simulation ends."""
-    server, (tokens, rounds) = Server(4, 0.01, 0.002, queue=10_000), texts(500, 10)
+    server, (tokens, rounds) = SimulatedServer(4, 0.01, 0.002, queue=10_000), texts(500, 10)
     rate = 1.02 / (10 * 0.01 / 4 + 0.002)
     assert server.load(rounds, rate) == pytest.approx(1.02)
     assert np.percentile(simulate(server, tokens, rounds, rate).first, 99) < 10
@@ -84,12 +84,12 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
 )
 def test_a_server_that_cannot_be_is_refused(field, value):
     with pytest.raises(FieldError) as refused:
-        Server(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, "queue": 1, field: value})
+        SimulatedServer(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, "queue": 1, field: value})
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
 def test_requests_that_cannot_be_are_refused():
-    server, one = Server(1, 1.0, 0.0, 1), np.ones(1, int)
+    server, one = SimulatedServer(1, 1.0, 0.0, 1), np.ones(1, int)
     for field, arguments in (
         ("rounds", (one, np.zeros(1, int), 1.0)),
         ("rounds", (one, np.ones(2, int), 1.0)),
