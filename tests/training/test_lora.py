@@ -61,15 +61,16 @@ def flat(params):
 @pytest.mark.full(quick=["qwen3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_laws_of_adapters(family):
-    """Fresh ones change no bit of the logits; others do what their merged products do; a step changes them
-    only, and only they have a gradient and an optimizer's state."""
+    """Fresh ones leave the logits as they are, but for what another program rounds differently; others do
+    what their merged products do; a step changes them only, and only they have a gradient and an
+    optimizer's state."""
     config = trained_like(FAMILIES[family], optimizer="adamw", learning_rate=0.01, z_loss=0.0)
     model, mesh = model_of(config.model), make_mesh()
     base = model.init(0)
     forced = jax.jit(lambda params: model.forced(lora.adapted(config, params), SOURCE, LENGTH, TARGET))
     begun = lora.with_adapters(base, lora.fresh(config, base))
     alone = jax.jit(model.forced)(base, SOURCE, LENGTH, TARGET)
-    np.testing.assert_array_equal(forced(begun), alone)
+    np.testing.assert_allclose(forced(begun), alone, rtol=0, atol=1e-5)
 
     adapters = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(x.shape[0]), x.shape) / 8, lora.split_adapters(begun)[0]

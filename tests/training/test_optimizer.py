@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from optax import contrib
 
 from speccascade_jax.checkpoints import native
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
 from speccascade_jax.models.t5 import T5Config, T5Model
-from speccascade_jax.training.optimizer import ADAM_RMS, OPTIMIZERS, make_optimizer
+from speccascade_jax.training.optimizer import ADAM_RMS, OPTIMIZERS, make_optimizer, orthogonal
 
 SIZES = {"vocab_size": 24, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
 MODELS = {
@@ -63,6 +64,18 @@ def test_muon_makes_the_updates_of_layers_orthogonal(family):
             np.testing.assert_allclose(rms(update), ADAM_RMS * rms(held), rtol=0.25)
         else:
             np.testing.assert_array_equal(update, by_adam[path][1])
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 96), (96, 64)])
+def test_orthogonal_updates_are_optaxs(shape):
+    """In float32 to the last digits, and in bfloat16 closely enough that a step goes the same way."""
+    gradient = jax.random.normal(jax.random.key(0), shape)
+    muon = contrib.scale_by_muon(weight_dimension_numbers=contrib.MuonDimensionNumbers())
+    expected = muon.update(gradient, muon.init(gradient))[0]
+    np.testing.assert_allclose(orthogonal(gradient, jnp.float32), expected, rtol=1e-3, atol=1e-5)
+    narrow = np.asarray(orthogonal(gradient, jnp.bfloat16))
+    assert (narrow != expected).any()
+    assert np.sum(narrow * expected) > 0.999 * np.linalg.norm(narrow) * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
