@@ -1,13 +1,13 @@
-"""The shipped verifier and a drafter of bytes."""
+"""The shipped verifier and a drafter of bytes, once it is trained."""
 
 import dataclasses
 
-from speccascade_jax.config import DEMO, load
+from speccascade_jax.config import load
 
 config = dataclasses.replace(
     load("demo"),
     router=None,
-    drafter=str(DEMO / "bytes_drafter"),
+    drafter="runs/demo_bytes_drafter",
     vocabulary="slem",
     missing="Make it with python scripts/finetune.py --config=demo_bytes_drafter.",
 )

@@ -11,7 +11,7 @@ config = dataclasses.replace(
     DRAFTER,
     name="demo_bytes_drafter",
     output_dir="runs/demo_bytes_drafter",
-    shipped="bytes_drafter",
+    shipped=None,
     tokenizer="runs/demo_bytes_tokenizer.model",
     tokenizer_size=260,
     tokenizer_pieces="char",

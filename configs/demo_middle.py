@@ -10,7 +10,7 @@ config = dataclasses.replace(
     load("demo_drafter"),
     name="demo_middle",
     output_dir="runs/demo_middle",
-    shipped="middle",
+    shipped=None,
     model=T5Config(
         vocab_size=2048,
         d_model=256,
