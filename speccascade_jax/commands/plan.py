@@ -38,6 +38,7 @@ from speccascade_jax.commands.commandline import (
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
+from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import tpus
@@ -47,7 +48,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.costs import WIDTHS, call_seconds, step_watch
+from speccascade_jax.planning.costs import WIDTHS, at_once, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import (
     Candidates,
@@ -82,7 +83,7 @@ class Arguments:
     limit: int = 64
     """How many of these texts to use."""
     max_block: int = 15
-    """The most tokens that a model drafts."""
+    """The most tokens that a model drafts; of one that drafts in one pass, at most what that writes."""
     most_models: int | None = None
     """The most models of a plan."""
     repetitions: int = 9
@@ -196,19 +197,37 @@ def check_chips(a: Arguments) -> None:
         raise FieldError("tokens", a.tokens, "give --requests-per-second, too.")
 
 
+def check_members(arguments: Arguments, cascade: Cascade, names: tuple[str, ...]) -> None:
+    """Raises FieldError for a drafter that reads what its verifier leaves, next to other models than that,
+    and where a file for other machines is to be written."""
+    networks = [network_of(model) for model in cascade.models]
+    reads = [not getattr(network, "by_prefix", True) for network in networks[:-1]]
+    if not any(reads):
+        return
+    if len(names) > 2 or networks[0] != networks[1]:
+        drafter = names[reads.index(True)]
+        raise FieldError(
+            "models",
+            list(names),
+            f"name {drafter} and its verifier.",
+            f"{drafter} drafts from what its own verifier has read",
+        )
+    if arguments.acceptance_to is not None:
+        raise FieldError(
+            "acceptance_to",
+            arguments.acceptance_to,
+            "leave it out.",
+            f"{names[0]} drafts from what its verifier has read, and plans for TPUs take models that read by "
+            "themselves",
+        )
+
+
 def measured(
     arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
 ) -> tuple[Candidates, Contestant]:
     """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
     pace later: how long the verifier takes for a call of one token."""
     settings = arguments.run.settings
-    if getattr(cascade.drafter, "drafts_at_once", None) is not None:
-        raise FieldError(
-            "models" if arguments.run.models else "drafter",
-            names[0],
-            "time it with scripts/benchmark.py.",
-            f"a plan is made of what single tokens cost, and {names[0]} drafts several in one pass",
-        )
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
         track(
@@ -218,7 +237,7 @@ def measured(
             console=screen,
         )
     )
-    read = reading(cascade, outputs, settings)
+    read = reading(cascade, outputs, settings, arguments.max_block)
     if arguments.acceptance_to is not None:
         read.save(arguments.acceptance_to, names, settings)
     rows = cascade.encode(texts, truncate=True)[0]
@@ -241,7 +260,10 @@ def measured(
     way, last = VERIFICATIONS[settings.verification], len(names) - 1
     runs = {(j, last): read.runs(j, way, arguments.max_block) for j in range(last)}
     lengths = tuple(map(int, read.lengths))
-    return Candidates(names, pace * seconds, read.acceptance, lengths, once, pace * besides, runs), step
+    candidates = Candidates(
+        names, pace * seconds, read.acceptance, lengths, once, pace * besides, runs, at_once(cascade.drafter)
+    )
+    return candidates, step
 
 
 def text_seconds(
@@ -269,6 +291,7 @@ def text_seconds(
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
     runs = in_turn_here(contestants, cascade, texts, screen)
     pace = float(np.median(runs[STEP][0]) / seconds[-1, 1])
+    a_pass = block + 1 if at_once(cascade.drafter) else 1
 
     def besides(name: str, calls: Float[np.ndarray, " N"], a_round: float) -> float:
         spent, outputs = runs[name]
@@ -279,7 +302,7 @@ def text_seconds(
                 - pace
                 * np.array(
                     [
-                        output.counts["drafter_passes"] * calls[1] + output.counts["rounds"] * a_round
+                        output.counts["drafter_passes"] * calls[a_pass] + output.counts["rounds"] * a_round
                         if "rounds" in output.counts
                         else len(output.tokens) * calls[1]
                         for output in outputs
@@ -470,9 +493,13 @@ def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, fl
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)
     seconds, (size,) = candidates.call_seconds, plan.block_sizes
-    cost = (size + 1) * seconds[drafter, 1] + candidates.round_seconds[drafter, verifier, size]
+    drafting = candidates.draft_seconds[drafter, size]
+    if not candidates.at_once:  # it reads its last token, too
+        drafting += seconds[drafter, 1]
+    cost = drafting + candidates.round_seconds[drafter, verifier, size]
+    survival = candidates.runs[drafter, verifier].survival(size)
     return {
-        "acceptance": round(even_acceptance(candidates.survival[drafter, verifier, : size + 1]), 3),
+        "acceptance": round(even_acceptance(survival), 3),
         "round_cost": round(float(cost / seconds[verifier, 1]), 3),
     }
 
@@ -542,6 +569,9 @@ def plan(arguments: Arguments) -> None:
     cascade = Cascade.from_config(run)
     paths = short_names([path for _, path in run.roles])
     names = tuple(paths)
+    check_members(arguments, cascade, names)
+    longest = getattr(cascade.drafter, "drafts_at_once", None) or arguments.max_block
+    arguments = dataclasses.replace(arguments, max_block=min(arguments.max_block, longest))
     candidates, step = measured(arguments, cascade, names, texts, screen)
     show_candidates(candidates, screen)
     plans = {CHOSEN: best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}

@@ -658,7 +658,7 @@ class Cascade:
         if programs is None:
             while self.programs and crowded():
                 del self.programs[next(iter(self.programs))]  # the one longest out of use
-            programs = Programs(plan, params, self.mesh, self.clock)
+            programs = Programs(plan, params, self.mesh, self.clock, self.prefixes)
         self.programs[key] = programs
         return programs
 

@@ -19,10 +19,10 @@ from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import LocalCache, cut, empty, entries, insert_buffer, put, write
-from speccascade_jax.models.decoder import MASKED, in_chunks
+from speccascade_jax.models.decoder import MASKED, read_prompts
 from speccascade_jax.models.gemma4 import GEMMA4, Gemma4, Gemma4Config, Gemma4Model, Layered, Pass, kinds_of
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, project
-from speccascade_jax.models.members import Member, NetworkShape, members
+from speccascade_jax.models.members import NetworkShape, PairModel
 from speccascade_jax.models.quantization import table_rows, tied_kernel
 from speccascade_jax.models.stacking import each_layer
 
@@ -199,14 +199,12 @@ class Assisted(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistedModel(FlaxModel):
+class AssistedModel(PairModel):
     """A network of two members, "drafter" (the assistant) and "verifier". Used alone it is the verifier."""
 
     config: AssistedConfig
     chunk: int = 512  # as the verifier's
-    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
-    by_prefix: ClassVar[bool] = False
-    """Whether the drafter's distribution depends on the text alone: it depends on where a draft began."""
+    drafter_name: ClassVar[str] = "an assistant"
 
     @property
     def full(self) -> Gemma4Model:
@@ -214,13 +212,6 @@ class AssistedModel(FlaxModel):
         return Gemma4Model(
             self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked, self.chunk
         )
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return members(self)
-
-    def missing(self, name: str) -> str:
-        return f"holds an assistant and its verifier, no {name!r}: write @drafter or @verifier"
 
     def network(self, rngs: nnx.Rngs) -> Assisted:
         return Assisted(
@@ -235,11 +226,7 @@ class AssistedModel(FlaxModel):
         max_length: int,
     ) -> tuple[Prefix, AssistedCache]:
         """The verifier's; the assistant reads nothing beforehand."""
-        network = self.merged(params)
-        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
-        cache = in_chunks(network.advance, inputs, cache, self.chunk)
-        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+        return read_prompts(self, params, inputs, input_length, max_length)
 
     def lengths(self, cache: AssistedCache) -> Int[Array, "B 2"]:
         return jnp.stack([cache.drafted, cache.verifier.length], axis=1)
@@ -270,18 +257,3 @@ class AssistedModel(FlaxModel):
         verifier = self.full.with_segment(cache.verifier, segment, rows, start)
         drafted = jnp.where(rows, verifier.length, cache.drafted)
         return AssistedCache(verifier, put(cache.states, segment["states"], rows, start), drafted)
-
-    def extend(
-        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: AssistedCache
-    ) -> tuple[Float[Array, "B T V"], AssistedCache]:
-        """The verifier's."""
-        return self.extend_member(1, params, tokens, cache)
-
-    def extend_member(
-        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: AssistedCache
-    ) -> tuple[Float[Array, "B T V"], AssistedCache]:
-        network = self.merged(params)
-        if number == 0:
-            return network.draft(jnp.asarray(tokens), cache)
-        x, cache = network.advance(tokens, cache)
-        return network.verifier.logits(x), cache

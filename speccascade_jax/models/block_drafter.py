@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.protocols import MASK, AnyArray, Prefix
-from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import T5Cache, blank, entries, remembering
 from speccascade_jax.models.layers import (
     AfterLayer,
@@ -29,7 +28,7 @@ from speccascade_jax.models.layers import (
     relative_buckets,
     steps_back,
 )
-from speccascade_jax.models.members import Member, NetworkShape, beneath, members
+from speccascade_jax.models.members import NetworkShape, PairModel, beneath
 from speccascade_jax.models.stacking import each_layer, layers_of, nth, of_each_layer
 from speccascade_jax.models.t5 import MASKED, T5, DecoderLayer, T5Config, T5Model, padding_bias
 
@@ -240,27 +239,19 @@ class BlockDrafter(nnx.Module):
         x, found, verifier = self.verifier.advance_with_states(tokens, cache.verifier, states)
         return x, BlockDrafterCache(self.drafter.remember(found, cache.drafter), verifier)
 
+    def draft(
+        self, tokens: AnyArray, cache: BlockDrafterCache
+    ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
+        """The logits of what follows each of `tokens`, committed ones that the cache lacks and masks. The
+        cache is none the longer."""
+        logits, drafter = self.drafter.draft(tokens, self.verifier, cache.drafter)
+        return logits, cache._replace(drafter=drafter)
+
 
 @dataclasses.dataclass(frozen=True)
-class BlockPairModel(FlaxModel):
+class BlockPairModel(PairModel):
     """A network of two members, "drafter", which writes several tokens at once, and "verifier". Used alone it
     is the verifier. Its cache is a BlockDrafterCache."""
-
-    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
-    by_prefix: ClassVar[bool] = False
-    """Whether the drafter's distribution depends on the text alone: it depends on where a draft began."""
-
-    @property
-    def full(self) -> Any:
-        """The verifier without the drafter."""
-        raise NotImplementedError
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return members(self)
-
-    def missing(self, name: str) -> str:
-        return f"holds a drafter and a verifier, no {name!r}: write @drafter or @verifier"
 
     def prefill(
         self,
@@ -288,35 +279,6 @@ class BlockPairModel(FlaxModel):
     ) -> BlockDrafterCache:
         pairs = zip(cache, fresh, strict=True)
         return BlockDrafterCache(*(self.full.insert(old, new, slots, like_fresh) for old, new in pairs))
-
-    def forced(
-        self,
-        params: nnx.State,
-        source: Int[AnyArray, "B S"],
-        source_length: Int[AnyArray, " B"],
-        target: Int[AnyArray, "B T"],
-        key: Array | None = None,
-    ) -> Float[Array, "B T V"]:
-        """The verifier's teacher forcing."""
-        return self.full.forced(params["verifier"], source, source_length, target, key)
-
-    def extend(
-        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: BlockDrafterCache
-    ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
-        """The verifier's."""
-        return self.extend_member(1, params, tokens, cache)
-
-    def extend_member(
-        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: BlockDrafterCache
-    ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
-        """The drafter reads the committed tokens that the cache lacks, and masks, and the cache is none the
-        longer. The verifier leaves its states to the drafter."""
-        network = self.merged(params)
-        if number == 0:
-            logits, drafter = network.drafter.draft(jnp.asarray(tokens), network.verifier, cache.drafter)
-            return logits, cache._replace(drafter=drafter)
-        x, cache = network.advance(tokens, cache)
-        return network.verifier.logits(x), cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -454,6 +454,23 @@ def in_chunks(
     return cache
 
 
+def read_prompts(
+    model: Any,
+    params: nnx.State,
+    inputs: Int[AnyArray, "B S"],
+    input_length: Int[AnyArray, " B"],
+    max_length: int,
+    after: AfterLayer = last_written,
+) -> tuple[Prefix, Any]:
+    """prefill() of a model whose network has start() and advance(). Prompts are padded on the right; the
+    padding is scratch past each row's length."""
+    network = model.merged(params)
+    cache = network.start(inputs.shape[0], max_length, model.cache_dtype)
+    cache = in_chunks(partial(network.advance, after=after), inputs, cache, model.chunk)
+    prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
+    return prefix, model.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyModel(SingleModel):
     """A network with start(), advance() and logits() as a LanguageModel that continues its prompt."""
@@ -484,12 +501,7 @@ class DecoderOnlyModel(SingleModel):
         max_length: int,
         after: AfterLayer = last_written,
     ) -> tuple[Prefix, Any]:
-        """Reads the prompts, which are padded on the right. The padding is scratch past each row's length."""
-        network = self.merged(params)
-        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
-        cache = in_chunks(partial(network.advance, after=after), inputs, cache, self.chunk)
-        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+        return read_prompts(self, params, inputs, input_length, max_length, after)
 
     def extend(
         self,

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, NoReturn
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.protocols import UNSEEN, AnyArray, Array, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.block_drafter import BlockDrafterCache, BlockPairModel, seen
 from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
-from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel, Layer, Norm, in_chunks
-from speccascade_jax.models.layers import Linear, steps_back
+from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel, Layer, Norm, read_prompts
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, steps_back
 from speccascade_jax.models.members import NetworkShape
 from speccascade_jax.models.presets import QWEN3_8B
 from speccascade_jax.models.quantization import table_rows
@@ -146,11 +146,21 @@ class DFlashPair(nnx.Module):
             *(part.start(rows, max_length, dtype) for part in (self.drafter, self.verifier))
         )
 
-    def advance(self, tokens: AnyArray, cache: BlockDrafterCache) -> tuple[Array, BlockDrafterCache]:
+    def advance(
+        self, tokens: AnyArray, cache: BlockDrafterCache, after: AfterLayer = last_written
+    ) -> tuple[Array, BlockDrafterCache]:
         """The verifier's advance(). Its states become the drafter's keys and values."""
-        states = self.drafter.config.states
-        x, found, verifier = self.verifier.advance_with_states(tokens, cache.verifier, states)
+        x, found, verifier = self.verifier.advance_with_states(
+            tokens, cache.verifier, self.drafter.config.states, after=after
+        )
         return x, BlockDrafterCache(self.drafter.remember(found, cache.drafter), verifier)
+
+    def draft(
+        self, tokens: AnyArray, cache: BlockDrafterCache
+    ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
+        """As block_drafter.BlockDrafter's."""
+        logits, drafter = self.drafter.draft(tokens, self.verifier, cache.drafter)
+        return logits, cache._replace(drafter=drafter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +195,18 @@ class DFlashPairModel(BlockPairModel):
         max_length: int,
     ) -> tuple[Prefix, BlockDrafterCache]:
         """The verifier's, which leaves the drafter what it reads."""
-        network = self.merged(params)
-        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
-        cache = in_chunks(network.advance, inputs, cache, self.chunk)
-        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+        return read_prompts(self, params, inputs, input_length, max_length)
+
+    def segment(
+        self, cache: BlockDrafterCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int
+    ) -> Any:
+        """The verifier's, and what its states are to the drafter."""
+        return {name: self.full.segment(part, row, start, size) for name, part in cache._asdict().items()}
+
+    def with_segment(
+        self, cache: BlockDrafterCache, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> BlockDrafterCache:
+        parts = cache._asdict().items()
+        return BlockDrafterCache(
+            **{name: self.full.with_segment(part, segment[name], rows, start) for name, part in parts}
+        )

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
 from speccascade_jax.models.base import FlaxModel
-from speccascade_jax.models.cache import DecoderCache, empty, entries, insert_buffer, write
+from speccascade_jax.models.cache import DecoderCache, cut, empty, entries, insert_buffer, put, write
 from speccascade_jax.models.decoder import (
     MASKED,
     Attention,
@@ -31,9 +31,10 @@ from speccascade_jax.models.decoder import (
     Norm,
     Remember,
     in_chunks,
+    read_prompts,
 )
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, shift_right, steps_back
-from speccascade_jax.models.members import Member, NetworkShape, beneath, members
+from speccascade_jax.models.members import NetworkShape, PairModel
 from speccascade_jax.models.presets import LLAMA3_8B, QWEN3_8B
 from speccascade_jax.models.quantization import table_rows
 from speccascade_jax.models.rope import Turn, turns
@@ -94,10 +95,10 @@ LLAMA3_8B_HEAD = dataclasses.replace(PRESETS["llama3_8b_eagle3"], layers=usual_l
 class EagleLayer(nnx.Module):
     """A decoder's layer whose attention reads a token's embedding next to its feature."""
 
-    def __init__(self, config: EagleConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: EagleConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c = config
         self.embedding_norm, self.feature_norm, self.mlp_norm = Norm(c), Norm(c), Norm(c)
-        self.attention = Attention(c, width=2 * c.d_model, dtype=dtype, stacked=False, rngs=rngs)
+        self.attention = Attention(c, width=2 * c.d_model, dtype=dtype, stacked=stacked, rngs=rngs)
         self.mlp = FeedForward(c, dtype=dtype, rngs=rngs)
         self.norm_before_residual = c.norm_before_residual
 
@@ -113,9 +114,10 @@ class EagleLayer(nnx.Module):
 
 
 class Eagle(nnx.Module):
-    """The network of a head. `dtype` is the matrix products'; sums and logits are float32."""
+    """The network of a head. `dtype` is the matrix products'; sums and logits are float32. `stacked`: whether
+    the verifier's layers are; the head's is a single one."""
 
-    def __init__(self, config: EagleConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: EagleConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c = config
 
         def linear(inputs: int, outputs: int) -> Linear:
@@ -127,7 +129,7 @@ class Eagle(nnx.Module):
         self.config = c
         self.embedding = table() if c.own_embedding else None
         self.projection = linear(c.num_states * c.state_width, c.d_model)
-        self.layer = EagleLayer(c, dtype=dtype, rngs=rngs)
+        self.layer = EagleLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
         self.norm = Norm(c)
         self.head = linear(c.d_model, c.draft_vocab_size)
         self.offsets = (  # of the tokens that it can draft from their numbers in its logits
@@ -165,7 +167,7 @@ class EagleModel(FlaxModel):
     config: EagleConfig
 
     def network(self, rngs: nnx.Rngs) -> Eagle:
-        return Eagle(self.config, dtype=jnp.dtype(self.dtype), rngs=rngs)
+        return Eagle(self.config, dtype=jnp.dtype(self.dtype), stacked=self.stacked, rngs=rngs)
 
     def prefill(self, *_: Any) -> NoReturn:
         raise ValueError(
@@ -180,6 +182,7 @@ class EaglePairConfig(NetworkShape):
     """A verifier and its EAGLE-3 head, whose fields are not flags of a training run."""
 
     family: ClassVar[str] = "eagle3_pair"
+    learns_ahead: ClassVar[bool] = True
     full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
     verifier: DecoderConfig = LLAMA3_8B
     drafter: Suppress[EagleConfig] = LLAMA3_8B_HEAD
@@ -187,6 +190,9 @@ class EaglePairConfig(NetworkShape):
     @property
     def full(self) -> DecoderConfig:
         return self.verifier
+
+
+OF_THE_HEAD = "keys", "values", "features"  # of its cache
 
 
 class EagleCache(NamedTuple):
@@ -215,7 +221,7 @@ class EaglePair(nnx.Module):
 
     def __init__(self, config: EaglePairConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs):
         self.verifier = Decoder(config.verifier, dtype=dtype, remat=remat, stacked=stacked, rngs=rngs)
-        self.drafter = Eagle(config.drafter, dtype=dtype, rngs=rngs)
+        self.drafter = Eagle(config.drafter, dtype=dtype, stacked=stacked, rngs=rngs)
 
     def start(self, rows: int, max_length: int, dtype: Any) -> EagleCache:
         """An empty cache in `dtype`."""
@@ -310,14 +316,12 @@ class EaglePair(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class EaglePairModel(FlaxModel):
+class EaglePairModel(PairModel):
     """A network of two members, "drafter" (the head) and "verifier". Used alone it is the verifier."""
 
     config: EaglePairConfig
     chunk: int = 512  # as the verifier's
-    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
-    by_prefix: ClassVar[bool] = False
-    """Whether the drafter's distribution depends on the text alone: it depends on where a draft began."""
+    drafter_name: ClassVar[str] = "an EAGLE-3 head"
 
     @property
     def full(self) -> DecoderModel:
@@ -326,38 +330,10 @@ class EaglePairModel(FlaxModel):
             self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked, self.chunk
         )
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return members(self)
-
-    def missing(self, name: str) -> str:
-        return f"holds an EAGLE-3 head and its verifier, no {name!r}: write @drafter or @verifier"
-
     def network(self, rngs: nnx.Rngs) -> EaglePair:
         return EaglePair(
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
-
-    def around(self, full: nnx.State, seed: int) -> nnx.State:
-        """Parameters that contain the verifier's `full` (the same arrays), and a fresh head."""
-
-        def begun() -> nnx.State:
-            network = self.network(nnx.Rngs(seed))
-            del network.verifier
-            return nnx.state(network)
-
-        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
-
-    def forced(
-        self,
-        params: nnx.State,
-        source: Int[AnyArray, "B S"],
-        source_length: Int[AnyArray, " B"],
-        target: Int[AnyArray, "B T"],
-        key: Array | None = None,
-    ) -> Float[Array, "B T V"]:
-        """The verifier's teacher forcing."""
-        return self.full.forced(params["verifier"], source, source_length, target, key)
 
     def forced_members(
         self,
@@ -393,11 +369,7 @@ class EaglePairModel(FlaxModel):
         max_length: int,
     ) -> tuple[Prefix, EagleCache]:
         """The verifier's, which leaves the head what it reads."""
-        network = self.merged(params)
-        cache = network.start(inputs.shape[0], max_length, self.cache_dtype)
-        cache = in_chunks(network.advance, inputs, cache, self.chunk)
-        prefix = Prefix(jnp.asarray(inputs), jnp.asarray(input_length))
-        return prefix, self.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
+        return read_prompts(self, params, inputs, input_length, max_length)
 
     def lengths(self, cache: EagleCache) -> Int[Array, "B 2"]:
         return jnp.stack([cache.drafted, cache.verifier.length], axis=1)
@@ -417,17 +389,15 @@ class EaglePairModel(FlaxModel):
             insert_rows(cache.drafted, fresh.drafted, slots, like_fresh),
         )
 
-    def extend(
-        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: EagleCache
-    ) -> tuple[Float[Array, "B T V"], EagleCache]:
-        """The verifier's."""
-        return self.extend_member(1, params, tokens, cache)
+    def segment(self, cache: EagleCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
+        """The verifier's, the head's keys and values, and the features."""
+        held = {name: cut(getattr(cache, name), row, start, size) for name in OF_THE_HEAD}
+        return {"verifier": self.full.segment(cache.verifier, row, start, size), **held}
 
-    def extend_member(
-        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: EagleCache
-    ) -> tuple[Float[Array, "B T V"], EagleCache]:
-        network = self.merged(params)
-        if number == 0:
-            return network.draft(jnp.asarray(tokens), cache)
-        x, cache = network.advance(tokens, cache)
-        return network.verifier.logits(x), cache
+    def with_segment(
+        self, cache: EagleCache, segment: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
+    ) -> EagleCache:
+        verifier = self.full.with_segment(cache.verifier, segment["verifier"], rows, start)
+        held = {name: put(getattr(cache, name), segment[name], rows, start) for name in OF_THE_HEAD}
+        drafted = jnp.where(rows, verifier.length, cache.drafted)
+        return EagleCache(verifier, drafted=drafted, **held)

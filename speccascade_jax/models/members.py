@@ -8,16 +8,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
+from speccascade_jax.models.base import FlaxModel
 
 
 class NetworkShape:
     """What a network's config has from that of its full model, the field named `full_part`."""
 
     full_part: ClassVar[str]
+    learns_ahead: ClassVar[bool] = False  # its drafter is trained on its own outputs: forced_members(ahead=)
 
     @property
     def vocab_size(self) -> int:
@@ -122,6 +126,71 @@ class Member:
 def members(network: Network) -> tuple[Member, ...]:
     """All members, the smallest first, the full model last."""
     return tuple(Member(network, number) for number in range(len(network.names)))
+
+
+class PairModel(FlaxModel):
+    """A network of two members, "drafter" and "verifier", with parameters under these names. Used alone it is
+    the verifier.
+
+    Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens, cache), which gives
+    what verifier.logits() takes in place of the logits.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
+    drafter_name: ClassVar[str] = "a drafter"  # in messages
+    by_prefix: ClassVar[bool] = False
+    """Whether the drafter's distribution depends on the text alone, and not on where drafts began."""
+    by_place: ClassVar[bool] = True
+    """Whether it depends on the text, where the last draft began, and nothing else: what the drafter keeps of
+    committed tokens is what the verifier has left there."""
+
+    @property
+    def full(self) -> Any:
+        """The verifier without the drafter."""
+        raise NotImplementedError
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return members(self)  # type: ignore[arg-type]  # a subclass is a Network
+
+    def missing(self, name: str) -> str:
+        return f"holds {self.drafter_name} and its verifier, no {name!r}: write @drafter or @verifier"
+
+    def around(self, full: nnx.State, seed: int) -> nnx.State:
+        """Parameters that contain the verifier's `full` (the same arrays), and a fresh drafter."""
+
+        def begun() -> nnx.State:
+            network = self.network(nnx.Rngs(seed))
+            del network.verifier
+            return nnx.state(network)
+
+        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
+
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> Float[Array, "B T V"]:
+        """The verifier's teacher forcing."""
+        return self.full.forced(params["verifier"], source, source_length, target, key)
+
+    def extend(
+        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: Any
+    ) -> tuple[Float[Array, "B T V"], Any]:
+        """The verifier's."""
+        return self.extend_member(1, params, tokens, cache)
+
+    def extend_member(
+        self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: Any
+    ) -> tuple[Float[Array, "B T V"], Any]:
+        network = self.merged(params)
+        if number == 0:
+            return network.draft(jnp.asarray(tokens), cache)
+        x, cache = network.advance(tokens, cache)
+        return network.verifier.logits(x), cache
 
 
 def member(model: Any, name: str | None, where: Any) -> Any:

@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.protocols import AnyArray, Prefix
-from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.cache import T5Cache, empty, insert_buffer, write
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, make_dropout
-from speccascade_jax.models.members import Member, NetworkShape, beneath, members
+from speccascade_jax.models.members import NetworkShape, PairModel
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
 Array = jax.Array
@@ -82,12 +81,12 @@ class SharedEncoder(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedEncoderModel(FlaxModel):
+class SharedEncoderModel(PairModel):
     """A network of two members, "drafter" and "verifier". Used alone it is the verifier, with the fresh
     parameters that the verifier has with the same seed."""
 
     config: SharedEncoderConfig
-    names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
+    by_place: ClassVar[bool] = False  # the drafter's cache holds what states were there when it was written
 
     @property
     def full(self) -> T5Model:
@@ -95,43 +94,15 @@ class SharedEncoderModel(FlaxModel):
         return T5Model(self.config.verifier, self.dtype, self.cache_dtype, self.remat, self.stacked)
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        return members(self)
-
-    @property
-    def by_prefix(self) -> bool:
+    def by_prefix(self) -> bool:  # type: ignore[override]
         """Whether the drafter's distribution depends on the text alone, and not on where the verifier's
         rounds began."""
         return not self.config.states
-
-    def missing(self, name: str) -> str:
-        return f"holds a drafter and a verifier, no {name!r}: write @drafter or @verifier"
 
     def network(self, rngs: nnx.Rngs) -> SharedEncoder:
         return SharedEncoder(
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
-
-    def around(self, full: nnx.State, seed: int) -> nnx.State:
-        """Parameters that contain the verifier's `full` (the same arrays), and a fresh drafter."""
-
-        def begun() -> nnx.State:
-            network = self.network(nnx.Rngs(seed))
-            del network.verifier
-            return nnx.state(network)
-
-        return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
-
-    def forced(
-        self,
-        params: nnx.State,
-        source: Int[AnyArray, "B S"],
-        source_length: Int[AnyArray, " B"],
-        target: Int[AnyArray, "B T"],
-        key: Array | None = None,
-    ) -> Float[Array, "B T V"]:
-        """The verifier's teacher forcing."""
-        return self.full.forced(params["verifier"], source, source_length, target, key)
 
     def forced_members(
         self,
@@ -203,12 +174,6 @@ class SharedEncoderModel(FlaxModel):
             self.full.insert(cache.verifier, fresh.verifier, slots, like_fresh),
             states(cache.states, fresh.states),
         )
-
-    def extend(
-        self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache
-    ) -> tuple[Float[Array, "B T V"], SharedEncoderCache]:
-        """The verifier's."""
-        return self.extend_member(1, params, tokens, cache)
 
     def extend_member(
         self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: SharedEncoderCache

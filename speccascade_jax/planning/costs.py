@@ -14,6 +14,7 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.readings import options_of
 from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
@@ -62,7 +63,8 @@ def call_seconds(
     """Seconds of calls of each model that read n = 1 .. max(widths) tokens, and besides[j, i] of Candidates.
 
     Column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other, and rounds of
-    neighbours and of each model with the largest; others are taken to be as i's with its neighbour.
+    neighbours and of each model with the largest; others are taken to be as i's with its neighbour. Of what a
+    drafter of several tokens at once reads, all but the first are masks.
     """
     calls: list[Float[np.ndarray, " N"]] = []
     every, width, last = np.arange(max(widths) + 1), min(5, max(widths)), len(cascade.models) - 1
@@ -86,7 +88,9 @@ def call_seconds(
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
         calls.append(np.where(every > 0, np.interp(every, widths, known), 0))
         extra = [
-            timings[f"with {j}"].median - calls[i][width] - (width - 1) * calls[j][1]
+            timings[f"with {j}"].median
+            - calls[i][width]
+            - (calls[j][width] if at_once(cascade.models[j]) else (width - 1) * calls[j][1])
             for j in below
             if width > 1
         ]
@@ -100,8 +104,15 @@ def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Call
     return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
 
 
+def at_once(model: LanguageModel) -> bool:
+    """Whether one call of it writes a whole draft."""
+    return getattr(model, "drafts_at_once", None) is not None
+
+
 def _sampler(model: LanguageModel, width: int) -> Sampler:
     """Whose rounds call `model` once, to read `width` tokens."""
+    if at_once(model):
+        return Parallel(model, width)
     if width == 1:
         return Autoregressive(model)
     return Speculative(
@@ -110,7 +121,9 @@ def _sampler(model: LanguageModel, width: int) -> Sampler:
 
 
 def _params(model: LanguageModel, params: Any, width: int) -> Any:
-    return params if width == 1 else (jnp.full(model.vocab_size, 1 / model.vocab_size), params)
+    if width == 1 or at_once(model):
+        return params
+    return jnp.full(model.vocab_size, 1 / model.vocab_size), params
 
 
 def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, source_length: int) -> Part:

@@ -71,7 +71,7 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
     verifier, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.survival[..., : size + 1], max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1 : max_block + 1]
-    alone, once = ones[:, None] * np.array(sizes), candidates.once
+    alone, once = candidates.draft_seconds[:, 1 : max_block + 1], candidates.once
     bounds = _least(hand_over, rounds, calls, alone, max_models)
     tie = itertools.count()  # chains that promise the same are not compared
     cheapest: Chain = (verifier,), ()

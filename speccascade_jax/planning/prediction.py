@@ -53,9 +53,11 @@ class Candidates:
     tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
     where model i takes part, the verifier's with all that every text costs; read where there are lengths.
     runs[j, i]: how far drafts of model j stand in texts of model i; for a pair that has none, each token
-    stands with the chance acceptance[j, i], whatever the others do.
+    stands with the chance acceptance[j, i], whatever the others do. at_once: the smaller of two models writes
+    a draft in one call, which reads as many tokens as that of the verifier; any other reads one token in each
+    of its calls where it drafts alone.
     Raises FieldError for other shapes, a name twice, seconds that are not positive numbers, acceptances
-    outside [0, 1], lengths below 1.
+    outside [0, 1], lengths below 1, and a third model with `at_once`.
     """
 
     names: tuple[str, ...]
@@ -65,6 +67,7 @@ class Candidates:
     text_seconds: Any = None  # [M]; None: nothing
     besides: Any = None  # [M, M]; None: nothing
     runs: Mapping[tuple[int, int], Runs] = dataclasses.field(default_factory=dict)
+    at_once: bool = False
     survival: Float[Array, "M M N"] = dataclasses.field(init=False)
     """[j, i, x]: the chance that the first x tokens that model j drafts stand where model i verifies them."""
 
@@ -109,6 +112,10 @@ class Candidates:
             raise FieldError(
                 "text_seconds", once.tolist(), f"{count} models need {count} numbers, each at least 0."
             )
+        if self.at_once and count > 2:
+            raise FieldError(
+                "names", names, "give that model and its verifier.", "one call writes a draft for one model"
+            )
         if min(self.lengths, default=1) < 1:
             raise FieldError("lengths", min(self.lengths), "a text has at least one token.")
         besides = np.zeros((count, count)) if self.besides is None else np.array(self.besides, np.float64)
@@ -132,20 +139,29 @@ class Candidates:
     def _survival(self, acceptance: Float[Array, "M M"], timed: int) -> Float[Array, "M M N"]:
         survival = acceptance[..., None] ** np.arange(timed)
         for pair, runs in self.runs.items():
-            if (longest := runs.stands.shape[-1] - 1) < timed - 1:
+            longest = runs.stands.shape[-1] - 1
+            if longest < timed - 1:
                 raise FieldError(
                     "runs",
                     longest,
                     f"calls of {timed} tokens read drafts of {timed - 1}.",
                     f"{self.names[pair[0]]}'s drafts have {longest} tokens",
                 )
-            survival[pair] = runs.survival[:timed]
+            survival[pair] = runs.survival(timed - 1)
         return survival
 
     @property
     def round_seconds(self) -> Float[Array, "M M columns"]:
         """[j, i, s]: seconds of a round of model i that reads s tokens of model j, without these."""
         return self.call_seconds[:, 1:] + self.besides[..., None]
+
+    @property
+    def draft_seconds(self) -> Float[Array, "M columns"]:
+        """[i, s]: seconds in which model i writes a draft of s >= 1 tokens alone."""
+        seconds = np.arange(self.call_seconds.shape[1] - 1) * self.call_seconds[:, 1:2]
+        if self.at_once:
+            seconds[0] = self.call_seconds[0, 1:]
+        return seconds
 
     @property
     def once(self) -> Float[Array, " M"]:
@@ -286,9 +302,11 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
     chosen, sizes = chain
     survival = [candidates.survival[pair] for pair in pairwise(chosen)]
     passes = _passes(survival, sizes, hand_over, lambda at_least: candidates.rounds(chosen[-2], at_least))
-    once = candidates.once[list(chosen)].sum()
+    once, read = candidates.once[list(chosen)].sum(), reads(sizes, hand_over)
+    if candidates.at_once and sizes:
+        passes, read = passes[[1, 1]], (read[1], read[1])
     seconds = float(
-        candidates.call_seconds[chosen, reads(sizes, hand_over)] @ passes
+        candidates.call_seconds[chosen, read] @ passes
         + once
         + sum(
             candidates.besides[pair] * count for pair, count in zip(pairwise(chosen), passes[1:], strict=True)

@@ -4,23 +4,25 @@ The file takes the place of the weights in a plan for another machine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.checkpoints.files import JSON_BYTES, parse_json, read
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import network_of
+from speccascade_jax.core.protocols import MASK, UNSEEN, Prefix
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_probs
 from speccascade_jax.core.verification import Verification
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade, Output
-from speccascade_jax.planning.runs import Runs
+from speccascade_jax.planning.runs import Runs, windows
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import pad
 from speccascade_jax.vocabularies.joining import inputs_of
@@ -38,14 +40,22 @@ class Reading(NamedTuple):
 
     acceptance: Float[np.ndarray, "M M"]
     """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
-    sum_v min(p_j(v), p_i(v)) over the positions of the texts."""
+    sum_v min(p_j(v), p_i(v)) over the positions of the texts. Of model j's drafts that is the first token, if
+    their laws depend on where they began."""
     probs: Float[np.ndarray, "M T L"]  # of each text's tokens, by each model; 1 after the end
     lengths: Int[np.ndarray, " T"]
+    drafts: Mapping[int, Float[np.ndarray, "S T L N"]] = {}
+    """By model, where the laws of its drafts depend on where they began: [n - 1, t, s, j], the probability of
+    the (s + j)-th token of text t in a draft of n tokens that begins after s; S as in Runs."""
 
     def runs(self, drafter: int, verification: Verification, most: int) -> Runs:
         """How far a model's drafts of up to `most` tokens stand."""
         q, p = self.probs[drafter], self.probs[-1]
+        if drafter in self.drafts:
+            q, p = self.drafts[drafter][..., :most], windows(p, most)
         ratios = np.where(p > 0, q / np.where(p > 0, p, 1), q > 0)
+        if drafter in self.drafts:
+            return Runs.of_drafts(ratios, self.lengths, verification)
         return Runs.of(ratios, self.lengths, verification, most)
 
     def save(self, path: str, names: Sequence[str], settings: Settings) -> None:
@@ -98,8 +108,9 @@ class Reading(NamedTuple):
         return cls(acceptance, probs, lengths)
 
 
-def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> Reading:
-    """What the models say of `outputs`. Raises FieldError where these are empty."""
+def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, most: int) -> Reading:
+    """What the models say of `outputs`; a model whose law depends on where a draft began, in drafts of up to
+    `most` tokens. Raises FieldError where the outputs are empty."""
     kept = [output for output in outputs if output.tokens]
     if not kept:
         raise FieldError(
@@ -114,31 +125,96 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings) -> 
     readings = cascade.foreign_readings([output.source for output in kept])
     needed = [model.needs(len(ids)) for reading in readings for model, ids in reading.items()]
     width = cascade.bucket(max([*map(len, rows), *needed]))
+    models: tuple[Any, ...] = cascade.models
 
-    def read_text(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> tuple[Array, Array]:
-        laws = []
-        models: tuple[Any, ...] = cascade.models
-        for model, weights, source in zip(models, params, inputs, strict=True):
+    def read_text(params: Any, inputs: Any, length: Any, tokens: Any, count: Any) -> Any:
+        laws, drafts = [], {}
+        for number, (model, weights, source) in enumerate(zip(models, params, inputs, strict=True)):
             network = network_of(model)
-            if getattr(network.config, "states", False):  # which a drafter reads where the verifier has been
+            if by_place(model):
+                law, drafts[number] = drafted_along(model, weights, (source, length), tokens, options, most)
+                laws.append(law)
+                continue
+            if not getattr(network, "by_prefix", True):  # its law rests on where the verifier has been
                 logits = network.forced_members(weights, source, length, tokens)[model.number]
             else:
                 prefix, cache = model.prefill(weights, source, length, width + size + 1)
-                last = jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
-                logits, _ = model.extend(weights, jnp.concatenate([last, tokens[:, :-1]], axis=1), cache)
+                read = jnp.concatenate([last_of(prefix), tokens[:, :-1]], axis=1)
+                logits, _ = model.extend(weights, read, cache)
             laws.append(token_probs(logits, options))
         inside = jnp.arange(size) < count[:, None]
         overlaps = [[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws]
         probs = jnp.take_along_axis(jnp.stack(laws), tokens[None, ..., None], axis=-1)[..., 0]
-        return jnp.array(overlaps), jnp.where(inside, probs, 1.0)[:, 0]
+        ahead = jnp.arange(size)[:, None] + jnp.arange(most) < count
+        return (
+            jnp.array(overlaps),
+            jnp.where(inside, probs, 1.0)[:, 0],
+            {number: jnp.where(ahead, of_text, 1.0) for number, of_text in drafts.items()},
+        )
 
-    program, total, probs = jax.jit(read_text), np.zeros((len(cascade.models),) * 2), []
+    program, total, probs = jax.jit(read_text), np.zeros((len(models),) * 2), []
+    drafts: dict[int, list[np.ndarray]] = {}
     for row, foreign, output in zip(rows, readings, kept, strict=True):
         tokens, length = pad([row], width, cascade.tokenizer.pad_id)
-        inputs = tuple(inputs_of(model, tokens, [foreign]) for model in cascade.models)
+        inputs = tuple(inputs_of(model, tokens, [foreign]) for model in models)
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
-        overlaps, of_text = program(cascade.params, inputs, length, tokens, count)
+        overlaps, of_text, by_model = program(cascade.params, inputs, length, tokens, count)
         total += np.asarray(overlaps)
         probs.append(np.asarray(of_text))
+        for number, drafted in by_model.items():
+            drafts.setdefault(number, []).append(np.asarray(drafted))
     lengths = np.array([len(output.tokens) for output in kept])
-    return Reading(np.clip(total / lengths.sum(), 0, 1), np.stack(probs, axis=1), lengths)
+    return Reading(
+        np.clip(total / lengths.sum(), 0, 1),
+        np.stack(probs, axis=1),
+        lengths,
+        {number: np.stack(drafted, axis=1) for number, drafted in drafts.items()},
+    )
+
+
+def by_place(model: Any) -> bool:
+    """Whether a model's law depends on where a draft began, and on what its verifier has left there."""
+    return bool(getattr(network_of(model), "by_place", False)) and model.number == 0
+
+
+def last_of(prefix: Prefix) -> Int[Array, "B 1"]:
+    return jnp.take_along_axis(prefix.tokens, prefix.length[:, None] - 1, axis=1)
+
+
+def drafted_along(
+    model: Any,
+    params: Any,
+    source: tuple[Any, Any],
+    tokens: Int[Array, "1 L"],
+    options: SamplingOptions,
+    most: int,
+) -> tuple[Float[Array, "1 L V"], Float[Array, "S L N"]]:
+    """Along a text `tokens` after `source` (inputs, input_length): the law of the first token of each draft,
+    and what drafts of N = `most` tokens give to those of the text, indexed as Reading.drafts.
+
+    Once the verifier has read the text, its cache rolled back to any place is what a round begins with.
+    """
+    network, size = model.member_of, tokens.shape[1]
+    sizes = jnp.arange(1, most + 1) if model.drafts_at_once else jnp.array([most])
+    prefix, cache = model.prefill(params, *source, source[0].shape[1] + size + most + 2)
+    text = jnp.concatenate([last_of(prefix), tokens], axis=1)[0]
+    _, whole = network.members[-1].extend(params, text[None, :-1], cache)
+    text = jnp.pad(text, (0, most))
+
+    def after(place: Int[Array, ""]) -> tuple[Array, Array]:
+        shorter = network.roll_back(whole, cache.length + place)
+        ahead = lax.dynamic_slice_in_dim(text, place, most + 1)
+
+        def of_size(count: Int[Array, ""]) -> tuple[Array, Array]:
+            number = jnp.arange(most + 1)
+            masked = jnp.where(number == 0, ahead, jnp.where(number <= count, MASK, UNSEEN))
+            read = masked if model.drafts_at_once else ahead[:-1]
+            logits, _ = model.extend(params, read[None], shorter)
+            laws = token_probs(logits[:, :most], options)[0]
+            return laws[0], jnp.take_along_axis(laws, ahead[1:, None], axis=1)[:, 0]
+
+        first, of_text = lax.map(of_size, sizes)
+        return first[-1], of_text
+
+    first, of_text = lax.map(after, jnp.arange(size))
+    return first[None], jnp.swapaxes(of_text, 0, 1)

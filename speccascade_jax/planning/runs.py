@@ -18,9 +18,10 @@ from speccascade_jax.core.verification import Verification
 class Runs:
     """The drafts of a model along texts of the model that verifies them."""
 
-    stands: Float[np.ndarray, "T L N+1"]
-    """[t, s, j]: the chance that the first j tokens of a draft stand, where a round begins after s tokens of
-    text t; as if all text after its end were drafted and stood."""
+    stands: Float[np.ndarray, "S T L N+1"]
+    """[n - 1, t, s, j]: the chance that the first j tokens of a draft of n stand, where a round begins after
+    s tokens of text t; as if all text after its end were drafted and stood. S is N, or 1 where the laws of a
+    draft's tokens do not depend on how many they are."""
     lengths: Int[np.ndarray, " T"]
 
     @classmethod
@@ -33,15 +34,28 @@ class Runs:
     ) -> "Runs":
         """From the ratios q~/pi of each text's tokens, for drafts of up to `most` tokens."""
         inside = np.arange(ratios.shape[1]) < lengths[:, None]
-        padded = np.pad(np.where(inside, ratios, 1.0), ((0, 0), (0, most)), constant_values=1.0)
-        windows = np.lib.stride_tricks.sliding_window_view(padded, most, axis=1)[:, :-1]
-        return cls(verification.standing(windows), lengths)
+        return cls.of_drafts(windows(np.where(inside, ratios, 1.0), most)[None], lengths, verification)
+
+    @classmethod
+    def of_drafts(
+        cls,
+        ratios: Float[np.ndarray, "S T L N"],
+        lengths: Int[np.ndarray, " T"],
+        verification: Verification,
+    ) -> "Runs":
+        """From the ratios q~/pi of the tokens after each position, in a draft that begins there; indices are
+        those of `stands`, and the ratio is 1 past a text's end."""
+        return cls(verification.standing(ratios), lengths)
+
+    def of_size(self, size: int) -> Float[np.ndarray, "T L size+1"]:
+        """`stands` of drafts of `size` tokens."""
+        return self.stands[min(size, len(self.stands)) - 1, ..., : size + 1]
 
     def calls(self, at_least: Float[np.ndarray, " n"]) -> Float[np.ndarray, " T"]:
         """Of the verifier, expected in each text, where a draft has x tokens or more with chance
         at_least[x]."""
         size = len(at_least)
-        law = chances(self.stands[..., :size] * at_least)
+        law = chances(self.of_size(size - 1) * at_least)
         texts, length = law.shape[:2]
         begins = np.zeros((texts, length + size + 1))  # [t, s]: the chance that a round begins there
         begins[:, 0] = 1.0
@@ -53,18 +67,25 @@ class Runs:
     def calls_per_token(self, at_least: Float[np.ndarray, " n"]) -> float:
         return float(self.calls(at_least).sum() / self.lengths.sum())
 
-    @property
-    def survival(self) -> Float[np.ndarray, " N+1"]:
-        """The chance that the first j tokens of a draft stand, over all positions of all texts. Each step is
-        a share of the positions that have j tokens after them (as Kaplan and Meier estimate survival)."""
-        left = self.lengths[:, None] - np.arange(self.stands.shape[1])
+    def survival(self, size: int) -> Float[np.ndarray, " size+1"]:
+        """The chance that the first j tokens of a draft of `size` stand, over all positions of all texts.
+        Each step is a share of the positions that have j tokens after them (as Kaplan and Meier estimate
+        survival)."""
+        stands = self.of_size(size)
+        left = self.lengths[:, None] - np.arange(stands.shape[1])
         share, chance = 1.0, [1.0]
-        for j in range(1, self.stands.shape[2]):
-            among = self.stands[left >= j]
+        for j in range(1, size + 1):
+            among = stands[left >= j]
             if among.size and (before := among[:, j - 1].sum()) > 0:
                 share = float(among[:, j].sum() / before)
             chance.append(chance[-1] * share)
         return np.array(chance)
+
+
+def windows(values: Float[np.ndarray, "T L"], size: int) -> Float[np.ndarray, "T L size"]:
+    """[t, s]: the `size` values of row t from s on; past its end they are 1."""
+    padded = np.pad(values, ((0, 0), (0, size)), constant_values=1.0)
+    return np.lib.stride_tricks.sliding_window_view(padded, size, axis=1)[:, :-1]
 
 
 def chances(survives: Float[np.ndarray, "*A L"]) -> Float[np.ndarray, "*A L+1"]:

@@ -23,6 +23,7 @@ from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.parallel import AXIS, shared_by
 from speccascade_jax.scheduling.chunks import Reader, Unread, readers_of
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
 from speccascade_jax.vocabularies.joining import shapes_of
 
@@ -89,8 +90,11 @@ class Programs:
     Numbers of rows are per device. A piece is compiled from shapes, when it is first asked for.
     """
 
-    def __init__(self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock):
-        self.plan, self.params, self.mesh, self.clock = plan, params, mesh, clock
+    def __init__(
+        self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock, prefixes: PrefixCache | None = None
+    ):
+        """`prefixes`: where what prompts begin with is kept, in the same memory."""
+        self.plan, self.params, self.mesh, self.clock, self.prefixes = plan, params, mesh, clock, prefixes
         self.devices = 1 if mesh is None else mesh.size
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
         self.shapes: dict[tuple[int, int], Any] = {}  # of what begin() returns
@@ -297,17 +301,27 @@ class Programs:
             self.clock.compilations += 1
         return self.compiled[key]
 
+    @property
+    def reserved_bytes(self) -> int:
+        """How much more of a device's memory the cache of prefixes may take for prompts of this plan."""
+        if self.prefixes is None or not any(reader.stores for reader in self.readers):
+            return 0
+        return self.prefixes.limit - self.prefixes.bytes
+
     def _check_memory(self, rows: int, state: Any) -> None:
         plan, free = self.plan, free_memory()
         laws = LAWS * 4 * rows * plan.sampler.width * plan.vocab_size
         need = laws + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // self.devices
-        if free is not None and need > free:
+        reserved = self.reserved_bytes
+        if free is not None and need + reserved > free:
+            kept = f", and what prompts begin with up to {reserved / GIGABYTE:.1f} GB" if reserved else ""
+            smaller = "prefix_cache_bytes, " if reserved else ""
             raise FieldError(
                 "max_new_tokens",
                 plan.max_new_tokens,
-                "lower batch_size, max_new_tokens or block_size.",
+                f"lower batch_size, {smaller}max_new_tokens or block_size.",
                 f"{rows} rows of up to {plan.max_new_tokens} tokens in blocks of {plan.sampler.width} need "
-                f"about {need / GIGABYTE:.1f} GB on each device, and {free / GIGABYTE:.1f} GB are free",
+                f"about {need / GIGABYTE:.1f} GB on each device{kept}; {free / GIGABYTE:.1f} GB are free",
             )
 
 

@@ -27,7 +27,7 @@ from speccascade_jax.config import (
 from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.models import Config, EaglePairConfig, ExitsConfig, NetworkConfig, full_of, model_of
+from speccascade_jax.models import Config, ExitsConfig, NetworkConfig, full_of, model_of
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 from speccascade_jax.tokenizers.tokenizer import PIECES
 from speccascade_jax.training.data import SCHEMES
@@ -116,7 +116,7 @@ def check(config: TrainConfig, ship: bool = False) -> None:
     if config.lora_rank:
         check_lora(config)
     if isinstance(config.model, NetworkConfig):
-        check_network(config)
+        check_network(config, config.model)
     for split in ("train", "validation"):
         check_split(split, getattr(config.task, split))
     check_outputs(config, ship)
@@ -246,9 +246,9 @@ def check_head(config: TrainConfig) -> None:
         )
 
 
-def check_network(config: TrainConfig) -> None:
+def check_network(config: TrainConfig, network: NetworkConfig) -> None:
     """Raises FieldError where a network's members cannot be trained so."""
-    if isinstance(config.model, EaglePairConfig):
+    if network.learns_ahead:
         check_head(config)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
     if config.exits.frozen and config.init is None and not resumed:

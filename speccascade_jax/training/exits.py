@@ -12,7 +12,6 @@ from flax import nnx
 from speccascade_jax.config import TrainConfig
 from speccascade_jax.models import (
     BlockDrafterConfig,
-    EaglePairConfig,
     ExitsConfig,
     NetworkConfig,
     full_of,
@@ -75,15 +74,15 @@ def weights(config: TrainConfig, number: Array | None) -> Array:
     """The weight of each member's loss in batch `number`, float32 [M], the full model's last; they sum to 1.
     Without a number every exit counts.
 
-    Next to a frozen model all small members count alike, but for the drafts of an EAGLE-3 head, whose n-th
-    token counts DECAY^n. Else an exit after l of L layers has the weight
+    Next to a frozen model all small members count alike, but for a drafter that is trained on its own
+    outputs, whose n-th token counts DECAY^n. Else an exit after l of L layers has the weight
     exit_weight * (1 + ... + l), the full model L - 1 + exit_weight * (1 + ... + L - 1), as in LayerSkip
     (Elhoushi et al. 2024, section 4.1) with layers counted from 1. Its two curricula: "rotational" trains one
     exit a step, in turn; "gradual" adds one after another, the deepest first, until half of the steps are
     done.
     """
     exits, model = config.exits, cast(NetworkConfig, config.model)
-    if isinstance(model, EaglePairConfig):
+    if model.learns_ahead:
         places = DECAY ** jnp.arange(exits.ahead)
         return jnp.append(places / jnp.sum(places), 0.0)
     layers = layers_of_members(model)
@@ -114,13 +113,13 @@ def member_loss(
     A small member's loss is (1 - distillation) times that of the data plus distillation times its divergence
     from the full model, the full model's is that of the data.
     """
-    exits, train = config.exits, key is not None
+    exits, train, network = config.exits, key is not None, cast(NetworkConfig, config.model)
     if exits.frozen and isinstance(config.model, ExitsConfig):
         key = None  # exits learn from the full model as it decodes
     after: AfterLayer = last_written
     if key is not None and exits.layer_dropout:
         after = layer_dropout(key, exits.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
-    more = {"ahead": exits.ahead} if isinstance(config.model, EaglePairConfig) else {}
+    more = {"ahead": exits.ahead} if network.learns_ahead else {}
     *small, full = model.forced_members(
         params, batch.source, batch.source_length, batch.target, key, after, **more
     )

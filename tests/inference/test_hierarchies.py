@@ -243,7 +243,7 @@ def test_a_drafter_that_reads_states(spiece):
     assert alone == tokens(sees, block_size=3) == tokens(sees, block_size=3, batch_size=4)
     outputs = list(sees.generate(SENTENCES[:3], method="verifier"))
     found, without = (
-        reading(cascade, outputs, Settings(temperature=1.0)).acceptance for cascade in (sees, not_)
+        reading(cascade, outputs, Settings(temperature=1.0), 4).acceptance for cascade in (sees, not_)
     )
     assert found[1, 1] == pytest.approx(1) and abs(found[0, 1] - without[0, 1]) > 1e-5
     source, length = pad(sees.encode(SENTENCES[:3])[0], 32, 0)

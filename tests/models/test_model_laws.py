@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from shapes import (
     DECODERS,
+    EAGLE_VERIFIER,
     GEMMA4S,
     LENGTH,
     SOURCE,
     TARGET,
     TINY_ASSISTANT,
+    TINY_DFLASH,
+    TINY_EAGLE,
     TINY_GEMMA,
     TINY_T5,
     TINY_T5GEMMA,
@@ -21,7 +24,7 @@ from shapes import (
 from tiny_models import in_blocks, prefilled
 
 from speccascade_jax.core.nests import insert
-from speccascade_jax.models import model_of
+from speccascade_jax.models import DFlashPairConfig, EaglePairConfig, model_of
 from speccascade_jax.models.assistant import AssistedConfig
 from speccascade_jax.models.exits import ExitsConfig
 from speccascade_jax.models.stacking import stacked
@@ -136,7 +139,13 @@ def check_segments(model, params, atol=1e-5):
     held = prefilled(model, params)  # row 1 covers 12 tokens
     cut = jax.jit(model.segment, static_argnums=3)
     parts = [cut(held, np.int32(row), np.int32(at), size) for at in range(0, 12, size)]
-    expected, _ = in_blocks(model, params, TARGET[row : row + 1].repeat(3, 0), [6], held)
+    readers = getattr(model, "members", (model,))  # the largest last
+
+    def read(cache, rows):
+        tokens = TARGET[row : row + 1, :6].repeat(rows, 0)
+        return [in_blocks(reader, params, tokens, [6], cache)[0] for reader in readers]
+
+    expected = read(held, 3)
     for which in (np.array([False, True]), np.array([True])):
         begun = SOURCE[2 : 2 + 1].repeat(len(which), 0)
         _, cache = model.prefill(params, begun, LENGTH[:1].repeat(len(which)), 34)
@@ -145,12 +154,13 @@ def check_segments(model, params, atol=1e-5):
         for n, part in enumerate(parts):
             cache = put(cache, part, which, np.int32(n * size))
             assert cache.length.tolist() == np.where(which, (n + 1) * size, before).tolist()
-        found, _ = in_blocks(model, params, TARGET[row : row + 1].repeat(len(which), 0), [6], cache)
-        np.testing.assert_allclose(found[-1], expected[row], atol=atol)
+        found = read(cache, len(which))
+        for logits, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(logits[-1], wanted[row], atol=atol)
         if len(which) > 1:  # the other row is as it was
             _, alone = model.prefill(params, begun[:1], LENGTH[:1], 34)
-            own, _ = in_blocks(model, params, TARGET[row : row + 1], [6], alone)
-            np.testing.assert_allclose(found[0], own[0], atol=atol)
+            for logits, own in zip(found, read(alone, 1), strict=True):
+                np.testing.assert_allclose(logits[0], own[0], atol=atol)
 
 
 KEPT = {
@@ -159,6 +169,8 @@ KEPT = {
     "gemma4": GEMMA4S["gemma4"],
     "exits": ExitsConfig(TINY_GEMMA, (1, 2)),
     "assisted": AssistedConfig(GEMMA4S["gemma4"], TINY_ASSISTANT),
+    "head": EaglePairConfig(EAGLE_VERIFIER, TINY_EAGLE),
+    "dflash": DFlashPairConfig(EAGLE_VERIFIER, TINY_DFLASH),
 }
 
 

@@ -441,3 +441,24 @@ def test_what_cannot_be_predicted(call, field, value):
     with pytest.raises(FieldError) as refused:
         call(chain((0.5, 0.5), timed=9))
     assert (refused.value.field, refused.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("hand_over", ["need", "truncate", "keep"])
+def test_a_draft_in_one_call(hand_over):
+    """It costs one call of the drafter, as wide as the verifier's; the best block size is that of the least
+    such time."""
+    measured = candidates(np.random.default_rng(3), 2, 9)
+    pair = dataclasses.replace(measured, at_once=True)
+    plans = [predict(pair, pair.names, (size,), hand_over) for size in range(1, 9)]
+    for size, plan in enumerate(plans, 1):
+        rounds = predict(measured, pair.names, (size,), hand_over).passes_per_token[1]
+        seconds = pair.call_seconds[:, size + 1].sum() + pair.besides[0, 1]
+        assert plan.passes_per_token == (rounds, rounds)
+        assert plan.seconds_per_token == pytest.approx(seconds * rounds + pair.once.sum())
+    cheap = dataclasses.replace(pair, call_seconds=pair.call_seconds * [[1e-3], [1]])
+    plans = [predict(cheap, pair.names, (size,), hand_over) for size in range(1, 9)]
+    assert best(cheap, 8, hand_over) == min(plans, key=lambda plan: plan.seconds_per_token)
+    assert best(cheap, 8, hand_over).models == pair.names
+    with pytest.raises(FieldError) as refused:
+        dataclasses.replace(candidates(np.random.default_rng(3), 3, 9), at_once=True)
+    assert refused.value.field == "names"

@@ -12,7 +12,7 @@ import pytest
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.verification import BLOCK, TOKEN, VERIFICATIONS
 from speccascade_jax.planning.prediction import Candidates, predict
-from speccascade_jax.planning.runs import Runs
+from speccascade_jax.planning.runs import Runs, windows
 
 VOCAB, LENGTH, END = 3, 4, 0
 
@@ -144,7 +144,20 @@ def test_survival_of_equal_tokens_is_a_power():
     """Also where few texts are long enough to see the last tokens of a draft."""
     lengths = np.array([2, 9, 3])
     runs = Runs.of(np.full((3, 9), 0.8), lengths, TOKEN, 12)
-    np.testing.assert_allclose(runs.survival, 0.8 ** np.arange(13))
+    np.testing.assert_allclose(runs.survival(12), 0.8 ** np.arange(13))
+
+
+def test_laws_that_depend_on_the_length_of_a_draft():
+    """The calls are those of drafts of that length, whatever the others would be."""
+    rng, lengths = np.random.default_rng(0), np.array([5, 2, 7])
+    ratios = rng.gamma(1, 1, (4, 3, 7))
+    ratios = np.where(np.arange(7) < lengths[:, None], ratios, 1.0)
+    runs = Runs.of_drafts(np.stack([windows(ratio, 4) for ratio in ratios]), lengths, BLOCK)
+    for size in range(1, 5):
+        alone = Runs.of(ratios[size - 1], lengths, BLOCK, size)
+        np.testing.assert_array_equal(runs.calls(np.ones(size + 1)), alone.calls(np.ones(size + 1)))
+        np.testing.assert_array_equal(runs.survival(size), alone.survival(size))
+    assert not np.allclose(runs.survival(4)[:2], runs.survival(1))  # the control
 
 
 @pytest.mark.parametrize("hand_over", ["need", "truncate", "keep"])

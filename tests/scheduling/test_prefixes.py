@@ -14,11 +14,14 @@ from digests import Digest, logits
 from schedules import Letters, alone, calls
 from shapes import TINY_GEMMA
 from toy_vocabularies import OWN, TARGET, Words
+from toys import TableLM, table
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.models import model_of
 from speccascade_jax.scheduling import chunks, prefixes, prompts
+from speccascade_jax.scheduling import programs as programs_module
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prefixes import Owner, PrefixCache, blocks_of, shared_lengths
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs
@@ -121,9 +124,27 @@ def hierarchy():
     return sampler, ((logits(1, 97, large), logits(2, 97, large)), large)
 
 
-def programs_of(sampler, params, mesh=None, **fields):
+def programs_of(sampler, params, mesh=None, prefixes=None, **fields):
     plan = Plan(sampler, **{"max_new_tokens": 8, "eos_id": 1, "vocab_size": 97, "history": 8, **fields})
-    return Programs(plan, params, mesh, Clock())
+    return Programs(plan, params, mesh, Clock(), prefixes)
+
+
+def test_memory_for_what_is_kept_is_reserved(monkeypatch):
+    """But for what the cache holds already, and not where the models keep nothing."""
+    monkeypatch.setattr(programs_module, "free_memory", lambda: 500_000)  # far more than the rows need
+    kept, toy = PrefixCache(10**6), Speculative(Autoregressive(TableLM(97)), TableLM(97), METHODS["opt"], 3)
+    tables = table(39, 97)
+
+    def check(sampler, params, prefixes):
+        programs_of(sampler, params, prefixes=prefixes)._check_memory(2, ())
+
+    check(*pair(), None)
+    check(toy, (tables, tables), kept)
+    with pytest.raises(FieldError) as refused:
+        check(*pair(), kept)
+    assert (refused.value.field, refused.value.value) == ("max_new_tokens", 8)
+    kept.add(Owner("model", (), jax.ShapeDtypeStruct((), jnp.int32)), [(1,)], jnp.zeros(600_000, jnp.int8))
+    check(*pair(), kept)
 
 
 def requests_like(count, levels=1, seed=0):

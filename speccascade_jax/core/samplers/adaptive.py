@@ -145,7 +145,8 @@ class Adaptive(Narrowed):
         rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         lossless = jnp.array([method.lossless and self.spares for method in self.methods])
         spared = lossless[rows.methods[:, self.level - 1]]
-        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        want = None if rows.want is None else jnp.minimum(self.block_size + 1, rows.want)
+        limit = self.block_size if want is None else want - 1
         seen: Experience | None = None if rows.so_far is None else rows.so_far[0]
         bias, acceptance = (0.0, ACCEPTANCE) if seen is None else (seen.bias, seen.acceptance)
 
@@ -176,7 +177,7 @@ class Adaptive(Narrowed):
 
         whole: Block | None = None  # the draft of a drafter that writes it in one step, whatever is taken
         if self._at_once:
-            at = rows._replace(want=None, so_far=None, room=jnp.where(rows.room > 0, self.width, 0))
+            at = rows._replace(want=want, so_far=None, room=jnp.where(rows.room > 0, self.width, 0))
             whole, caches, _ = step(self.reader, params, caches, at, eos_id)
         none = jnp.zeros_like(rows.room)
         columns = jnp.zeros((len(none), self.width), jnp.int32)

@@ -35,6 +35,9 @@ class Parallel:
     tokens of a step are independent given the prefix, and their laws depend on how far into the step they
     are. The model caches nothing of what it reads: its part of the cache is what its verifier has left there,
     so that it covers no drafted token when a step returns. It drafts, and writes no text by itself.
+
+    Masks see each other, so a draft's laws depend on how many there are: in a row that wants fewer tokens
+    than `width`, the rest is UNSEEN, and the draft is that of a sampler of that width.
     """
 
     model: LanguageModel
@@ -57,6 +60,8 @@ class Parallel:
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         count = len(rows.room)
         masks = jnp.full((count, self.width - 1), MASK)
+        if rows.want is not None:
+            masks = jnp.where(jnp.arange(1, self.width) < rows.want[:, None], masks, UNSEEN)
         if self.behind:  # read() repeats the last column in rows that lack less
             masks = jnp.pad(masks, ((0, 0), (0, 1)), constant_values=UNSEEN)
         logits, caches = read(self.model, params, caches, rows, self.behind, masks)

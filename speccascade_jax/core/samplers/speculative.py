@@ -219,7 +219,8 @@ class Speculative:
         rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
         extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
-        limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
+        want = None if rows.want is None else jnp.minimum(self.block_size + 1, rows.want)
+        limit = self.block_size if want is None else want - 1
         need = jnp.where(rows.room > 0, limit + extra, 0)
 
         def one_block(drafter: Sampler, done: Any, caches: Any, recent: Any, ended: Any = False) -> Any:
@@ -234,7 +235,8 @@ class Speculative:
             return block, caches, after(block, recent), counts
 
         if self._at_once:
-            block, caches, _, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
+            at = rows._replace(want=want, room=need)
+            block, caches, passes = step(drafter, params, caches, at, eos_id)
             return block._replace(size=jnp.minimum(block.size, limit)), caches, passes
 
         if drafter.width == 1 and rows.want is None:  # a known number of steps
