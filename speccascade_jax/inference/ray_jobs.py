@@ -120,7 +120,9 @@ def connect(address: str, cores: int = 0) -> None:
     processes or as many as it has cores, whichever is more. Raises FieldError where no cluster answers."""
     import ray
 
-    options = {"num_cpus": max(cores, os.cpu_count() or 1)} if address == "local" and cores else {}
+    options: dict[str, Any] = (
+        {"num_cpus": max(cores, os.cpu_count() or 1)} if address == "local" and cores else {}
+    )
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -136,7 +138,8 @@ def devices_of_machines(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Options of an actor that takes all accelerators of a machine, whichever it is. `nodes`: ray.nodes()."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     gpus, tpus = (min(resources.get(kind, 0) for resources in alive) for kind in ("GPU", "TPU"))
-    return {"num_gpus": gpus or None, "resources": {"TPU": tpus} if tpus else None}
+    options: dict[str, Any] = {"num_gpus": gpus} if gpus else {}
+    return {**options, "resources": {"TPU": tpus}} if tpus else options
 
 
 def decode(

@@ -56,7 +56,7 @@ Served = tuple[Starlette, Engine]  # an application, and the engine that decodes
 class Replica:
     """What runs in an actor: a server without a socket. It is there once everything is compiled."""
 
-    async def __init__(self, build: Callable[[], Served]):
+    async def __init__(self, build: Callable[[], Served]):  # type: ignore[misc]  # Ray awaits it
         self.app, self.engine = await asyncio.to_thread(build)
         self.engine.start(asyncio.get_running_loop())
         while not self.engine.ready:
@@ -118,7 +118,8 @@ class RayReplicas:
 
         application = serve.status().applications.get(self.name)
         deployment = application and application.deployments.get(DEPLOYMENT)
-        self.running = deployment.replica_states.get("RUNNING", 0) if deployment and self.handle else 0
+        states = deployment.replica_states if deployment and self.handle else {}
+        self.running = sum(count for state, count in states.items() if state == "RUNNING")
         return self.running
 
     def remove(self) -> None:
@@ -175,7 +176,7 @@ def replicas_on(
         logging.getLogger(logger).setLevel(logging.WARNING)
     connect(address, cores=count.high)
     devices = devices_of_machines(ray.nodes())
-    if address == LOCAL and count.low > 1 and (devices["num_gpus"] or devices["resources"]):
+    if address == LOCAL and count.low > 1 and devices:
         ray.shutdown()
         raise FieldError(
             "replicas",
@@ -246,11 +247,15 @@ async def watched(
             log.info("rolling restart")
 
     async def looking() -> None:
+        answers = True
         while True:
             try:
                 await aside(replicas.look)
+                answers = True
             except Exception as error:
-                log.error("the cluster does not answer", exc_info=error)
+                if answers:  # once, not every second
+                    log.error("the cluster does not answer", exc_info=error)
+                answers = False
             await asyncio.sleep(SECONDS)
 
     tasks = [asyncio.ensure_future(work()) for work in (deploying, looking)]
