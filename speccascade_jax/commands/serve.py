@@ -306,6 +306,13 @@ def serve_replicas(address: str, arguments: Arguments, limits: Any) -> None:
 
     count = bounds(arguments.replicas or "1")
     served_configs(arguments)
+    if address.startswith("ray://"):  # Ray's client knows no streams
+        raise FieldError(
+            "ray",
+            address,
+            "run serve.py on a machine of the cluster, with --ray=auto.",
+            "--ray=ray:// serves nothing",
+        )
     check_address(address)
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()

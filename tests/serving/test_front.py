@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -96,6 +97,7 @@ def test_wrong_command_lines_end_with_a_sentence(capsys, served_config, monkeypa
         ("replicas", "--ray=local", "--replicas=2..1"),
         ("--profile", "--ray=local", "--profile=trace"),
         ("ray", "--ray=nowhere"),
+        ("--ray=auto", "--ray=ray://localhost:10001"),
         ("--vocabulary", "--ray=local", "--vocabulary=slem"),
         ("pip install 'speccascade_jax[ray,serve]'", "--ray=local"),
     ):
@@ -177,7 +179,9 @@ def test_full_replicas_answer_429():
 
 def test_a_replica_that_says_nothing_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(fronts, "GRACE", 0.0)
+    began = time.monotonic()
     status, headers, text = sent(Front(Replicas([None]), Limits(seconds=0.05)))
+    assert time.monotonic() - began < 10
     assert (status, json.loads(text)["error"]["code"]) == (503, "timeout") and headers["retry-after"]
 
 
