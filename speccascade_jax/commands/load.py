@@ -6,7 +6,8 @@ Measured in turn, three times: decode.py's loop over the same texts; the server 
 row, that is one request at a time; and, with --vs-transformers, a server that answers with transformers, one
 request after the other. Then the server at half of its load and at 90% (times to the first token), and at
 120% (memory, refusals). Next to each stands what a simulation of the scheduler predicts from the times of a
-round and of a prompt alone.
+round and of a prompt alone. --replicas=2 measures replicas on a Ray cluster instead, and kills
+some of them.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,7 @@ from speccascade_jax.commands.commandline import at_least, console, exit_code, p
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
+from speccascade_jax.evaluation.losses import Killer, texts_of, under_kills
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
@@ -67,6 +69,9 @@ class Arguments:
     """How many minutes to run at 120% load. At 50% and 90%, for times to the first token, at most one."""
     vs_transformers: bool = False
     """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
+    replicas: int | None = None
+    """Measure serve.py --ray=local instead: one replica next to this many, and what clients see while one of
+    them is killed whenever all run, for so many minutes."""
     output: str | None = None
     """Write the figures to this JSON file."""
 
@@ -74,7 +79,7 @@ class Arguments:
 class Server:
     """scripts/serve.py in a separate process."""
 
-    def __init__(self, config: str, rows: int, queue: int):
+    def __init__(self, config: str, rows: int, queue: int, *flags: str):
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -85,15 +90,17 @@ class Server:
                 "--port=0",
                 f"--rows={rows}",
                 f"--max-queue={queue}",
+                *flags,
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        stdout = self.process.stdout
-        self.url = "" if stdout is None else stdout.readline().strip()
+        self.url = ""
 
     def until_ready(self) -> None:
+        if not self.url and self.process.stdout is not None:
+            self.url = self.process.stdout.readline().strip()
         while True:
             if self.process.poll() is not None:
                 raise ValueError("the server did not start: run scripts/serve.py to see why.")
@@ -113,10 +120,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(config: str, rows: int, queue: int) -> Iterator[Server]:
-    server = Server(config, rows, queue)
+def served(config: str, rows: int, queue: int, *flags: str) -> Iterator[Server]:
+    server = Server(config, rows, queue, *flags)
     try:
-        server.until_ready()
         yield server
     finally:
         server.end()
@@ -213,8 +219,37 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
         server.shutdown()
 
 
+Say = Callable[[str, dict[str, Any]], None]
+
+
+def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequence[Body], say: Say) -> None:
+    """Throughput of one replica and of `count` that serve a method, and what clients see while some are
+    killed."""
+    rows, clients, queue = arguments.rows, arguments.clients, 2 * arguments.clients
+    with contextlib.ExitStack() as stack:
+        servers, loads = dict[int, Server](), dict[int, list[Load]]()
+        for number in (1, count):
+            flags = ("--ray=local", f"--replicas={number}", "--methods", method)
+            servers[number] = stack.enter_context(served(arguments.config, rows, queue, *flags))
+        for server in servers.values():
+            server.until_ready()
+            texts = asyncio.run(texts_of(server.url, bodies, clients))
+        for _ in range(PASSES):
+            for number, server in servers.items():
+                loads.setdefault(number, []).append(asyncio.run(closed_loop(server.url, bodies, clients)))
+        for number, measured in loads.items():
+            ratios = sorted(
+                a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, loads[1], strict=True)
+            )
+            say(f"replicas_{number}", merged(measured).summary() | {"to_one": median(ratios)})
+        kill = Killer(servers[count].process.pid, count)
+        seen = under_kills(servers[count].url, bodies, texts, clients, 60 * arguments.minutes, kill)
+        say("killed", asyncio.run(seen))
+
+
 def load(arguments: Arguments) -> None:
     at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
+    at_least(2, replicas=arguments.replicas)
     if not 0 < arguments.minutes < 1e4:
         raise FieldError("minutes", arguments.minutes, "it must be above 0, and below 10,000.")
     if arguments.vs_transformers:
@@ -236,6 +271,19 @@ def load(arguments: Arguments) -> None:
         )
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
+    if arguments.replicas is not None:
+        measure_replicas(arguments, arguments.replicas, run.name, bodies, say)
+    else:
+        measure_server(arguments, run, texts, bodies, say)
+    if arguments.output is not None:
+        write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
+
+
+def measure_server(
+    arguments: Arguments, run: DecodeConfig, texts: Sequence[str], bodies: Sequence[Body], say: Say
+) -> None:
+    """The server next to decode.py's loop, to a server of one row, and to transformers."""
+
     def body_of(number: int) -> Body:
         return bodies[number % len(bodies)]
 
@@ -244,6 +292,8 @@ def load(arguments: Arguments) -> None:
         server, single = (
             stack.enter_context(served(arguments.config, rows, queue)) for rows in (arguments.rows, 1)
         )
+        for started in (server, single):
+            started.until_ready()
         urls = {"saturated": server.url, "one_at_a_time": single.url}
         if arguments.vs_transformers:
             urls["transformers"] = stack.enter_context(transformers_server(run))
@@ -283,8 +333,6 @@ def load(arguments: Arguments) -> None:
         )
         say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
         say("load_120, simulated", alone.simulated(times, queue, 1.2 * rate, seconds))
-    if arguments.output is not None:
-        write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
 
 
 def main(argv: list[str]) -> int:

@@ -4,9 +4,13 @@ Examples:
 
     python scripts/serve.py --config=demo --port=8000
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
+    python scripts/serve.py --config=demo --ray=local --replicas=1..2
 """
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -15,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +27,19 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, flag_of, program
+from speccascade_jax.commands.commandline import (
+    at_least,
+    config_of,
+    console,
+    exit_code,
+    flag_of,
+    keep_compilations,
+    program,
+)
 from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference.ray_jobs import check_address
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
@@ -81,6 +95,10 @@ class Arguments:
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
     """How long requests may keep running after SIGTERM."""
+    ray: str | None = None
+    """Serve with replicas on the Ray cluster at this address, or `local` for one on this machine."""
+    replicas: str | None = None
+    """With --ray: how many, such as 2, or MIN..MAX, between which Ray adds and removes some with the load."""
     profile: str | None = None
     """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
@@ -177,8 +195,8 @@ def log_to_stderr() -> None:
         logger.setLevel(level)
 
 
-def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
-    """The served configs by name, loaded. Raises ValueError for what cannot be served."""
+def served_configs(arguments: Arguments) -> dict[str, DecodeConfig]:
+    """The served configs by name. Raises ValueError for what cannot be served."""
     named = {Path(arguments.config).stem: arguments.run}
     for other in arguments.also:
         name = Path(other).stem
@@ -194,14 +212,11 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
                 "serve with --vocabulary=tli.",
                 f"{run.vocabulary} drafts on the host, between rounds",
             )
-    mesh = local_mesh()
-    return {
-        name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
-        for name, run in named.items()
-    }
+    return named
 
 
-def serve(arguments: Arguments) -> None:
+def check(arguments: Arguments) -> None:
+    """Raises FieldError for values that cannot be served with."""
     at_least(
         1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk, max_body=arguments.max_body
     )
@@ -210,13 +225,22 @@ def serve(arguments: Arguments) -> None:
         seconds = getattr(arguments, name)
         if not 0 < seconds < 1e9:
             raise FieldError(name, seconds, "it must be above 0.", f"{flag_of(name)} is {seconds}")
-    try:
-        import uvicorn
+    if arguments.replicas is not None and arguments.ray is None:
+        raise FieldError(
+            "replicas",
+            arguments.replicas,
+            "give --ray=local, or a cluster's address.",
+            "--replicas needs --ray",
+        )
+    if arguments.profile is not None and arguments.ray is not None:
+        raise FieldError("profile", arguments.profile, "give one.", "--ray and --profile exclude each other")
+    check_profile(arguments.profile)
 
-        from speccascade_jax.serving.app import Limits, create_app
-        from speccascade_jax.serving.engine import Engine
-        from speccascade_jax.serving.metrics import Metrics
-        from speccascade_jax.serving.models import ServedModel
+
+def serve(arguments: Arguments) -> None:
+    check(arguments)
+    try:
+        from speccascade_jax.serving.app import Limits
     except ImportError as error:
         raise ValueError(f"{error.name} is missing; {MISSING}") from None
     limits = Limits(
@@ -227,13 +251,43 @@ def serve(arguments: Arguments) -> None:
         page=arguments.page == "on",
         log_texts=arguments.log_texts,
     )
-    check_profile(arguments.profile)
+    if arguments.ray is not None:
+        serve_replicas(arguments.ray, arguments, limits)
+    else:
+        serve_here(arguments, limits)
+
+
+def serve_here(arguments: Arguments, limits: Any) -> None:
+    """Serves from this process."""
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
-    models = [
-        ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
-        for name, (run, cascade) in cascades(arguments).items()
-    ]
+    app, engine = application(arguments, limits)
+    tell_address(listening)
+    sys.setswitchinterval(SWITCH)
+    forced = False
+    try:
+        with profiled(arguments.profile):
+            forced = run_server(app, engine, listening, arguments.drain_seconds)
+    finally:
+        if engine.running:  # Python's end, while a thread is within XLA, would be an abort
+            sys.stdout.flush()
+            logging.shutdown()
+            os._exit(INTERRUPTED if forced else 0)
+    if engine.failed is not None:
+        raise engine.failed
+
+
+def application(arguments: Arguments, limits: Any) -> tuple[Any, Any]:
+    """The application, its models loaded, and the engine that decodes for it."""
+    from speccascade_jax.serving.app import create_app
+    from speccascade_jax.serving.engine import Engine
+    from speccascade_jax.serving.metrics import Metrics
+    from speccascade_jax.serving.models import ServedModel
+
+    mesh, models = local_mesh(), []
+    for name, run in served_configs(arguments).items():
+        cascade = Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None)
+        models.append(ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk))
     metrics = Metrics()
     engine = Engine(
         [lane for model in models for lane in model.lanes.values()],
@@ -241,6 +295,78 @@ def serve(arguments: Arguments) -> None:
         arguments.rounds,
         metrics.heard,
     )
+    return create_app(models, engine, metrics, limits), engine
+
+
+def serve_replicas(address: str, arguments: Arguments, limits: Any) -> None:
+    """Serves from replicas on the Ray cluster at `address`, which end with this process: it is the front.
+    SIGHUP replaces them by new ones, a few at a time. Raises ValueError where they do not start."""
+    from speccascade_jax.serving.front import Front, create_front
+    from speccascade_jax.serving.replicas import bounds, replicas_on, watched
+
+    count = bounds(arguments.replicas or "1")
+    served_configs(arguments)
+    if address.startswith("ray://"):  # Ray's client knows no streams
+        raise FieldError(
+            "ray",
+            address,
+            "run serve.py on a machine of the cluster, with --ray=auto.",
+            "--ray=ray:// serves nothing",
+        )
+    check_address(address)
+    listening = bound(arguments.host, arguments.port)
+    log_to_stderr()
+    # The front answers for other origins.
+    build = functools.partial(in_replica, arguments, dataclasses.replace(limits, origins=()))
+    replicas = replicas_on(
+        address,
+        f"speccascade-{socket.gethostname()}-{listening.getsockname()[1]}",
+        count,
+        build,
+        arguments.rows,
+        arguments.max_queue,
+        arguments.drain_seconds,
+    )
+    front = Front(replicas, limits)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        redeploy = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, redeploy.set)
+        async with watched(replicas, front.fail, redeploy):
+            yield
+
+    tell_address(listening)
+    try:
+        run_server(create_front(front, lifespan), front, listening, arguments.drain_seconds)
+    finally:
+        replicas.remove()
+    if front.failed is not None:
+        raise front.failed
+
+
+def in_replica(arguments: Arguments, limits: Any) -> Any:
+    """The application and its engine in a replica's process. The replicas of a machine share what they
+    compile."""
+    keep_compilations()
+    log_to_stderr()
+    sys.setswitchinterval(SWITCH)
+    return application(arguments, limits)
+
+
+def tell_address(listening: socket.socket) -> None:
+    """Prints the URL, on a separate line."""
+    host, port = listening.getsockname()[:2]
+    console().print(f"http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
+    sys.stdout.flush()
+
+
+def run_server(app: Any, engine: Any, listening: socket.socket, drain_seconds: float) -> bool:
+    """Serves until a signal comes, or the engine fails (`engine.failed`): whether it was ended by force.
+    After the first signal `engine.draining` is true, and the server ends once the engine is idle."""
+    import uvicorn
+
+    drained: dict[str, float] = {}
 
     class Server(uvicorn.Server):
         """Stops when nothing runs any more; at once at the second signal."""
@@ -256,16 +382,10 @@ def serve(arguments: Arguments) -> None:
                 return True
             if engine.draining:
                 drained.setdefault("since", time.monotonic())
-                over = time.monotonic() - drained["since"] > arguments.drain_seconds
+                over = time.monotonic() - drained["since"] > drain_seconds
                 self.should_exit |= engine.idle or over
             return await super().on_tick(counter)
 
-    drained: dict[str, float] = {}
-    host, port = listening.getsockname()[:2]
-    console().print(f"http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
-    sys.stdout.flush()
-    app = create_app(models, engine, metrics, limits)
-    sys.setswitchinterval(SWITCH)
     server = Server(
         uvicorn.Config(
             app,
@@ -278,16 +398,8 @@ def serve(arguments: Arguments) -> None:
             h11_max_incomplete_event_size=2**16,
         )
     )
-    try:
-        with profiled(arguments.profile):
-            server.run(sockets=[listening])
-    finally:
-        if engine.running:  # Python's end, while a thread is within XLA, would be an abort
-            sys.stdout.flush()
-            logging.shutdown()
-            os._exit(INTERRUPTED if server.force_exit else 0)
-    if engine.failed is not None:
-        raise engine.failed
+    server.run(sockets=[listening])
+    return server.force_exit
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -115,6 +115,33 @@ class Worker:
         return {"first": [json.loads(text)["first"] for text in batch["shard"]]}
 
 
+def connect(address: str, cores: int = 0) -> None:
+    """Connects to the Ray cluster at `address`; `local` is a new one on this machine, with `cores` places for
+    processes or as many as it has cores, whichever is more. Raises FieldError where no cluster answers."""
+    import ray
+
+    options: dict[str, Any] = (
+        {"num_cpus": max(cores, os.cpu_count() or 1)} if address == "local" and cores else {}
+    )
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise FieldError(
+            "ray",
+            address,
+            "start one there (ray start --head), or give --ray local.",
+            f"no Ray cluster answers at {address}: {error}",
+        ) from None
+
+
+def devices_of_machines(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Options of an actor that takes all accelerators of a machine, whichever it is. `nodes`: ray.nodes()."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    gpus, tpus = (min(resources.get(kind, 0) for resources in alive) for kind in ("GPU", "TPU"))
+    options: dict[str, Any] = {"num_gpus": gpus} if gpus else {}
+    return {**options, "resources": {"TPU": tpus}} if tpus else options
+
+
 def decode(
     address: str, workers: int | None, run: DecodeConfig, settings: dict[str, Any], shards: Sequence[Shard]
 ) -> Iterator[int]:
@@ -127,22 +154,13 @@ def decode(
         import ray
     except ImportError:
         raise ValueError("--ray needs Ray: pip install 'speccascade_jax[ray]'.") from None
+    connect(address)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise FieldError(
-            "ray",
-            address,
-            "start one there (ray start --head), or give --ray local.",
-            f"no Ray cluster answers at {address}: {error}",
-        ) from None
-    try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        each = {kind: min(node["Resources"].get(kind, 0) for node in nodes) for kind in ("GPU", "TPU")}
+        nodes = ray.nodes()
         data = ray.data.from_items(
             [{"shard": json.dumps(shard._asdict())} for shard in shards], override_num_blocks=len(shards)
         )
-        size = min(workers or len(nodes), len(shards))
+        size = min(workers or sum(node["Alive"] for node in nodes), len(shards))
         done = data.map_batches(
             Worker,
             fn_constructor_args=(run, settings),
@@ -150,8 +168,7 @@ def decode(
             num_cpus=1,
             compute=ray.data.ActorPoolStrategy(size=size),
             scheduling_strategy="SPREAD",
-            num_gpus=each["GPU"] or None,
-            resources={"TPU": each["TPU"]} if each["TPU"] else None,
+            **devices_of_machines(nodes),
         )
         for row in done.iter_rows():
             yield int(row["first"])

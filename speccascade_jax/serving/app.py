@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -72,9 +73,10 @@ class Service:
         return await self._answered(request, "chat")
 
     async def _answered(self, request: Request, kind: str) -> Response:
-        self._check_key(request)
+        check_key(request, self.limits.keys)
         self._check_serving()
-        parsed = parse(await self._body(request), kind)
+        check_json(request)
+        parsed = parse(await body_of(request, self.limits), kind)
         model = self._model(parsed.model)
         answer = self._submitted(model, parsed, await model.decoding(parsed))
         return Events(answer, self) if parsed.stream else await self._whole(request, answer)
@@ -144,37 +146,11 @@ class Service:
             }
         log.info("request", extra={"fields": line})
 
-    def _check_key(self, request: Request) -> None:
-        if not self.limits.keys:
-            return
-        header = request.headers.get("authorization", "").encode("latin-1")  # as it came: bytes
-        scheme, _, offered = header.partition(b" ")
-        known = [hmac.compare_digest(offered.strip(), key.encode()) for key in self.limits.keys]
-        if scheme.lower() != b"bearer" or not any(known):
-            raise Refused(
-                "give a key of this server's: Authorization: Bearer KEY.",
-                status=401,
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
     def _check_serving(self) -> None:
         if self.engine.draining:
-            raise Refused(
-                "the server is about to stop.",
-                status=503,
-                kind="server_error",
-                code="draining",
-                headers={"Retry-After": "5"},
-            )
+            raise unavailable("the server is about to stop.", "draining", 5)
         if not self.engine.ready:
-            raise Refused(
-                "the server is still compiling: see /ready.",
-                status=503,
-                kind="server_error",
-                code="not_ready",
-                headers={"Retry-After": "10"},
-            )
+            raise unavailable("the server is still compiling: see /ready.", "not_ready", 10)
 
     def _model(self, name: str | None) -> ServedModel:
         if name is None and len(self.models) == 1:
@@ -191,30 +167,6 @@ class Service:
                 code="model_not_found",
             )
         return self.models[name]
-
-    async def _body(self, request: Request) -> bytes:
-        limit = self.limits.body_bytes
-        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused("send JSON, and say so: Content-Type: application/json.", status=415)
-        body, size = bytearray(), 0
-        try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= limit:
-                        body += chunk
-                    elif size > UNREAD * limit:
-                        break
-        except TimeoutError:
-            raise Refused(
-                f"the body did not come within {self.limits.body_seconds:g} s.", status=408
-            ) from None
-        except ClientDisconnect:
-            raise Refused("the body is cut off.", status=400) from None
-        if size > limit:
-            raise Refused(f"the body has more than {limit} bytes.", status=413)
-        return bytes(body)
 
     # What the server says of itself
 
@@ -236,53 +188,15 @@ class Service:
         return Response(self.metrics.text(loads), media_type=CONTENT_TYPE)
 
     async def list_models(self, request: Request) -> Response:
-        self._check_key(request)
+        check_key(request, self.limits.keys)
         return JSONResponse({"object": "list", "data": [described(model) for model in self.models.values()]})
 
     async def one_model(self, request: Request) -> Response:
-        self._check_key(request)
+        check_key(request, self.limits.keys)
         return JSONResponse(described(self._model(request.path_params["name"])))
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(description())
-
-    # Errors
-
-    async def on_refused(self, request: Request, error: Any) -> Response:
-        self.metrics.refused.labels(str(error.status)).inc()
-        if error.status >= 500:
-            log.warning(
-                "refused",
-                extra={"fields": {"event": "refused", "status": error.status, "path": request.url.path}},
-            )
-        return JSONResponse(error.body, error.status, headers=error.headers)
-
-    async def on_field(self, request: Request, error: Any) -> Response:
-        return await self.on_refused(request, Refused(error))
-
-    async def on_full(self, request: Request, error: Any) -> Response:
-        return await self.on_refused(
-            request,
-            Refused(
-                "all rows and the queue are full; try again later.",
-                status=429,
-                code="queue_full",
-                kind="server_error",
-                headers={"Retry-After": str(error.seconds)},
-            ),
-        )
-
-    async def on_http(self, request: Request, error: Any) -> Response:
-        said = Refused(
-            f"{request.method} {request.url.path[:200]}: {error.detail}.",
-            status=error.status_code,
-            headers=dict(error.headers or {}),
-        )
-        return await self.on_refused(request, said)
-
-    async def on_fault(self, request: Request, error: Exception) -> Response:
-        log.error("a handler failed", exc_info=error, extra={"fields": {"event": "handler_failed"}})
-        return await self.on_refused(request, Refused("the server failed.", status=500, kind="server_error"))
 
 
 class Events(Response):
@@ -319,7 +233,9 @@ class Events(Response):
             if isinstance(event, Refused):
                 said, event = "refused", event.body
             text += b"data: " + encoded(event) + b"\n\n"
-            if not self.answer.over:  # the last events and the end go out as one: packets cost more than text
+            # A chat's role waits for its first tokens: before these, another replica may take a request. The
+            # last events and the end go out as one: packets cost more than text.
+            if self.answer.first is not None and not self.answer.over:
                 await send({"type": "http.response.body", "body": text, "more_body": True})
                 text = b""
         await send({"type": "http.response.body", "body": text + b"data: [DONE]\n\n", "more_body": False})
@@ -335,6 +251,109 @@ class Events(Response):
 
 def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+def check_key(request: Request, keys: Sequence[str]) -> None:
+    """Raises Refused for a request without one of the keys, where there are any."""
+    if not keys:
+        return
+    header = request.headers.get("authorization", "").encode("latin-1")  # as it came: bytes
+    scheme, _, offered = header.partition(b" ")
+    known = [hmac.compare_digest(offered.strip(), key.encode()) for key in keys]
+    if scheme.lower() != b"bearer" or not any(known):
+        raise Refused(
+            "give a key of this server's: Authorization: Bearer KEY.",
+            status=401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def check_json(request: Request) -> None:
+    """Raises Refused where a body is not said to be JSON."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused("send JSON, and say so: Content-Type: application/json.", status=415)
+
+
+async def body_of(request: Request, limits: Limits) -> bytes:
+    """A request's body. Raises Refused where it is too long, late or cut off."""
+    limit = limits.body_bytes
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                elif size > UNREAD * limit:
+                    break
+    except TimeoutError:
+        raise Refused(f"the body did not come within {limits.body_seconds:g} s.", status=408) from None
+    except ClientDisconnect:
+        raise Refused("the body is cut off.", status=400) from None
+    if size > limit:
+        raise Refused(f"the body has more than {limit} bytes.", status=413)
+    return bytes(body)
+
+
+def unavailable(reason: str, code: str, seconds: int) -> Refused:
+    """A request that comes at the wrong time, and may come again after so many seconds."""
+    return Refused(reason, status=503, kind="server_error", code=code, headers={"Retry-After": str(seconds)})
+
+
+class Errors:
+    """What becomes of exceptions: answers in the wire format, counted by their status."""
+
+    def __init__(self, refused: Counter):
+        self.refused = refused
+
+    @property
+    def handlers(self) -> dict[Any, Any]:
+        """By the type of exception, as Starlette takes them."""
+        return {
+            Refused: self.on_refused,
+            FieldError: self.on_field,
+            Full: self.on_full,
+            HTTPException: self.on_http,
+            Exception: self.on_fault,
+        }
+
+    async def on_refused(self, request: Request, error: Any) -> Response:
+        self.refused.labels(str(error.status)).inc()
+        if error.status >= 500:
+            log.warning(
+                "refused",
+                extra={"fields": {"event": "refused", "status": error.status, "path": request.url.path}},
+            )
+        return JSONResponse(error.body, error.status, headers=error.headers)
+
+    async def on_field(self, request: Request, error: Any) -> Response:
+        return await self.on_refused(request, Refused(error))
+
+    async def on_full(self, request: Request, error: Any) -> Response:
+        return await self.on_refused(
+            request,
+            Refused(
+                "all rows and the queue are full; try again later.",
+                status=429,
+                code="queue_full",
+                kind="server_error",
+                headers={"Retry-After": str(error.seconds)},
+            ),
+        )
+
+    async def on_http(self, request: Request, error: Any) -> Response:
+        said = Refused(
+            f"{request.method} {request.url.path[:200]}: {error.detail}.",
+            status=error.status_code,
+            headers=dict(error.headers or {}),
+        )
+        return await self.on_refused(request, said)
+
+    async def on_fault(self, request: Request, error: Exception) -> Response:
+        log.error("a handler failed", exc_info=error, extra={"fields": {"event": "handler_failed"}})
+        return await self.on_refused(request, Refused("the server failed.", status=500, kind="server_error"))
 
 
 async def left(receive: Receive) -> None:
@@ -363,6 +382,20 @@ def described(model: ServedModel) -> dict[str, Any]:
         "chat": model.chats,
         "examples": model.examples,
     }
+
+
+def middleware(limits: Limits) -> list[Middleware]:
+    """What lets the pages of other origins send requests, where any may."""
+    if not limits.origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(limits.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    ]
 
 
 def create_app(
@@ -405,27 +438,9 @@ def create_app(
             Route("/" if name == "index.html" else f"/{name}", page(name))
             for name in ("index.html", "page.css", "page.js")
         ]
-    cross = (
-        [
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(limits.origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
-            )
-        ]
-        if limits.origins
-        else []
-    )
     return Starlette(
         routes=routes,
-        middleware=cross,
+        middleware=middleware(limits),
         lifespan=lifespan,
-        exception_handlers={
-            Refused: service.on_refused,
-            FieldError: service.on_field,
-            Full: service.on_full,
-            HTTPException: service.on_http,
-            Exception: service.on_fault,
-        },
+        exception_handlers=Errors(metrics.refused).handlers,
     )
