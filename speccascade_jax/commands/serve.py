@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,13 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, flag_of, program
 from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.parallel import local_mesh
+from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 from speccascade_jax.vocabularies import VOCABULARIES
 
@@ -81,6 +83,9 @@ class Arguments:
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
     """How long requests may keep running after SIGTERM."""
+    cluster: str | None = None
+    """Serve on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
+    else HOST:PORT,PROCESSES,NUMBER in each. The first process listens and answers."""
     profile: str | None = None
     """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
@@ -194,9 +199,8 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
                 "serve with --vocabulary=tli.",
                 f"{run.vocabulary} drafts on the host, between rounds",
             )
-    mesh = local_mesh()
     return {
-        name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
+        name: (run, Cascade.from_config(run, decoding_mesh(run.tensor_parallel)))
         for name, run in named.items()
     }
 
@@ -211,12 +215,7 @@ def serve(arguments: Arguments) -> None:
         if not 0 < seconds < 1e9:
             raise FieldError(name, seconds, "it must be above 0.", f"{flag_of(name)} is {seconds}")
     try:
-        import uvicorn
-
-        from speccascade_jax.serving.app import Limits, create_app
-        from speccascade_jax.serving.engine import Engine
-        from speccascade_jax.serving.metrics import Metrics
-        from speccascade_jax.serving.models import ServedModel
+        from speccascade_jax.serving.app import Limits
     except ImportError as error:
         raise ValueError(f"{error.name} is missing; {MISSING}") from None
     limits = Limits(
@@ -228,19 +227,48 @@ def serve(arguments: Arguments) -> None:
         log_texts=arguments.log_texts,
     )
     check_profile(arguments.profile)
-    listening = bound(arguments.host, arguments.port)
+    with joined(arguments.cluster) as job:
+        serve_with(job, arguments, limits)
+
+
+def serve_with(job: Job, arguments: Arguments, limits: Any) -> None:
+    """Serves on the devices of all processes; the first one answers, and the others do as its engine does."""
+    from speccascade_jax.serving.followers import END, follow, lead
+    from speccascade_jax.serving.models import ServedModel
+
+    job.agree(
+        {**arguments.run.record(), "also": arguments.also, "methods": arguments.methods}
+        | {"rows": arguments.rows, "chunk": arguments.chunk}
+    )
+    listening = job.first and bound(arguments.host, arguments.port)
     log_to_stderr()
     models = [
         ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
         for name, (run, cascade) in cascades(arguments).items()
     ]
+    lanes = [lane for model in models for lane in model.lanes.values()]
+    if listening:
+        lead(job, lanes)
+        answer(arguments, limits, listening, models, lanes)
+        job.tell(END)
+        return
+    for lane in lanes:
+        lane.precompile()
+    follow(iter(job.hear, END), lanes)
+
+
+def answer(
+    arguments: Arguments, limits: Any, listening: socket.socket, models: Sequence[Any], lanes: Sequence[Any]
+) -> None:
+    """Answers requests until the process is told to stop."""
+    import uvicorn
+
+    from speccascade_jax.serving.app import create_app
+    from speccascade_jax.serving.engine import Engine
+    from speccascade_jax.serving.metrics import Metrics
+
     metrics = Metrics()
-    engine = Engine(
-        [lane for model in models for lane in model.lanes.values()],
-        arguments.max_queue,
-        arguments.rounds,
-        metrics.heard,
-    )
+    engine = Engine(lanes, arguments.max_queue, arguments.rounds, metrics.heard)
 
     class Server(uvicorn.Server):
         """Stops when nothing runs any more; at once at the second signal."""
