@@ -1,13 +1,13 @@
-"""Several devices, several processes: one mesh, batches split over it, parameters whole or split."""
+"""Several devices, of one process or several: one mesh, batches split over it, parameters whole or split."""
 
 import contextlib
 import math
-import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,117 +30,6 @@ CUT_AXIS = {
 }
 """The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
 STACKED = "stack"  # in the path of a parameter that all layers have in one array
-
-
-PATIENCE = 60.0
-"""Seconds that the processes of a run wait for each other."""
-
-
-def connect(cluster: str) -> None:
-    """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
-    Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
-
-    Raises FieldError for anything else, and ValueError where the processes do not find each other.
-    """
-    if cluster == "auto":
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise FieldError(
-                "cluster",
-                cluster,
-                "start it with one, or write HOST:PORT,PROCESSES,NUMBER.",
-                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the other processes "
-                f"are ({str(error).rstrip('.')})",
-            ) from None
-        return
-    wrong = FieldError(
-        "cluster",
-        cluster,
-        "write auto, or HOST:PORT,PROCESSES,NUMBER: the first process's address, how many there are, and "
-        "which this is, from 0.",
-    )
-    try:
-        address, *counts = cluster.split(",")
-        host, _, port = address.rpartition(":")
-        place, processes, number = (int(n) for n in (port, *counts))
-    except ValueError:
-        raise wrong from None
-    if not (host and 0 < place < 2**16 and 0 <= number < processes):
-        raise wrong
-    try:
-        socket.getaddrinfo(host.strip("[]"), place)
-    except (OSError, UnicodeError) as error:
-        raise FieldError(
-            "cluster",
-            cluster,
-            "name another.",
-            f"cluster is {cluster!r}, but no host {host!r} is known here ({error})",
-        ) from None
-    if number:
-        _join(host.strip("[]"), place, processes, number)
-    else:
-        _gather(place, processes)
-    jax.distributed.initialize(address, processes, number)
-
-
-# JAX kills the process, with a stack trace, where another one does not come or the port is taken. So the
-# processes meet at that port before.
-
-
-def _gather(port: int, processes: int) -> None:
-    """Waits for all other processes, and tells them. Raises ValueError where one does not come."""
-    deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
-    both = socket.has_dualstack_ipv6()
-    try:
-        server = socket.create_server(
-            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
-        )
-    except OSError as error:
-        raise ValueError(
-            f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
-        ) from None
-    try:
-        while len(came) < processes - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            caller, _ = server.accept()
-            caller.settimeout(5)
-            with contextlib.suppress(ValueError, OSError):
-                said, number = map(int, caller.makefile().readline().split())
-                if said == processes and 0 < number < processes and number not in came:
-                    came[number] = caller
-                    continue
-            caller.close()
-        for caller in came.values():
-            caller.sendall(b"go\n")
-    except TimeoutError:
-        raise ValueError(
-            f"{len(came)} of the {processes - 1} other processes came to port {port} within "
-            f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
-            "for their numbers."
-        ) from None
-    finally:
-        for connection in (server, *came.values()):
-            connection.close()
-
-
-def _join(host: str, port: int, processes: int, number: int) -> None:
-    """Waits until the first process has met all. Raises ValueError where it does not answer so."""
-    deadline, answer = time.monotonic() + PATIENCE, ""
-    while not answer and time.monotonic() < deadline:
-        try:
-            with socket.create_connection((host, port), timeout=5) as first:
-                first.sendall(f"{processes} {number}\n".encode())
-                first.settimeout(max(deadline - time.monotonic(), 0.001))
-                answer = first.makefile(errors="replace").readline() or "nothing"
-        except OSError:
-            time.sleep(0.1)
-    if answer != "go\n":
-        raise ValueError(
-            f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
-            f"or wants no process {number} of {processes}: start all at the same time, with the "
-            "same cluster but for their numbers, which differ."
-        )
 
 
 def make_mesh() -> Mesh:
@@ -183,6 +72,38 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
         return NamedSharding(mesh, P())
     longest = max(axes, key=lambda n: shape[n])
     return NamedSharding(mesh, P(*(AXIS if n == longest else None for n in range(len(shape)))))
+
+
+def decoding_mesh(tensor_parallel: int, batched: bool = True) -> Mesh | None:
+    """The devices that share the rows and the models: those of all processes, in groups of `tensor_parallel`
+    that hold the models once and have rows of their own. In a single process, None where one group is enough
+    (not `batched`) or all there is.
+
+    Raises FieldError where the devices cannot be divided so.
+    """
+    count = jax.device_count()
+    if jax.process_count() == 1:
+        if tensor_parallel == 1:
+            return local_mesh() if batched else None
+        groups = count // tensor_parallel if batched else 1
+        if groups <= 1:
+            return None
+    else:
+        groups = count // tensor_parallel
+        if groups * tensor_parallel != count:
+            raise FieldError(
+                "tensor_parallel",
+                tensor_parallel,
+                "give a divisor.",
+                f"tensor_parallel is {tensor_parallel}, which does not divide the {count} devices of all "
+                "processes",
+            )
+    return jax.make_mesh(
+        (groups, tensor_parallel),
+        (AXIS, TENSOR_AXIS),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: groups * tensor_parallel],
+    )
 
 
 def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
@@ -244,9 +165,39 @@ def tree_sharding(mesh: Mesh, tree: Any, split: bool) -> Any:
 
 def split_rows(mesh: Mesh, batch: Any) -> Any:
     """Host arrays [B, ...], the same in every process, as device arrays split along their rows."""
-    sharding = NamedSharding(mesh, P(AXIS))
+    return placed(NamedSharding(mesh, P(AXIS)), batch)
 
-    def place(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    return jax.tree.map(place, batch)
+def whole_on(mesh: Mesh, tree: Any) -> Any:
+    """Arrays, the same in every process, whole on every device of the mesh, but for those that are on it."""
+    at = NamedSharding(mesh, P())
+    return jax.tree.map(
+        lambda x: x if getattr(getattr(x, "sharding", None), "mesh", None) == mesh else placed(at, x), tree
+    )
+
+
+def placed(where: NamedSharding, tree: Any) -> Any:
+    """Arrays, the same in every process, on the devices of a mesh. (jax.device_put() would compare them
+    between the processes first.)"""
+
+    def place(x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        if where.is_fully_addressable:
+            return jax.device_put(x, where)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    return jax.tree.map(place, tree)
+
+
+def fetched(arrays: Any) -> Any:
+    """Arrays on the host, in every process."""
+    spread = [x for x in jax.tree.leaves(arrays) if not (x.is_fully_addressable or x.is_fully_replicated)]
+    return jax.device_get(_replicated(spread[0].sharding.mesh)(arrays) if spread else arrays)
+
+
+@lru_cache
+def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
+    """Copies arrays to all devices of a mesh."""
+    return jax.jit(lambda arrays: arrays, out_shardings=NamedSharding(mesh, P()))

@@ -29,7 +29,7 @@ ALLOWED = {  # what only looks like a comparison with an entry's name
     "config.py": ["config.dtype == 'auto'", "self.dtype != 'auto'"],
     "evaluation/tpus.py": ["run.dtype == 'auto'"],  # no vocabulary, but a dtype
     "inference/ray_jobs.py": ["address in ('local', 'auto')"],
-    "parallel.py": ["cluster == 'auto'"],
+    "cluster.py": ["cluster == 'auto'"],
     # Values of these fields, not a choice by their names.
     "evaluation/sweep.py": ["{'temperature': temperature, 'top_p': top_p}"],
     # `speculative` is a field of a request.

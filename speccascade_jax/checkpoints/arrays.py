@@ -2,6 +2,7 @@
 line."""
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -73,6 +74,27 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
     return opened
 
 
+def stored_array(path: str, name: str, array: Any) -> "Stored":
+    """An open TensorStore, of which parts are read."""
+    return Stored(
+        array.shape,
+        array.dtype.numpy_dtype,
+        lambda index: read_array(path, name, array[index].translate_to[0]),
+    )
+
+
+def chunks(shape: tuple[int, ...], itemsize: int, apart: int | None = None) -> list[int]:
+    """The shape of the chunks in which an array is stored, of at most CHUNK bytes where it can be halved, and
+    of one entry along the axis `apart`: who needs a part of it reads little more than that."""
+    sizes = list(shape)
+    if apart is not None:
+        sizes[apart] = 1
+    while math.prod(sizes) * itemsize > CHUNK and any(size % 2 == 0 for size in sizes):
+        longest = max((size, axis) for axis, size in enumerate(sizes) if size % 2 == 0)[1]
+        sizes[longest] //= 2
+    return sizes
+
+
 def read_array(path: str, name: str, array: Any) -> np.ndarray:
     """An open TensorStore's values. Raises ValueError where they are damaged."""
     import tensorstore
@@ -103,6 +125,31 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
         )
 
 
+CHUNK = 2**20
+"""Bytes of an array that are stored as one."""
+Index = tuple[slice, ...]
+"""A box of an array: a slice along each axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array in a file, of which only those parts are read that are asked for."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[Index], np.ndarray]
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        return self.read(index)
+
+    @property
+    def T(self) -> "Stored":
+        return Stored(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
+
+    def whole(self) -> np.ndarray:
+        return self.read((slice(None),) * len(self.shape))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How parameters are put on the devices: their dtype, where their parts go, and whether the kernels are
@@ -112,9 +159,21 @@ class Placement:
     sharding: Sharding | None = None
     packed: bool = False
 
-    def __call__(self, path: ParameterPath, array: np.ndarray, tied: bool) -> jax.Array | PackedKernel:
+    def takes_part(self, path: ParameterPath, shape: tuple[int, ...]) -> bool:
+        """Whether the devices of this process hold no more than a part of a parameter, and what is to be made
+        of that depends on nothing else."""
+        if self.sharding is None or jnp.dtype(self.dtype) == jnp.int8:  # its scales are whole columns'
+            return False
+        where = self.sharding(path, shape)
+        return not (where.is_fully_addressable or where.is_fully_replicated)
+
+    def __call__(
+        self, path: ParameterPath, array: np.ndarray | Stored, tied: bool
+    ) -> jax.Array | PackedKernel:
         """A host array on the devices; `tied`: the embedding is the logits' kernel, too. Whole numbers stay
         what they are."""
+        if isinstance(array, Stored):
+            return self._parts(path, array, tied)
         if jnp.issubdtype(array.dtype, jnp.integer):
             where = None if self.sharding is None else self.sharding(path, array.shape)
             return put(array.astype(np.int32), where)
@@ -124,6 +183,16 @@ class Placement:
             table = path[-1] == "embedding"
             made = pack(array.T if table else array, self.dtype, wanted.transposed)
         return jax.tree.map(lambda x, to: put(x.astype(to.dtype, copy=False), to.sharding), made, wanted)
+
+    def _parts(self, path: ParameterPath, array: Stored, tied: bool) -> jax.Array | PackedKernel:
+        """Those parts of an array that takes_part() is about, as __call__() makes them of the whole."""
+        wanted = self.described(path, array.shape, tied)
+        if not isinstance(wanted, PackedKernel):
+            return put_parts(array, wanted.sharding, wanted.dtype)
+        kernel = array.T if path[-1] == "embedding" else array
+        values = kernel.T if wanted.transposed else kernel
+        where = wanted.values
+        return PackedKernel(put_parts(values, where.sharding, where.dtype), None, wanted.transposed)
 
     def described(self, path: ParameterPath, shape: tuple[int, ...], tied: bool) -> Any:
         """What __call__() makes of an array of that shape, or of one with an axis of layers before it, in
@@ -192,8 +261,48 @@ def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
     return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, lambda part: array[part]))
 
 
+def put_parts(array: Stored, where: jax.sharding.Sharding, dtype: Any) -> jax.Array:
+    """An array in `dtype` on the devices, of which this process reads what its devices hold: at once where
+    that is a box, else part by part."""
+    places = where.addressable_devices_indices_map(array.shape).values()
+    parts = {ends_of(index, array.shape) for index in places if index is not None}
+    axes = [[*zip(*axis, strict=True)] for axis in zip(*parts, strict=True)]
+    box = tuple((min(low), max(high)) for low, high in axes)
+    if size_of(box) == sum(map(size_of, parts)):
+        parts = {box}
+    read = {part: array[tuple(slice(*ends) for ends in part)].astype(dtype) for part in parts}
+
+    def held(index: Any) -> np.ndarray:
+        ends = ends_of(index, array.shape)
+        part = ends if ends in read else box
+        inside = (slice(a - low, b - low) for (a, b), (low, _) in zip(ends, part, strict=True))
+        return read[part][tuple(inside)]
+
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, held))
+
+
+def ends_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Where a box begins and ends along each axis of an array."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
+
+
+def size_of(ends: Iterable[tuple[int, int]]) -> int:
+    """The number of entries of a box."""
+    return math.prod(end - begin for begin, end in ends)
+
+
+def finite(name: str, array: np.ndarray | Stored) -> np.ndarray | Stored:
+    """The array. Raises ValueError where it, or a part of it that is read, holds NaN or infinity."""
+    if isinstance(array, Stored):
+        read = array.read
+        return dataclasses.replace(array, read=lambda index: np.asarray(finite(name, read(index))))
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
+    return array
+
+
 def to_params(
-    model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray]], place: Placement
+    model: Model, arrays: Iterable[tuple[ParameterPath, str, np.ndarray | Stored]], place: Placement
 ) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
@@ -204,11 +313,10 @@ def to_params(
     flat = dict(nnx.to_flat_state(params))
     for path, name, array in arrays:
         if jnp.issubdtype(flat[path].get_value().dtype, jnp.integer):
-            WHOLE_NUMBERS[path[-1]](name, array, model.vocab_size)
+            WHOLE_NUMBERS[path[-1]](name, np.asarray(array), model.vocab_size)
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} holds {array.dtype} values; only floating-point weights are read.")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} holds values that are not finite: the file is damaged, fetch it again.")
+        array = finite(name, array)
         flat[path] = flat[path].replace(place(path, array, head_of(path) not in flat))
         del array
     nnx.update(params, nnx.from_flat_state(flat))

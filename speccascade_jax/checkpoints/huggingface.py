@@ -17,7 +17,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from speccascade_jax.checkpoints import decoder, dflash, eagle
-from speccascade_jax.checkpoints.arrays import ParameterPath, Placement, check, checksum, to_params
+from speccascade_jax.checkpoints.arrays import (
+    Index,
+    ParameterPath,
+    Placement,
+    Stored,
+    check,
+    checksum,
+    to_params,
+)
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
 from speccascade_jax.checkpoints.files import check_regular, checked_path, exists, read_json, shown
 from speccascade_jax.checkpoints.torch_files import TorchFile
@@ -149,9 +157,13 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
                 "fetch both again from one place."
             )
 
-    def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
+    def read() -> Iterator[tuple[ParameterPath, str, np.ndarray | Stored]]:
         for path, name, stored, transposed in places:
-            file, _, stored = headers[stored]
+            file, shape, stored = headers[stored]
+            if file != TORCH_FILE and place.takes_part(path, shapes[path]):
+                parts = stored_array(folder / file, stored, shape)
+                yield path, f"{folder / file}: {name}", parts.T if transposed else parts
+                continue
             # Reopened for each array: what was read of a mapped file stays in memory until it is closed.
             with open_file(folder / file) as opened:
                 try:
@@ -167,6 +179,18 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
             del array
 
     return model, to_params(model, read(), place)
+
+
+def stored_array(path: Path, name: str, shape: tuple[int, ...]) -> Stored:
+    """An array of a safetensors file, of which parts are read."""
+
+    def read(index: Index) -> np.ndarray:
+        with safe_open(path, framework="numpy") as opened:
+            return opened.get_slice(name)[index]
+
+    with safe_open(path, framework="numpy") as opened:
+        dtype = opened.get_slice(name)[(slice(0, 0),) * len(shape)].dtype
+    return Stored(shape, dtype, read)
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.bfloat16) -> None:

@@ -26,14 +26,17 @@ from flax import nnx, traverse_util
 
 from speccascade_jax.checkpoints import tokenizer_files
 from speccascade_jax.checkpoints.arrays import (
+    CHUNK,
     ParameterPath,
     Placement,
+    Stored,
     check,
     checksum,
     open_arrays,
     open_directory,
     read_array,
     reason,
+    stored_array,
     to_params,
 )
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES, family_of
@@ -162,7 +165,13 @@ def save(
 
     if step in steps.all_steps():
         return
-    args = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()})
+    chunked = ocp.SaveArgs(chunk_byte_size=CHUNK)
+    args = ocp.args.Composite(
+        **{
+            name: ocp.args.StandardSave(item, jax.tree.map(lambda _: chunked, item))
+            for name, item in items.items()
+        }
+    )
     try:
         steps.save(step, args=args, metrics=metrics, custom_metadata={"crc32": checksums(items["params"])})
     except Exception as error:  # Orbax has many kinds
@@ -230,8 +239,11 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
             )
     sums = checksums_of(step)
 
-    def read() -> Iterator[tuple[ParameterPath, str, np.ndarray]]:
-        for path, (name, _) in wanted.items():
+    def read() -> Iterator[tuple[ParameterPath, str, np.ndarray | Stored]]:
+        for path, (name, shape) in wanted.items():
+            if place.takes_part(path, shape):
+                yield path, f"{folder}: {name}", stored_array(folder, name, arrays[name])
+                continue
             array = read_array(folder, name, arrays[name])
             check(f"{folder}: {name}", array, sums.get(name))
             yield path, f"{folder}: {name}", array

@@ -18,7 +18,10 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 
 from speccascade_jax.checkpoints.arrays import (
+    Index,
     Placement,
+    Stored,
+    chunks,
     open_arrays,
     open_directory,
     read_array,
@@ -263,13 +266,17 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
                 f"ask for {expected}: the checkpoint is damaged, fetch it again."
             )
 
-    def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
+    def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray | Stored]]:
         for name, paths in names.items():
             array = arrays[name]
+            if not isinstance(array, np.ndarray) and place.takes_part(paths[0], shapes[paths[0]]):
+                for n, ours in enumerate(paths):
+                    layer = array[:, n] if is_stacked(name) else array
+                    yield ours, f"{path}: {name}", stored_matrix(path, name, layer, shapes[ours])
+                continue
             if not isinstance(array, np.ndarray):
                 array = read_array(path, name, array)
-            if array.dtype == np.uint16:  # how versions up to 2 kept bfloat16
-                array = array.view(ml_dtypes.bfloat16)
+            array = as_saved(array)
             if "relpos_bias" in name:
                 array = np.moveaxis(array, 0, -1)
             for n, ours in enumerate(paths):
@@ -278,6 +285,28 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
             del array, part
 
     return model, to_params(model, read(), place)
+
+
+def stored_matrix(path: str, name: str, array: Any, shape: Shape) -> Stored:
+    """An open array of a layer as a matrix of which parts are read. Its heads may be an axis of their own."""
+    heads = 0 if name.endswith("out/kernel") else 1  # the axis that they are cut out of
+    width = array.shape[heads + 1] if len(array.shape) > len(shape) else 1
+
+    def read(index: Index) -> np.ndarray:
+        box = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        sizes = [part.stop - part.start for part in box]
+        if len(array.shape) > len(shape):  # no device's part begins within a head
+            part = box[heads]
+            box[heads : heads + 1] = [slice(part.start // width, part.stop // width), slice(width)]
+        values = read_array(path, name, array[tuple(box)].translate_to[0])
+        return as_saved(values).reshape(sizes)
+
+    return Stored(shape, array.dtype.numpy_dtype, read)
+
+
+def as_saved(array: np.ndarray) -> np.ndarray:
+    """An array's values: versions up to 2 kept bfloat16 as whole numbers."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32) -> None:
@@ -305,7 +334,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
             "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
             "metadata": {
                 "shape": list(shape),
-                "chunks": list(shape),
+                "chunks": chunks(array.shape, array.dtype.itemsize, 1 if is_stacked(name) else None),
                 "compressor": {"id": "gzip", "level": 1},
             },
         }

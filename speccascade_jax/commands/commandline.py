@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from speccascade_jax import cluster
 from speccascade_jax import config as configs
 from speccascade_jax.commands import Terminated
 from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
@@ -101,16 +103,19 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
         return 0
     except Terminated:
         errors.print(f"terminated{interrupted}.", soft_wrap=True)
-        return 143
+        return cluster.ends(143)
     except KeyboardInterrupt as error:
         errors.print(f"interrupted{error}{interrupted}.", soft_wrap=True)
-        return 130
+        return cluster.ends(130)
     except Exception as error:
         said = sentence(error)
         if said is None:
+            if cluster.FAILED.is_set():
+                traceback.print_exc()
+                cluster.ends(1)
             raise
     errors.print(f"error: {said}", style="red", soft_wrap=True)
-    return 2
+    return cluster.ends(2)
 
 
 def sentence(error: Exception) -> str | None:

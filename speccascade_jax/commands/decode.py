@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -30,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speccascade_jax import config as configs
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands.commandline import (
     TRAINED,
     at_least,
@@ -48,13 +50,19 @@ from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation.coverage import shown
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.inference.inputs import check_text, read_texts
-from speccascade_jax.inference.outputs import check_targets, open_output, settings_file, write_whole
+from speccascade_jax.inference.outputs import (
+    check_targets,
+    open_output,
+    resumed_by,
+    settings_file,
+    write_whole,
+)
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.ray_jobs import check_address, cut, finished, read_shards
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
-from speccascade_jax.parallel import local_mesh
+from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.settings import NAMED
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
@@ -78,6 +86,9 @@ class Arguments:
     """Write the figures of the run to this JSON file."""
     limit: int | None = None
     """Decode only this many inputs, the first ones."""
+    cluster: str | None = None
+    """Decode on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
+    else HOST:PORT,PROCESSES,NUMBER in each. The first process reads, writes and prints."""
     ray: str | None = None
     """Decode on the Ray cluster at this address, or `local`; --input may be a pattern such as 'news-*.txt',
     and --output is a folder."""
@@ -116,6 +127,14 @@ def read_inputs(arguments: Arguments) -> Sequence[str]:
     return arguments.run.examples
 
 
+def checked_inputs(arguments: Arguments) -> list[str]:
+    """The texts to decode. Raises ValueError where they, or what is to be written, cannot be used."""
+    texts = [*read_inputs(arguments)[: arguments.limit]]
+    check_paths(arguments)
+    check_profile(arguments.profile)
+    return texts
+
+
 def check_paths(arguments: Arguments) -> None:
     """Raises ValueError where a file could not be written, or would be lost: before hours of decoding."""
     output, summary, run = arguments.output, arguments.summary, arguments.run
@@ -148,7 +167,7 @@ def coloured(output: Output, tokenizer: Tokenizer) -> Text:
 
 
 def with_progress(outputs: Iterator[Output], done: int, total: int) -> Iterator[Output]:
-    errors = console(stderr=True)
+    errors = console(stderr=True, quiet=jax.process_index() > 0)
     if not errors.is_terminal:
         yield from track(outputs, "decoding", total, completed=done, console=errors)
         return
@@ -218,25 +237,31 @@ def decode(arguments: Arguments) -> None:
             "--profile traces what this process decodes, not --ray or --precompile",
         )
     if arguments.ray is not None:
+        if arguments.cluster is not None:
+            raise FieldError("ray", arguments.ray, "give one.", "--ray and --cluster exclude each other")
         decode_on_ray(arguments, arguments.ray)
         return
-    mesh = local_mesh() if run.batch_size > 1 and run.tensor_parallel == 1 else None
+    with joined(arguments.cluster) as job:
+        decode_with(job, arguments)
+
+
+def decode_with(job: Job, arguments: Arguments) -> None:
+    """Decodes what the first process reads, on the devices of all; that one writes."""
+    run, screen = arguments.run, console(quiet=not job.first)
+    job.agree(settings_of(run))
+    mesh = decoding_mesh(run.tensor_parallel, run.batch_size > 1)
     if arguments.precompile:
         precompile(run, Cascade.from_config(run, mesh), screen)
         return
-    texts = read_inputs(arguments)[: arguments.limit]
-    check_paths(arguments)
-    check_profile(arguments.profile)
     with contextlib.ExitStack() as stack:
-        file, done = None, list[Output]()
-        if arguments.output is not None:
-            file, done = open_output(arguments.output, settings_of(run), texts)
-            stack.enter_context(file)
+        texts = job.share(partial(checked_inputs, arguments))
+        path = arguments.output
+        opened = None if path is None else partial(open_output, path, settings_of(run), texts)
+        file, outputs, resumed = resumed_by(job, stack, opened)
         cascade = Cascade.from_config(run, mesh)
         if not run.truncate:  # better now than after hours of decoding
             cascade.encode(texts)
-        outputs, resumed = [*done], len(done)
-        stack.enter_context(profiled(arguments.profile))
+        stack.enter_context(profiled(arguments.profile if job.first else None))
         fresh = cascade.generate(
             texts[resumed:],
             run.settings,
@@ -250,6 +275,8 @@ def decode(arguments: Arguments) -> None:
                 show(output, cascade.tokenizer, screen)
             else:
                 file.add(dataclasses.asdict(output))
+        if not job.first:
+            return
         if file is None and run.name not in SINGLE_MODEL:
             screen.print(
                 Text.assemble(

@@ -10,14 +10,15 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
 
 from speccascade_jax import config as configs
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands.commandline import (
     at_least,
     check_summary,
@@ -39,6 +40,7 @@ from speccascade_jax.inference.outputs import (
     append_line,
     check_targets,
     open_output,
+    resumed_by,
     settings_file,
 )
 from speccascade_jax.inference.progress import track
@@ -46,7 +48,7 @@ from speccascade_jax.inference.ray_jobs import cut, finished
 from speccascade_jax.inference.ray_jobs import decode as on_ray
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
-from speccascade_jax.parallel import connect, gather_text, local_mesh, own_share
+from speccascade_jax.parallel import decoding_mesh, gather_text, local_mesh, own_share
 from speccascade_jax.training.data import joined_examples
 
 
@@ -70,8 +72,8 @@ class Arguments:
     summary: str | None = None
     """Add one JSON line with the figures of each method to this file."""
     cluster: str | None = None
-    """Share the examples with other processes: `auto` on TPU pods and Slurm, else
-    HOST:PORT,PROCESSES,NUMBER in each."""
+    """Share the examples with other processes, or with --tensor-parallel the models: `auto` on TPU pods and
+    Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
     ray: str | None = None
     """Decode on the Ray cluster at this address, or `local`, in shards that --output keeps."""
     ray_workers: int | None = None
@@ -98,29 +100,38 @@ def output_file(
     return open_output(path, settings_of(arguments, method, first), texts, first)
 
 
-def decode_share(arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]) -> str:
-    """Decodes this process's share of `sources` to JSON lines, which --output keeps as they come."""
-    run, (begin, end) = arguments.run, own_share(len(sources))
-    texts, done = list(sources[begin:end]), list[Output]()
+def decode_share(
+    job: Job, arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]
+) -> str:
+    """Decodes this process's share of `sources` to JSON lines, which --output keeps as they come. Processes
+    that share the models decode all, and the first one has the lines."""
+    run, together = arguments.run, shares_models(arguments)
+    begin, end = (0, len(sources)) if together else own_share(len(sources))
+    texts = list(sources[begin:end])
     with contextlib.ExitStack() as stack:
-        file = None
+        opened = None
         if arguments.output is not None:
-            part = f".{jax.process_index()}-of-{jax.process_count()}" if jax.process_count() > 1 else ""
-            file, done = output_file(arguments, method, begin, texts, part)
-            stack.enter_context(file)
+            part = "" if together or job.processes == 1 else f".{job.number}-of-{job.processes}"
+            opened = partial(output_file, arguments, method, begin, texts, part)
+        file, done, resumed = resumed_by(job if together else Job(), stack, opened)
         lines = [json.dumps(dataclasses.asdict(output)) + "\n" for output in done]
         outputs = cascade.generate(
-            texts[len(done) :],
+            texts[resumed:],
             run.settings.by(method),
             truncate=run.truncate,
             batch_size=run.batch_size,
-            first_index=begin + len(done),
+            first_index=begin + resumed,
         )
-        for output in track(outputs, method, len(texts) - len(done), disable=jax.process_index() > 0):
+        for output in track(outputs, method, len(texts) - resumed, disable=not job.first):
             lines.append(json.dumps(dataclasses.asdict(output)) + "\n")
             if file is not None:
                 file.add(dataclasses.asdict(output))
-    return "".join(lines)
+    return "" if together and not job.first else "".join(lines)
+
+
+def shares_models(arguments: Arguments) -> bool:
+    """Whether the processes of a cluster share each model, and not only the examples."""
+    return arguments.cluster is not None and arguments.run.tensor_parallel > 1
 
 
 def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequence[str]) -> str:
@@ -199,12 +210,18 @@ def evaluate(arguments: Arguments) -> None:
         arguments.run,
         [arguments.run.settings.by(method) for method in arguments.methods],
     )
-    if arguments.cluster is not None:
-        connect(arguments.cluster)
-    run, screen = arguments.run, console(quiet=jax.process_index() > 0)
+    with joined(arguments.cluster) as job:
+        evaluate_with(job, arguments, task)
+
+
+def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
+    """Decodes with all processes of a job; the first one scores."""
+    run, screen = arguments.run, console(quiet=not job.first)
+    job.agree(settings_of(arguments, "", 0) | {"methods": arguments.methods, "batch_size": run.batch_size})
     examples = joined_examples(task, getattr(task, arguments.split))[: arguments.limit]
     sources, references = zip(*examples, strict=True)
-    cascade = Cascade.from_config(run, None if run.tensor_parallel > 1 else local_mesh())
+    apart = run.tensor_parallel == 1
+    cascade = Cascade.from_config(run, local_mesh() if apart else decoding_mesh(run.tensor_parallel))
     for method in arguments.methods:  # better now than after hours of decoding
         cascade.checked(run.settings, {"method": method})
     if not run.truncate:
@@ -214,13 +231,13 @@ def evaluate(arguments: Arguments) -> None:
         before = cascade.clock.decode_seconds
         if arguments.ray is None:
             with profiled(Path(arguments.profile, method) if arguments.profile else None):
-                text = "".join(gather_text(decode_share(arguments, cascade, method, sources)))
+                text = "".join(gather_text(decode_share(job, arguments, cascade, method, sources)))
         else:
             text = decode_on_ray(arguments, arguments.ray, method, sources)
-        if jax.process_index() > 0:
+        if not job.first:
             continue
         outputs = [Output(**json.loads(line)) for line in text.split("\n")[:-1]]
-        if arguments.output is not None and (jax.process_count() > 1 or arguments.ray is not None):
+        if arguments.output is not None and (job.processes > 1 or arguments.ray is not None):
             file, done = output_file(arguments, method, 0, sources)
             with file:
                 for output in outputs[len(done) :]:

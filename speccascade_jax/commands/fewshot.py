@@ -8,12 +8,14 @@ Examples:
 
 import contextlib
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from speccascade_jax import config as configs
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
@@ -27,9 +29,17 @@ from speccascade_jax.evaluation.fewshot import (
 )
 from speccascade_jax.evaluation.rates import summarize
 from speccascade_jax.evaluation.sandbox import check_sandbox
-from speccascade_jax.inference.outputs import OutputFile, check_targets, open_output, resume, settings_file
+from speccascade_jax.inference.outputs import (
+    OutputFile,
+    check_targets,
+    open_output,
+    resume,
+    resumed_by,
+    settings_file,
+)
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.parallel import decoding_mesh
 
 EXECUTED = ", ".join(name for name, task in TASKS.items() if task.executes)
 
@@ -58,6 +68,9 @@ class Arguments:
         bool,
         tyro.conf.arg(help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}."),
     ] = False
+    cluster: str | None = None
+    """Decode on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
+    else HOST:PORT,PROCESSES,NUMBER in each. The first process reads, scores and writes."""
     output: str | None = None
     """Write JSON lines here: each method's answers, then its figures. An existing file is resumed."""
 
@@ -143,24 +156,29 @@ def resume_answers(
 
 
 def decode(
-    cascade: Cascade, run: DecodeConfig, prompts: Prompts, part: Path | None, settings: dict[str, Any]
+    job: Job,
+    cascade: Cascade,
+    run: DecodeConfig,
+    prompts: Prompts,
+    part: Path | None,
+    settings: dict[str, Any],
 ) -> list[Output]:
-    """The outputs of one method, kept in `part` on the way."""
+    """The outputs of one method, kept in `part` on the way; in the first process, which has them all."""
     texts = prompts.texts
     with contextlib.ExitStack() as stack:
-        file, outputs = None, list[Output]()
+        opened = None
         if part is not None:
-            file, outputs = open_output(part, {**settings, "method": run.name}, texts)
-            stack.enter_context(file)
+            opened = partial(open_output, part, {**settings, "method": run.name}, texts)
+        file, outputs, resumed = resumed_by(job, stack, opened)
         fresh = cascade.generate(
-            texts[len(outputs) :],
+            texts[resumed:],
             run.settings,
             truncate=run.truncate,
             batch_size=run.batch_size,
-            first_index=len(outputs),
+            first_index=resumed,
             beginnings=[prompts.shown],
         )
-        for output in track(fresh, run.name, len(texts) - len(outputs)):
+        for output in track(fresh, run.name, len(texts) - resumed, disable=not job.first):
             outputs.append(output)
             if file is not None:
                 file.add(dataclasses.asdict(output))
@@ -168,12 +186,33 @@ def decode(
 
 
 def evaluate(arguments: Arguments) -> None:
-    task, screen = chosen_task(arguments), console()
+    task = chosen_task(arguments)
     run = dataclasses.replace(
         arguments.run, stop=(*arguments.run.stop, *task.stop), max_new_tokens=task.max_new_tokens
     )
     check(arguments, task, run)
-    prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
+    with joined(arguments.cluster) as job:
+        evaluate_with(job, arguments, task, run)
+
+
+def shared_prompts(job: Job, arguments: Arguments, task: FewShotTask) -> Prompts:
+    """The prompts that the first process builds. The others have no examples to score."""
+    examples = []
+
+    def built() -> tuple[Any, ...]:
+        prompts = build_prompts(task, arguments.shot_seed, arguments.limit)
+        examples.extend(prompts.examples)
+        return prompts.texts, prompts.shots, prompts.shown
+
+    texts, shots, shown = job.share(built)
+    return Prompts(texts, examples, shots, shown)
+
+
+def evaluate_with(job: Job, arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
+    """Decodes with all processes of a job; the first one scores and writes."""
+    screen = console(quiet=not job.first)
+    job.agree(run.record() | {"methods": arguments.methods})
+    prompts = shared_prompts(job, arguments, task)
     kept = run.record("task", "missing", "examples", "method", "batch_size", "prefix_cache_bytes")
     kept |= {
         "task": arguments.task,
@@ -184,10 +223,15 @@ def evaluate(arguments: Arguments) -> None:
     }
     with contextlib.ExitStack() as stack:
         written, finished, file = dict[str, int](), dict[str, dict[str, Any]](), None
-        if arguments.output is not None:
-            written, finished, file = resume_answers(arguments.output, kept, len(prompts.texts))
-            stack.enter_context(file)
-        cascade = None
+
+        def resumed() -> dict[str, dict[str, Any]]:
+            nonlocal written, finished, file
+            if arguments.output is not None:
+                written, finished, file = resume_answers(arguments.output, kept, len(prompts.texts))
+                stack.enter_context(file)
+            return finished
+
+        finished, cascade = job.share(resumed), None
         for method in dict.fromkeys(arguments.methods):
             described = {
                 "config": arguments.config,
@@ -206,11 +250,14 @@ def evaluate(arguments: Arguments) -> None:
                 screen.print(table_of(shown, f"{title}, from {arguments.output}"))
                 continue
             if cascade is None:
-                cascade = Cascade.from_config(run)
+                mesh = decoding_mesh(run.tensor_parallel, run.batch_size > 1)
+                cascade = Cascade.from_config(run, mesh)
                 if not run.truncate:  # better now than after hours of decoding
                     cascade.encode(prompts.texts)
             part = None if arguments.output is None else part_of(arguments.output, method)
-            outputs = decode(cascade, run.by(method), prompts, part, kept)
+            outputs = decode(job, cascade, run.by(method), prompts, part, kept)
+            if not job.first:
+                continue
             answers = [task.read(output.text) for output in outputs]
             marks = task.score(answers, prompts.examples)
             figures = figures_of(marks, outputs)

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from speccascade_jax.cluster import connect
 from speccascade_jax.commands.commandline import (
     TRAINED,
     config_of,
@@ -28,7 +29,6 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.learned.router import load as load_router
-from speccascade_jax.parallel import connect
 from speccascade_jax.training.checks import check, check_folder, check_not_shipped, export_folders, shipped_at
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.router import improves, train_router

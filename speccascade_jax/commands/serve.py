@@ -19,14 +19,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.files import checked_path, read, shown
+from speccascade_jax.cluster import joined
 from speccascade_jax.commands.commandline import (
     at_least,
     config_of,
@@ -41,9 +42,12 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.ray_jobs import check_address
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.parallel import local_mesh
+from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 from speccascade_jax.vocabularies import VOCABULARIES
+
+if TYPE_CHECKING:
+    from speccascade_jax.serving.models import ServedModel
 
 KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
@@ -99,6 +103,9 @@ class Arguments:
     """Serve with replicas on the Ray cluster at this address, or `local` for one on this machine."""
     replicas: str | None = None
     """With --ray: how many, such as 2, or MIN..MAX, between which Ray adds and removes some with the load."""
+    cluster: str | None = None
+    """Serve on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
+    else HOST:PORT,PROCESSES,NUMBER in each. The first process listens and answers."""
     profile: str | None = None
     """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
 
@@ -232,8 +239,10 @@ def check(arguments: Arguments) -> None:
             "give --ray=local, or a cluster's address.",
             "--replicas needs --ray",
         )
-    if arguments.profile is not None and arguments.ray is not None:
-        raise FieldError("profile", arguments.profile, "give one.", "--ray and --profile exclude each other")
+    for name in ("profile", "cluster"):
+        value = getattr(arguments, name)
+        if value is not None and arguments.ray is not None:
+            raise FieldError(name, value, "give one.", f"--ray and {flag_of(name)} exclude each other")
     check_profile(arguments.profile)
 
 
@@ -258,10 +267,34 @@ def serve(arguments: Arguments) -> None:
 
 
 def serve_here(arguments: Arguments, limits: Any) -> None:
-    """Serves from this process."""
-    listening = bound(arguments.host, arguments.port)
-    log_to_stderr()
-    app, engine = application(arguments, limits)
+    """Serves on the devices of all processes of a job; the first one answers, and the others do as its engine
+    does."""
+    from speccascade_jax.serving.followers import END, follow, lead
+
+    with joined(arguments.cluster) as job:
+        job.agree(
+            {**arguments.run.record(), "also": arguments.also, "methods": arguments.methods}
+            | {"rows": arguments.rows, "chunk": arguments.chunk}
+        )
+        listening = job.first and bound(arguments.host, arguments.port)
+        log_to_stderr()
+        models = served_models(arguments)
+        lanes = [lane for model in models for lane in model.lanes.values()]
+        if listening:
+            lead(job, lanes)
+            answer(arguments, limits, listening, models)
+            job.tell(END)
+            return
+        for lane in lanes:
+            lane.precompile()
+        follow(iter(job.hear, END), lanes)
+
+
+def answer(
+    arguments: Arguments, limits: Any, listening: socket.socket, models: Sequence["ServedModel"]
+) -> None:
+    """Answers requests until the process is told to stop."""
+    app, engine = application(arguments, limits, models)
     tell_address(listening)
     sys.setswitchinterval(SWITCH)
     forced = False
@@ -277,17 +310,29 @@ def serve_here(arguments: Arguments, limits: Any) -> None:
         raise engine.failed
 
 
-def application(arguments: Arguments, limits: Any) -> tuple[Any, Any]:
-    """The application, its models loaded, and the engine that decodes for it."""
+def served_models(arguments: Arguments) -> list["ServedModel"]:
+    """The served configs with their models loaded."""
+    from speccascade_jax.serving.models import ServedModel
+
+    return [
+        ServedModel(
+            name,
+            run,
+            Cascade.from_config(run, decoding_mesh(run.tensor_parallel)),
+            arguments.methods,
+            arguments.rows,
+            arguments.chunk,
+        )
+        for name, run in served_configs(arguments).items()
+    ]
+
+
+def application(arguments: Arguments, limits: Any, models: Sequence["ServedModel"]) -> tuple[Any, Any]:
+    """The application, and the engine that decodes for it."""
     from speccascade_jax.serving.app import create_app
     from speccascade_jax.serving.engine import Engine
     from speccascade_jax.serving.metrics import Metrics
-    from speccascade_jax.serving.models import ServedModel
 
-    mesh, models = local_mesh(), []
-    for name, run in served_configs(arguments).items():
-        cascade = Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None)
-        models.append(ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk))
     metrics = Metrics()
     engine = Engine(
         [lane for model in models for lane in model.lanes.values()],
@@ -351,7 +396,7 @@ def in_replica(arguments: Arguments, limits: Any) -> Any:
     keep_compilations()
     log_to_stderr()
     sys.setswitchinterval(SWITCH)
-    return application(arguments, limits)
+    return application(arguments, limits, served_models(arguments))
 
 
 def tell_address(listening: socket.socket) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from speccascade_jax.cluster import Job
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.inputs import check_text, parse_json
 from speccascade_jax.inference.text import Output
@@ -243,6 +244,24 @@ def open_output(
 
     done, file = resume(path, settings, read)
     return file, done
+
+
+def resumed_by(
+    job: Job, stack: contextlib.ExitStack, opened: Callable[[], tuple[OutputFile, list[Output]]] | None
+) -> tuple[OutputFile | None, list[Output], int]:
+    """What the first process of a job has `opened` (see open_output), within the stack, and how many outputs
+    it has found there. The other processes have no file, and know the number only."""
+    file, outputs = None, list[Output]()
+
+    def count() -> int:
+        nonlocal file, outputs
+        if opened is not None:
+            file, outputs = opened()
+            stack.enter_context(file)
+        return len(outputs)
+
+    resumed = job.share(count)
+    return file, outputs, resumed
 
 
 def output_of(line: Any) -> Output:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from speccascade_jax.core import loop
@@ -19,7 +21,8 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import Draft
-from speccascade_jax.scheduling.programs import Plan
+from speccascade_jax.parallel import fetched, whole_on
+from speccascade_jax.scheduling.programs import Plan, placed_as
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import arguments
 
@@ -91,16 +94,21 @@ def score(
 
 
 class Scorer:
-    """score() of one request at a time, compiled once for inputs of up to `width` tokens."""
+    """score() of one request at a time, compiled once for inputs of up to `width` tokens; with a mesh, on all
+    its devices."""
 
-    def __init__(self, plan: Plan, params: Params, width: int):
-        self.plan, self.params, self.width = plan, params, width
+    def __init__(self, plan: Plan, params: Params, width: int, mesh: Mesh | None = None):
+        self.plan, self.params, self.width, self.mesh = plan, params, width, mesh
         self.compiled: Any = None
 
     def precompile(self) -> None:
         tokens = jax.ShapeDtypeStruct((1, self.plan.max_new_tokens), jnp.int32)
         function = jax.jit(partial(score, self.plan.sampler))
-        self.compiled = function.lower(self.params, self.plan.requests(1, self.width), tokens).compile()
+        shapes = self.plan.requests(1, self.width), tokens
+        if self.mesh is not None:
+            at = NamedSharding(self.mesh, P())
+            shapes = placed_as(shapes, jax.tree.map(lambda _: at, shapes))
+        self.compiled = function.lower(self.params, *shapes).compile()
 
     def __call__(self, request: Request, tokens: list[int]) -> TokenScores:
         """Of the `tokens` that a request has given."""
@@ -108,5 +116,8 @@ class Scorer:
             self.precompile()
         padded = np.zeros((1, self.plan.max_new_tokens), np.int32)
         padded[0, : len(tokens)] = tokens
-        scores = self.compiled(self.params, arguments(self.plan, [request], self.width, 0), padded)
-        return TokenScores._make(np.asarray(x)[0, : len(tokens)] for x in scores)
+        read = arguments(self.plan, [request], self.width, 0), padded
+        if self.mesh is not None:
+            read = whole_on(self.mesh, read)
+        scores = fetched(self.compiled(self.params, *read))
+        return TokenScores._make(x[0, : len(tokens)] for x in scores)

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import (
@@ -40,7 +39,7 @@ from speccascade_jax.inference.vocabulary_checks import check_drafts, check_meth
 from speccascade_jax.learned import router
 from speccascade_jax.models import full_of, start_of
 from speccascade_jax.models.members import check_order
-from speccascade_jax.parallel import tensor_mesh, tensor_sharding
+from speccascade_jax.parallel import AXIS, TENSOR_AXIS, tensor_mesh, tensor_sharding, whole_on
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
@@ -86,7 +85,8 @@ class Cascade:
     prefix: str = ""
     max_source_length: int = 80  # tokens, the one that begins or ends a source included
     max_new_tokens: int = 80
-    mesh: Mesh | None = None  # devices (parallel.make_mesh) that share the rows, each with all parameters
+    # Devices that share the rows, each with all parameters (parallel.make_mesh), or in groups
+    mesh: Mesh | None = None  # that share these, too (parallel.decoding_mesh).
     suffix: str = ""
     stop: tuple[str, ...] = ()  # each ends an output as the end of the sequence does, and is cut off
     chat: bool = False  # each text is what a user says, in the models' own chat templates
@@ -166,12 +166,12 @@ class Cascade:
                 "models", (), "give a checkpoint, or several, the smallest model's first.", "no models"
             )
 
+        mesh = fields.get("mesh")
+        if mesh is None or TENSOR_AXIS not in mesh.axis_names:
+            mesh = None if tensor_parallel == 1 else tensor_mesh(tensor_parallel)
+
         def cut(path: str) -> Any:
-            return (
-                None
-                if tensor_parallel == 1
-                else partial(tensor_sharding, tensor_mesh(tensor_parallel), checkpoints.config_of(path))
-            )
+            return None if mesh is None else partial(tensor_sharding, mesh, checkpoints.config_of(path))
 
         *others, largest = loaded = checkpoints.load_all(paths, dtype, cut, decoding=True)
         target = Tokenizer(tokenizer or largest.tokenizer_file())
@@ -261,7 +261,7 @@ class Cascade:
     @property
     def devices(self) -> int:
         """How many share a batch's rows."""
-        return 1 if self.mesh is None else self.mesh.size
+        return 1 if self.mesh is None else self.mesh.shape[AXIS]
 
     def sampler(
         self,
@@ -323,7 +323,7 @@ class Cascade:
 
     def _placed(self, params: Any) -> Any:
         """The parameters on every device of the mesh."""
-        return params if self.mesh is None else jax.device_put(params, NamedSharding(self.mesh, P()))
+        return params if self.mesh is None else whole_on(self.mesh, params)
 
     def encode(
         self, texts: Sequence[str], truncate: bool = False, first_index: int = 0

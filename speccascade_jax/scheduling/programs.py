@@ -21,7 +21,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import insert, insert_rows
 from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
-from speccascade_jax.parallel import AXIS, shared_by
+from speccascade_jax.parallel import AXIS, fetched, shared_by, split_rows
 from speccascade_jax.scheduling.chunks import Reader, Unread, readers_of
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
@@ -95,7 +95,7 @@ class Programs:
     ):
         """`prefixes`: where what prompts begin with is kept, in the same memory."""
         self.plan, self.params, self.mesh, self.clock, self.prefixes = plan, params, mesh, clock, prefixes
-        self.devices = 1 if mesh is None else mesh.size
+        self.devices = 1 if mesh is None else mesh.shape[AXIS]
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
         self.shapes: dict[tuple[int, int], Any] = {}  # of what begin() returns
         self.states: dict[tuple[int, int], Any] = {}
@@ -227,11 +227,11 @@ class Programs:
 
     def fetch(self, arrays: Any) -> Any:
         with self.clock.decoding():
-            return jax.device_get(arrays)
+            return fetched(arrays)
 
     def place(self, rows: Any) -> Any:
         """Host arrays [B, ...] where each device has its own rows."""
-        return rows if self.mesh is None else jax.device_put(rows, NamedSharding(self.mesh, P(AXIS)))
+        return rows if self.mesh is None else split_rows(self.mesh, rows)
 
     def _begin(self, unread: bool) -> Callable[..., Any]:
         plan = self.plan
@@ -273,7 +273,10 @@ class Programs:
         if self.mesh is None:
             return function
         out = P(AXIS) if by_rows else P()
-        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        # What each device, or each group that shares the models, does with its rows is left to the compiler.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=out, axis_names={AXIS}, check_vma=False
+        )
 
     def _placed(self, shapes: Any) -> Any:
         """place() of shapes."""

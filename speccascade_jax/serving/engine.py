@@ -109,7 +109,7 @@ class ServedLane:
         self.per_device, self.width = rows, width
         self.scheduler = self._empty()
         self.scorer = (
-            Scorer(lane.plan, lane.params, width)
+            Scorer(lane.plan, lane.params, width, cascade.mesh)
             if any(states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods))
             else None
         )
@@ -118,6 +118,7 @@ class ServedLane:
         self.seconds_per_job = 1.0  # a running mean
         self.failures = 0
         self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
+        self.tell: Callable[[str, Any], None] = lambda call, what: None  # other processes: see followers
 
     def _empty(self) -> Continuous:
         return self.cascade.steady_scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
@@ -150,7 +151,28 @@ class ServedLane:
         rules = [known[number] for known, number in zip(self.lane.methods, methods, strict=True)]
         return states_law(self.lane.plan.sampler, rules)
 
+    def admit(self, request: Request) -> int:
+        """The number of a request that is decoded from now on."""
+        self.tell("admit", request)
+        return self.scheduler.admit([request])[0]
+
+    def cancel(self, number: int) -> None:
+        self.tell("cancel", number)
+        self.scheduler.cancel(number)
+
+    def run(self, rounds: int) -> None:
+        self.tell("run", rounds)
+        self.scheduler.run(rounds)
+
+    def score(self, request: Request, tokens: list[int]) -> TokenScores | None:
+        """How likely a request's tokens are, where that is known here."""
+        if self.scorer is None:
+            return None
+        self.tell("score", (request, tokens))
+        return self.scorer(request, tokens)
+
     def reset(self) -> None:
+        self.tell("reset", None)
         self.scheduler, self.jobs = self._empty(), {}
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
@@ -160,7 +182,7 @@ class ServedLane:
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
         for _ in range(4 if wait else 1 if anew else rounds):
-            self.scheduler.run(rounds if wait else 1)
+            self.run(rounds if wait else 1)
             if self.called() and not wait:
                 break
         done = dict(self.scheduler.finished())
@@ -182,9 +204,7 @@ class ServedLane:
     def _update(self, job: Job, result: Result, finished: bool) -> Update:
         """What a job has newly written."""
         fresh = len(result.tokens) - job.written
-        scores = None
-        if self.scorer is not None and job.scored and result.tokens:
-            scores = self.scorer(job.request, result.tokens)
+        scores = self.score(job.request, result.tokens) if job.scored and result.tokens else None
         now = time.monotonic()
         gap, job.written, job.latest = now - (job.latest or job.came), len(result.tokens), now
         return Update(result, finished, "", scores, fresh, gap)
@@ -318,12 +338,12 @@ class Engine:
     def _apply(self, what: str, job: Job) -> None:
         lane = job.lane
         if what == "admit":
-            [job.number] = lane.scheduler.admit([job.request])
+            job.number = lane.admit(job.request)
             lane.jobs[job.number] = job
         elif lane.jobs.get(job.number) is job:
             del lane.jobs[job.number]
             try:
-                lane.scheduler.cancel(job.number)
+                lane.cancel(job.number)
             except Exception as error:
                 self._fail(lane, error)
 

@@ -19,14 +19,14 @@ import pytest
 from processes import SCRIPTS
 from refusals import names, refusals
 
-from speccascade_jax import checkpoints, parallel
+from speccascade_jax import checkpoints, cluster
+from speccascade_jax.cluster import connect
 from speccascade_jax.commands import finetune
 from speccascade_jax.commands.commandline import sentence
 from speccascade_jax.config import Task
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.parallel import connect
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training import distillation
 from speccascade_jax.training.data import joined_examples, texts
@@ -369,7 +369,7 @@ def free_port():
 
 def test_processes_that_do_not_come_are_waited_for_and_named(refused, monkeypatch):
     """Where JAX itself would end the process, after five minutes, with a stack trace."""
-    monkeypatch.setattr(parallel, "PATIENCE", 0.5)
+    monkeypatch.setattr(cluster, "PATIENCE", 0.5)
     port = free_port()
     assert f"localhost:{port}, did not answer" in str(refused(f"--cluster=localhost:{port},2,1"))
     assert "0 of the 2 other processes came" in str(refused(f"--cluster=localhost:{port},3,0"))
@@ -381,12 +381,12 @@ def test_processes_that_do_not_come_are_waited_for_and_named(refused, monkeypatc
 
 def test_the_processes_of_a_run_agree_on_who_they_are(monkeypatch):
     """Three meet, and a stranger, a second number 1 and one of another run among them do not stop it."""
-    monkeypatch.setattr(parallel, "PATIENCE", 5.0)
+    monkeypatch.setattr(cluster, "PATIENCE", 5.0)
     port, ended = free_port(), []
 
     def joins(processes, number):
         try:
-            parallel._join("localhost", port, processes, number)
+            cluster._join("localhost", port, processes, number)
             ended.append(number)
         except ValueError:
             ended.append("refused")
@@ -404,7 +404,7 @@ def test_the_processes_of_a_run_agree_on_who_they_are(monkeypatch):
 
     threads.append(threading.Thread(target=last))
     threads[-1].start()
-    parallel._gather(port, 3)
+    cluster._gather(port, 3)
     for thread in threads:
         thread.join()
     assert sorted(map(str, ended)) == ["1", "2", "refused"]

@@ -1,0 +1,359 @@
+"""Several processes as one job: they find each other, the first one tells the others what it has read, and
+none outlives another.
+
+    with joined(arguments.cluster) as job:
+        texts = job.share(lambda: read(arguments.input))  # read by the first process, known to all
+        ...
+
+Devices exchange arrays by JAX's collectives, in which a process waits for all others. Messages, and word that
+a process has ended, go over a TCP connection from each process to the first one.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.parallel import gather_text
+
+T = TypeVar("T")
+PATIENCE = 60.0
+"""Seconds that the processes of a run wait for each other."""
+LOST = os.EX_TEMPFAIL
+"""The exit code where another process has ended."""
+WORD = 10.0
+"""Seconds in which a process hears of another's end, after a collective of theirs has failed."""
+FAILED = threading.Event()
+"""Set where this process ends because of an error, and other processes of its job know."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""Options, where the system has them, by which a machine that has gone is noticed within half a minute."""
+
+
+def connect(cluster: str) -> None:
+    """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
+    Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
+
+    Raises FieldError for anything else, and ValueError where the processes do not find each other.
+    """
+    if cluster == "auto":
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise FieldError(
+                "cluster",
+                cluster,
+                "start it with one, or write HOST:PORT,PROCESSES,NUMBER.",
+                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the other processes "
+                f"are ({str(error).rstrip('.')})",
+            ) from None
+        return
+    wrong = FieldError(
+        "cluster",
+        cluster,
+        "write auto, or HOST:PORT,PROCESSES,NUMBER: the first process's address, how many there are, and "
+        "which this is, from 0.",
+    )
+    try:
+        address, *counts = cluster.split(",")
+        host, _, port = address.rpartition(":")
+        place, processes, number = (int(n) for n in (port, *counts))
+    except ValueError:
+        raise wrong from None
+    if not (host and 0 < place < 2**16 and 0 <= number < processes):
+        raise wrong
+    try:
+        socket.getaddrinfo(host.strip("[]"), place)
+    except (OSError, UnicodeError) as error:
+        raise FieldError(
+            "cluster",
+            cluster,
+            "name another.",
+            f"cluster is {cluster!r}, but no host {host!r} is known here ({error})",
+        ) from None
+    if number:
+        _join(host.strip("[]"), place, processes, number)
+    else:
+        _gather(place, processes)
+    jax.distributed.initialize(address, processes, number)
+
+
+# JAX kills the process, with a stack trace, where another one does not come or the port is taken. So the
+# processes meet at that port before.
+
+
+def _gather(port: int, processes: int) -> None:
+    """Waits for all other processes, and tells them. Raises ValueError where one does not come."""
+    deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
+    try:
+        server = _server(port)
+    except OSError as error:
+        raise ValueError(
+            f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
+        ) from None
+    try:
+        while len(came) < processes - 1:
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            caller, _ = server.accept()
+            caller.settimeout(5)
+            with contextlib.suppress(ValueError, OSError):
+                said, number = map(int, caller.makefile().readline().split())
+                if said == processes and 0 < number < processes and number not in came:
+                    came[number] = caller
+                    continue
+            caller.close()
+        for caller in came.values():
+            caller.sendall(b"go\n")
+    except TimeoutError:
+        raise ValueError(
+            f"{len(came)} of the {processes - 1} other processes came to port {port} within "
+            f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
+            "for their numbers."
+        ) from None
+    finally:
+        for connection in (server, *came.values()):
+            connection.close()
+
+
+def _join(host: str, port: int, processes: int, number: int) -> None:
+    """Waits until the first process has met all. Raises ValueError where it does not answer so."""
+    deadline, answer = time.monotonic() + PATIENCE, ""
+    while not answer and time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=5) as first:
+                first.sendall(f"{processes} {number}\n".encode())
+                first.settimeout(max(deadline - time.monotonic(), 0.001))
+                answer = first.makefile(errors="replace").readline() or "nothing"
+        except OSError:
+            time.sleep(0.1)
+    if answer != "go\n":
+        raise ValueError(
+            f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
+            f"or wants no process {number} of {processes}: start all at the same time, with the "
+            "same cluster but for their numbers, which differ."
+        )
+
+
+class Job:
+    """The processes of a run, as one of them sees them. This is the only one."""
+
+    number, processes = 0, 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process reads, writes and answers."""
+        return self.number == 0
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What the first process makes, in all: anything that JSON holds. A ValueError or OSError that it
+        raises is one in all."""
+        return make()
+
+    def tell(self, message: Any) -> None:
+        """Sends a message, which JSON holds, to the other processes; the first one may."""
+
+    def hear(self) -> Any:
+        """The next message of the first process, in the others."""
+        raise RuntimeError("a single process has nobody to hear")
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        """Raises ValueError where another process has other settings."""
+        first, here = (json.loads(json.dumps(x)) for x in (self.share(lambda: settings), settings))
+        names = sorted(name for name in {*first, *here} if first.get(name, ...) != here.get(name, ...))
+        if names:
+            raise ValueError(
+                f"process {self.number} was started with another {names[0]} than process 0: start all with "
+                "the same flags, but for the numbers in cluster."
+            )
+
+
+class Member(Job):
+    """One of several processes, connected with the first one; that one, with all others. A thread listens at
+    each connection, which breaks when the process at its other end dies, however that comes about."""
+
+    def __init__(self, cluster: str):
+        self.number, self.processes = jax.process_index(), jax.process_count()
+        self.messages: queue.Queue[Any] = queue.Queue()
+        self.through = threading.Semaphore(0)  # how many others have come to the end of their work
+        self.peers = self._accepted() if self.first else {0: self._connected(cluster)}
+        self.listeners = [
+            threading.Thread(target=self._listen, args=pair, daemon=True) for pair in self.peers.items()
+        ]
+        for listener in self.listeners:
+            listener.start()
+
+    def share(self, make: Callable[[], T]) -> T:
+        if not self.first:
+            message = self.hear()
+            if "error" in message:
+                FAILED.set()
+                raise ValueError(f"process 0: {message['error']}")
+            return message["value"]
+        try:
+            value = make()
+        except (ValueError, OSError) as error:
+            FAILED.set()
+            self.tell({"error": str(error)})
+            raise
+        self.tell({"value": value})
+        return value
+
+    def tell(self, message: Any) -> None:
+        self._send("message", message)
+
+    def hear(self) -> Any:
+        return self.messages.get()
+
+    def leave(self) -> None:
+        """Waits until all processes have come to the end of their work. The first one, which they are
+        connected with, ends last."""
+        if not self.first:
+            self._send("through")
+        for _ in self.peers:
+            self.through.acquire()
+        if self.first:
+            self._send("through")
+        else:
+            jax.distributed.shutdown()
+            self.peers[0].shutdown(socket.SHUT_RDWR)
+        for listener in self.listeners:
+            listener.join(WORD)
+
+    def fail(self, error: BaseException) -> None:
+        """Says to the others that this process ends, unless they know. Where another's end is the reason, it
+        ends here, with word of that."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(WORD)
+        known = FAILED.is_set()
+        FAILED.set()
+        if not known:
+            reason = str(error) or type(error).__name__
+            self._send("lost", f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})")
+
+    def _accepted(self) -> dict[int, socket.socket]:
+        """The connections to all other processes, by their numbers."""
+        server, token = _server(0), secrets.token_hex(16)
+        gather_text(f"{_address()} {server.getsockname()[1]} {token}")
+        peers = dict[int, socket.socket]()
+        server.settimeout(PATIENCE)
+        with server:
+            while len(peers) < self.processes - 1:
+                caller, _ = server.accept()
+                caller.settimeout(PATIENCE)
+                with contextlib.suppress(ValueError, OSError):
+                    word, number = _first_line(caller).split()
+                    if secrets.compare_digest(word, token):
+                        peers[int(number)] = _kept(caller)
+                        continue
+                caller.close()
+        return peers
+
+    def _connected(self, cluster: str) -> socket.socket:
+        """The connection to the first process."""
+        address, port, token = gather_text("")[0].split()
+        host = cluster.rpartition(":")[0].strip("[]") or address  # `auto` has none
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        connection.sendall(f"{token} {self.number}\n".encode())
+        return _kept(connection)
+
+    def _send(self, kind: str, content: Any = None) -> None:
+        line = json.dumps([kind, content]).encode() + b"\n"
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):  # who listens to it takes care of that
+                peer.sendall(line)
+
+    def _listen(self, number: int, peer: socket.socket) -> None:
+        """Takes what a process sends, until it ends."""
+        address = peer.getpeername()[0].removeprefix("::ffff:")
+        through, end = False, f"process {number} of {self.processes}, at {address}, has died"
+        with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
+            for line in lines:
+                kind, content = json.loads(line)
+                if kind == "message":
+                    self.messages.put(content)
+                elif kind == "through":
+                    through = True
+                    self.through.release()
+                else:
+                    end = content
+                    break
+        if not (through or FAILED.is_set()):
+            self._send("lost", end)
+            os.write(2, f"error: {end}, and the job ends; the same command resumes.\n".encode())
+            os._exit(LOST)
+
+
+def _server(port: int) -> socket.socket:
+    """A socket that listens at a port of all of this machine's addresses. Raises OSError."""
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+    )
+
+
+def _address() -> str:
+    """This machine's address, as others reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+        try:
+            outward.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface
+            return outward.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
+
+def _first_line(connection: socket.socket) -> str:
+    """What comes before the first end of a line, and nothing after it."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := connection.recv(1)):
+        line += byte
+    return line.decode(errors="replace")
+
+
+def _kept(connection: socket.socket) -> socket.socket:
+    """The connection, for as long as both processes live."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+@contextlib.contextmanager
+def joined(cluster: str | None) -> Iterator[Job]:
+    """The job of all processes of a cluster (see connect()), or of this one; without a cluster.
+
+    Within it, this process ends, with the exit code LOST and a sentence that names the other one, where
+    another process ends. Raises what connect() does.
+    """
+    if cluster is None:
+        yield Job()
+        return
+    jax.config.update("jax_enable_recoverability", True)  # else JAX would end this process, with a trace
+    connect(cluster)
+    member = Member(cluster)
+    try:
+        yield member
+        member.leave()
+    except BaseException as error:
+        member.fail(error)
+        raise
+
+
+def ends(code: int) -> int:
+    """The exit code of this process. One that has failed as a member of a job ends here: Python's end would
+    wait for the others."""
+    if FAILED.is_set():
+        sys.stdout.flush()
+        os._exit(code)
+    return code

@@ -1,0 +1,149 @@
+"""--cluster: the devices of several processes as one machine's, and what happens when one of them dies."""
+
+import concurrent.futures
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+
+import pytest
+from corpora import SENTENCES
+from processes import devices, finish, start, start_cluster
+from served_toys import ask
+
+from speccascade_jax.cluster import LOST
+from speccascade_jax.commands import decode
+
+COUNT = int(os.environ.get("SERVED_REQUESTS", 30))
+TEXTS = [f"{text} {n}" for n in range(2) for text in SENTENCES]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Two devices in each process, and programs that are compiled once."""
+    return {
+        **os.environ,
+        "XLA_FLAGS": devices(2),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+    }
+
+
+@pytest.fixture(scope="module")
+def arguments(t5_pair, tmp_path_factory):
+    path = tmp_path_factory.mktemp("inputs") / "texts.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    return [
+        f"--input={path}",
+        f"--drafter={t5_pair / 'drafter'}",
+        f"--verifier={t5_pair / 'verifier'}",
+        "--router=None",
+        "--method=token_v3",
+        "--temperature=1",
+        "--max-source-length=32",
+        "--max-new-tokens=24",
+        "--batch-size=1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(arguments, tmp_path_factory):
+    """What one process with one device writes."""
+    output = tmp_path_factory.mktemp("alone") / "texts.jsonl"
+    assert decode.main([*arguments, f"--output={output}"]) == 0
+    return output.read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharers", [1, 2, 4])
+def test_two_processes_decode_as_one(sharers, arguments, alone, environment, tmp_path):
+    output = tmp_path / "texts.jsonl"
+    flags = [*arguments, f"--output={output}", f"--tensor-parallel={sharers}"]
+    finish(start_cluster("decode.py", flags, environment))
+    assert output.read_bytes() == alone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_and_the_same_command_resumes(
+    victim, arguments, alone, environment, tmp_path
+):
+    output = tmp_path / "texts.jsonl"
+    flags = [*arguments, "--tensor-parallel=4", f"--output={output}"]
+    processes = start_cluster("decode.py", flags, environment)
+    while not (output.is_file() and output.stat().st_size):
+        time.sleep(0.01)
+        assert all(process.poll() is None for process in processes)
+    processes[victim].send_signal(signal.SIGKILL)
+    errors = processes[1 - victim].communicate(timeout=60)[1]
+    assert processes[1 - victim].returncode == LOST
+    assert f"process {victim} of 2" in errors.splitlines()[-1]
+    assert output.read_bytes() != alone
+    processes[victim].communicate()
+    finish(start_cluster("decode.py", flags, environment))
+    assert output.read_bytes() == alone
+
+
+@pytest.mark.full
+def test_what_the_first_process_refuses_ends_all_with_its_sentence(arguments, environment, tmp_path):
+    flags = [*arguments, f"--input={tmp_path / 'nothing.txt'}", "--tensor-parallel=2"]
+    processes = start_cluster("decode.py", flags, environment)
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("nothing.txt" in said and "Traceback" not in said for said in errors)
+
+
+def requests(count, seed=0):
+    """Bodies of unlike requests, each with a seed, and how many lines of it are read, if it streams."""
+    rng = random.Random(seed)
+    for number in range(count):
+        body = {"prompt": rng.choice(SENTENCES), "max_tokens": rng.randint(1, 24), "seed": number}
+        body |= {
+            "temperature": rng.choice([0, 1]),
+            "method": rng.choice(["token_v3", "speculative", "verifier"]),
+        }
+        body |= rng.choice([{}, {"top_k": 5}, {"logprobs": 2}, {"stop": ["a"]}, {"n": 2}])
+        yield body | rng.choice([{}, {}, {"stream": True}]), rng.choice([1, 3, 100])
+
+
+def answered(url, body, pieces):
+    """What a server writes: an answer's choices; nothing of a stream, whose client may leave early."""
+    if not body.get("stream"):
+        status, answer, _ = ask(url, body)
+        assert status == 200, answer
+        return [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in answer["choices"]]
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as stream:
+        for _, _line in zip(range(pieces), stream, strict=False):
+            pass
+    return None
+
+
+def session(processes, count, clients=8):
+    """The answers of a server to so many requests, several at a time, in order; it is stopped then."""
+    try:
+        url = next(line.strip() for line in processes[0].stdout if line.startswith("http"))
+        while ask(url, path="/ready")[0] != 200:
+            time.sleep(0.1)
+            assert processes[0].poll() is None, processes[0].stderr.read()
+        with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+            answers = [pool.submit(answered, url, *request) for request in requests(count)]
+            answers = [answer.result() for answer in answers]
+    finally:
+        processes[0].send_signal(signal.SIGTERM)
+    finish(processes)
+    return answers
+
+
+@pytest.mark.full
+def test_two_processes_serve_as_one(arguments, environment):
+    """Streams that clients leave early are cancelled in both."""
+    pair = [flag for flag in arguments if not flag.startswith(("--input", "--batch-size", "--temperature"))]
+    flags = [*pair, "--port=0", "--rows=2", "--methods", "speculative", "verifier"]
+    one, two = ({**environment, "XLA_FLAGS": devices(count)} for count in (1, 2))
+    alone = session(start("serve.py", flags, environment=one), COUNT)
+    assert len({str(answer) for answer in alone}) > COUNT / 3
+    assert session(start_cluster("serve.py", [*flags, "--tensor-parallel=2"], two), COUNT) == alone
