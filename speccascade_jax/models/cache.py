@@ -224,7 +224,7 @@ def with_more(cache: Any, new: tuple[Buffers, Buffers], count: int) -> Any:
 
 def write_layers(buffers: Buffers, new: Buffers, start: Array) -> Buffers:
     """All layers' buffers with write() of `new`, each layer's [B, H, T, K]."""
-    if isinstance(buffers, tuple):
+    if isinstance(buffers, tuple) or isinstance(new, tuple):
         return tuple(write(old, x, start, axis=2) for old, x in zip(buffers, new, strict=True))
     if buffers.ndim < new.ndim:  # of a single row
         return lax.dynamic_update_slice(buffers, new[:, 0].astype(buffers.dtype), (0, 0, start[0], 0))
