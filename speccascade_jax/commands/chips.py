@@ -72,6 +72,15 @@ def plan_for_chips(
     if chips.devices > len(described):
         raise FieldError("tensor_parallel", chips.devices, f"{topology} has {len(described)} chips.")
     shapes = tpus.shapes_of(run)
+    for name, attached in zip(names, map(tpus.attached_of, shapes), strict=True):
+        if attached is not None:
+            raise FieldError(
+                "models" if run.models else "drafter",
+                name,
+                "compile the pair with scripts/benchmark.py --tpu.",
+                f"{attached.name} drafts from what its verifier has read, and such a plan is of models that "
+                "read by themselves",
+            )
     tpus.check_vocabularies(shapes)
     members = [DescribedModel(config, chips) for config in shapes]
     plans = list(plans_by_rows(members, names, reading, max_block, run.hand_over))

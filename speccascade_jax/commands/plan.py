@@ -290,7 +290,8 @@ def text_seconds(
         pair = of_models(cascade, names, (name, names[-1]))
         contestants[name] = partial(decode, pair, settings_of((block,), settings))
     runs = in_turn_here(contestants, cascade, texts, screen)
-    pace = float(np.median(runs[STEP][0]) / seconds[-1, 1])
+    # A difference of two times may be negative on a busy machine.
+    pace = max(float(np.median(runs[STEP][0])), 1e-7) / seconds[-1, 1]
     a_pass = block + 1 if at_once(cascade.drafter) else 1
 
     def besides(name: str, calls: Float[np.ndarray, " N"], a_round: float) -> float:

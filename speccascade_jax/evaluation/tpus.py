@@ -30,11 +30,15 @@ from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, avail
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers import Speculative
+from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
-from speccascade_jax.models import AssistantConfig, AssistedConfig, Config, Gemma4Config, model_of
+from speccascade_jax.models import Config, model_of
+from speccascade_jax.models.assistant import AssistedCache
+from speccascade_jax.models.block_drafter import BlockDrafterCache
+from speccascade_jax.models.eagle import EagleCache
 from speccascade_jax.models.stacking import stackable
 from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
@@ -118,7 +122,8 @@ def devices_of(name: str) -> list[Any]:
 
 
 def check_pair(shapes: Shapes, devices: list[Any]) -> None:
-    """Raises ValueError for models of two vocabularies, and for fewer devices than they need."""
+    """Raises ValueError for models of two vocabularies, a drafter of another verifier, and fewer devices than
+    they need."""
     if shapes.devices > len(devices):
         raise FieldError(
             "tensor_parallel",
@@ -127,6 +132,7 @@ def check_pair(shapes: Shapes, devices: list[Any]) -> None:
             f"{shapes.devices} chips share the parameters, and the topology has {len(devices)}",
         )
     check_vocabularies([shapes.drafter, shapes.verifier])
+    wholes_of(shapes.drafter, shapes.verifier)
 
 
 def check_vocabularies(configs: Sequence[Config]) -> None:
@@ -177,8 +183,8 @@ def model_for(config: Config, dtype: str) -> Any:
 
 
 class Pair:
-    """A drafter and a verifier on described devices, in shapes without values. An assistant and its verifier
-    are members of one network, whose parameters and cache both have."""
+    """A drafter and a verifier on described devices, in shapes without values. A drafter that reads its
+    verifier's states and that verifier are members of one network, whose parameters and cache both have."""
 
     def __init__(self, shapes: Shapes, devices: list[Any]):
         check_pair(shapes, devices)
@@ -196,7 +202,7 @@ class Pair:
         )
         self.params: Any = of_wholes if len(of_wholes) > 1 else of_wholes[0]
         self.sampler = Speculative(
-            Autoregressive(self.models[0]),
+            drafting(self.models[0], a.block_size),
             self.models[1],
             METHODS[a.method],
             a.block_size,
@@ -239,7 +245,7 @@ class Pair:
         for name, make in (
             ("begin", partial(self.programs.begin, a.rows, a.source_length)),
             ("run", partial(self.programs.run, a.rows, a.source_length)),
-            ("drafter step", partial(step, 0, 1)),
+            ("drafter step", partial(step, 0, a.block_size + 1 if self.at_once else 1)),
             ("verifier step", partial(step, 1, 1)),
             (count, partial(step, 1, a.block_size + 1)),
         ):
@@ -253,9 +259,14 @@ class Pair:
             yield name, time.process_time() - began, program
 
     @property
+    def at_once(self) -> bool:
+        """Whether one pass of the drafter writes a draft."""
+        return getattr(self.sampler.drafter, "at_once", False)
+
+    @property
     def drafter_passes(self) -> int:
         """In a round."""
-        return self.shapes.block_size + (not METHODS[self.shapes.method].lossless)
+        return 1 if self.at_once else self.shapes.block_size + (not METHODS[self.shapes.method].lossless)
 
     def least_read(self) -> tuple[float, float]:
         """Bytes that a device has to read for one pass of the drafter, and of the verifier: weights, and the
@@ -265,8 +276,8 @@ class Pair:
             for number, model in enumerate(self.plain)
         )
         if self.sampler.shares:
-            held = buffers_of(self.state.caches.verifier)  # of which the assistant reads one layer's each
-            return drafter + sum(local_bytes(x) / x.shape[0] for x in held), verifier + read_of(held)
+            held = self.state.caches
+            return drafter + read_by_drafter(held), verifier + read_of(buffers_of(held.verifier))
         small, large = (read_of(buffers_of(cache)) for cache in self.state.caches)
         return drafter + small, verifier + large
 
@@ -294,12 +305,32 @@ def dtype_of(run: DecodeConfig) -> str:
     return "bfloat16" if run.dtype == "auto" else run.dtype
 
 
+def attached_of(config: Config) -> checkpoints.Attached | None:
+    """What a drafter of that shape is, if it only works as a member of one network with its verifier."""
+    return checkpoints.ATTACHED.get(type(model_of(config)))
+
+
 def wholes_of(drafter: Config, verifier: Config) -> list[Config]:
-    """The shapes of what has parameters of its own: the two models, or the network that an assistant and its
-    verifier are members of."""
-    if isinstance(drafter, AssistantConfig) and isinstance(verifier, Gemma4Config):
-        return [AssistedConfig(verifier, drafter)]
-    return [drafter, verifier]
+    """The shapes of what has parameters of its own: the two models, or the network that a drafter of
+    checkpoints.ATTACHED and its verifier are members of. Raises ValueError for a drafter of another
+    verifier."""
+    attached = attached_of(drafter)
+    if attached is None:
+        return [drafter, verifier]
+    small, large = model_of(drafter), model_of(verifier)
+    if not isinstance(large, attached.verifier):
+        raise ValueError(
+            f"{attached.name} only drafts for the {attached.verifier_name} that it was trained with."
+        )
+    return [attached.joined("the drafter", small, large).config]
+
+
+def read_by_drafter(cache: AssistedCache | EagleCache | BlockDrafterCache) -> float:
+    """Bytes of a network's cache that a device reads for one pass of the drafter."""
+    if isinstance(cache, AssistedCache):  # one layer's of each kind
+        return sum(local_bytes(x) / x.shape[0] for x in buffers_of(cache.verifier))
+    held = (cache.keys, cache.values) if isinstance(cache, EagleCache) else buffers_of(cache.drafter)
+    return float(read_of(held))
 
 
 def read_of(buffers: Iterable[Any]) -> int:

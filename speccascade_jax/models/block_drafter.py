@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.protocols import MASK, AnyArray, Prefix
-from speccascade_jax.models.cache import T5Cache, blank, entries, remembering
+from speccascade_jax.models.cache import T5Cache, blank, entries, remembering, with_more
 from speccascade_jax.models.layers import (
     AfterLayer,
     Dropout,
@@ -141,13 +141,8 @@ class Drafter(nnx.Module):
         """The cache with the keys and values of T more of the verifier's states."""
         mixed = self.mixed(states)
 
-        def written(number: Any, layer: DecoderLayer, held: Any) -> Any:
-            buffers = list(held)
-            remembering(buffers, number, cache.length)(*layer.attention.keys_values(mixed))
-            return tuple(buffers)
-
-        keys, values = each_layer(self.layers, written, (cache.keys, cache.values))
-        return cache._replace(keys=keys, values=values, length=cache.length + mixed.shape[1])
+        new = of_each_layer(self.layers, lambda layer: layer.attention.keys_values(mixed))
+        return with_more(cache, new, mixed.shape[1])
 
     def embedded(self, tokens: Int[AnyArray, "B T"], verifier: T5) -> Float[Array, "B T D"]:
         """Committed tokens' embeddings, and those of the masks by their place among the masks."""

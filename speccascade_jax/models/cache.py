@@ -212,6 +212,25 @@ def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buff
     )
 
 
+def with_more(cache: Any, new: tuple[Buffers, Buffers], count: int) -> Any:
+    """A T5Cache or a DecoderCache with `count` more tokens' keys and values, each layer's [B, H, T, K]. All
+    layers are written at once: a loop over them that only writes has another layout on TPUs than one that
+    also reads, and the caches would change theirs in every round."""
+    keys, values = (
+        write_layers(*pair, cache.length) for pair in zip((cache.keys, cache.values), new, strict=True)
+    )
+    return cache._replace(keys=keys, values=values, length=cache.length + count)
+
+
+def write_layers(buffers: Buffers, new: Buffers, start: Array) -> Buffers:
+    """All layers' buffers with write() of `new`, each layer's [B, H, T, K]."""
+    if isinstance(buffers, tuple) or isinstance(new, tuple):
+        return tuple(write(old, x, start, axis=2) for old, x in zip(buffers, new, strict=True))
+    if buffers.ndim < new.ndim:  # of a single row
+        return lax.dynamic_update_slice(buffers, new[:, 0].astype(buffers.dtype), (0, 0, start[0], 0))
+    return jax.vmap(lambda old, x: write(old, x, start, axis=2))(buffers, new)
+
+
 def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[..., tuple[Array, ...]]:
     """A function for the `number`-th layer: it writes new keys and values [B, H, T, K] into the layer's entry
     of `buffers`, from `start` [B] on, and returns what the buffers then hold. The list is changed in

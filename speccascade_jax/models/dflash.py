@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from speccascade_jax.core.protocols import UNSEEN, AnyArray, Array, Prefix
 from speccascade_jax.models.base import FlaxModel
 from speccascade_jax.models.block_drafter import BlockDrafterCache, BlockPairModel, seen
-from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering
+from speccascade_jax.models.cache import DecoderCache, blank, entries, remembering, with_more
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel, Layer, Norm, read_prompts
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written, steps_back
 from speccascade_jax.models.members import NetworkShape
 from speccascade_jax.models.presets import QWEN3_8B
 from speccascade_jax.models.quantization import table_rows
 from speccascade_jax.models.rope import turns
-from speccascade_jax.models.stacking import each_layer, layers_of
+from speccascade_jax.models.stacking import each_layer, layers_of, of_each_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +73,8 @@ class DFlash(nnx.Module):
         mixed = self.mix_norm(self.mix(jnp.concatenate(list(states), axis=-1)))
         turn, _ = turns(self.config, cache.length[:, None] + jnp.arange(mixed.shape[1]))
 
-        def written(number: Any, layer: Layer, held: Any) -> Any:
-            buffers = list(held)
-            remembering(buffers, number, cache.length)(*layer.attention.keys_and_values(mixed, turn))
-            return tuple(buffers)
-
-        keys, values = each_layer(self.layers, written, (cache.keys, cache.values))
-        return cache._replace(keys=keys, values=values, length=cache.length + mixed.shape[1])
+        new = of_each_layer(self.layers, lambda layer: layer.attention.keys_and_values(mixed, turn))
+        return with_more(cache, new, mixed.shape[1])
 
     def draft(
         self, tokens: Int[AnyArray, "B T"], verifier: Decoder, cache: DecoderCache

@@ -7,9 +7,13 @@ import pytest
 from refusals import check_about, refusals
 
 from speccascade_jax.commands import plan
+from speccascade_jax.commands.chips import plan_for_chips
 from speccascade_jax.config import load
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.verification import VERIFICATIONS
+from speccascade_jax.evaluation import tpus
+from speccascade_jax.models.eagle import EAGLE
+from speccascade_jax.models.presets import QWEN3_8B
 from speccascade_jax.planning.readings import Reading
 from speccascade_jax.settings import Settings
 
@@ -34,7 +38,7 @@ def test_a_reading_comes_back_from_its_file(tmp_path):
     np.testing.assert_allclose(again.probs, reading.probs, atol=1e-6)
     for way in VERIFICATIONS.values():
         np.testing.assert_allclose(
-            again.runs(0, way, 5).survival, reading.runs(0, way, 5).survival, atol=1e-5
+            again.runs(0, way, 5).survival(5), reading.runs(0, way, 5).survival(5), atol=1e-5
         )
 
 
@@ -62,6 +66,17 @@ def test_another_file_is_refused(change, tmp_path):
     with pytest.raises(FieldError) as refused:
         Reading.load(str(path), NAMES, Settings())
     check_about(refused.value, "acceptance_from", path)
+
+
+def test_drafters_that_read_their_verifier_are_refused(tmp_path, monkeypatch):
+    """They have no pass of their own that could be compiled."""
+    path = tmp_path / "a.json"
+    made_reading().save(str(path), NAMES, Settings(method="speculative"))
+    monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
+    monkeypatch.setattr(tpus, "shapes_of", lambda run: [EAGLE, QWEN3_8B])
+    with pytest.raises(FieldError) as refused:
+        plan_for_chips(load("demo").by("speculative"), NAMES, "v5e:2x2", str(path), 4, None)
+    check_about(refused.value, "drafter", NAMES[0])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,8 +15,10 @@ from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import compiled, tpus
 from speccascade_jax.models.assistant import ASSISTANT
+from speccascade_jax.models.dflash import DFLASH
+from speccascade_jax.models.eagle import EAGLE
 from speccascade_jax.models.gemma4 import GEMMA4
-from speccascade_jax.models.presets import GEMMA2
+from speccascade_jax.models.presets import GEMMA2, QWEN3_8B
 from speccascade_jax.models.t5 import T5Config
 from speccascade_jax.parallel import TENSOR_AXIS
 
@@ -89,6 +92,44 @@ def test_an_assistant_gets_states_and_keys_without_a_copy(centroids, devices):
     cache = sum(map(tpus.local_bytes, tpus.buffers_of(pair.state.caches.verifier)))
     assert small == pytest.approx(weights - (table if centroids else 0) + cache / 2, rel=0.02)
     assert large > 4 * small
+
+
+STATES = {"vocab_size": 512, "d_model": 256, "d_kv": 128, "d_ff": 512, "num_heads": 4, "num_kv_heads": 2}
+READERS = {
+    "head": dataclasses.replace(EAGLE, **STATES, draft_vocab_size=256, state_width=256),
+    "dflash": dataclasses.replace(DFLASH, **STATES, num_layers=2, states=(2, 4)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name,chips", [("head", 2), ("dflash", 1)])
+def test_what_the_verifier_leaves_is_read_where_it_is(name, chips, devices):
+    """A head's features, keys and values, and a block drafter's: written and read in the loop without a copy,
+    in one layout. One pass of a block drafter drafts."""
+    verifier = dataclasses.replace(QWEN3_8B, **STATES, num_layers=8)
+    shapes = tpus.Shapes(READERS[name], verifier, 24, 8, 3, method="speculative", devices=chips)
+    pair = tpus.Pair(shapes, devices)
+    program = compiled.Program(pair.programs.run(1, 24).as_text())
+    assert not any(program.faults(program.rounds.body, pair.kept()).values())
+    assert pair.drafter_passes == (1 if name == "dflash" else 3)
+    small, large = pair.least_read()
+    read = [  # but for what turns the verifier's states into the drafter's; DFlash's head is the verifier's
+        x
+        for path, x in nnx.to_flat_state(pair.plain_params[0])
+        if len(x.shape) > 1 and path[:2] not in (("drafter", "projection"), ("drafter", "mix"))
+        if path[0] == "drafter" or (name == "dflash" and "head" in path)
+    ]
+    held = tpus.read_by_drafter(pair.state.caches)
+    assert small == pytest.approx(sum(map(tpus.local_bytes, read)) + held, rel=0.02)
+    assert large > 2 * small
+
+
+def test_a_drafter_of_another_verifier_is_not_compiled(devices):
+    """Neither of another width nor of another kind."""
+    for verifier in (dataclasses.replace(QWEN3_8B, **STATES | {"d_model": 128}, num_layers=8), T5):
+        verifier = dataclasses.replace(verifier, vocab_size=512)
+        with pytest.raises(ValueError, match=r"head of another verifier|head only drafts"):
+            tpus.check_pair(tpus.Shapes(READERS["head"], verifier, 24, 8, 3), devices)
 
 
 @pytest.mark.full(quick=["1"])

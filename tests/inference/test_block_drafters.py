@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from corpora import SENTENCES
+from served_toys import check_served
 
 from speccascade_jax import checkpoints
+from speccascade_jax import config as configs
 from speccascade_jax.checkpoints import Checkpoint
-from speccascade_jax.commands import decode
+from speccascade_jax.commands import decode, plan
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative
@@ -118,14 +121,28 @@ def test_models_that_do_not_go_together(params, spiece):
     assert refused.value.field == "models"
 
 
-def test_the_command_line_decodes_with_it(params, spiece, tmp_path, capsys):
-    """From a folder next to the verifier's; what it cannot do is one sentence."""
+@pytest.mark.full
+def test_it_is_served(cascade):
+    """A row's draft has as many masks as it asked for, whatever the server's longest draft has."""
+    config = DecodeConfig(drafter="block", verifier="block", block_size=5, max_new_tokens=12)
+    check_served(cascade, [*SENTENCES, "the old tree"], config)
+
+
+@pytest.fixture(scope="module")
+def folder(params, spiece, tmp_path_factory):
+    """The folder of the drafter, next to its verifier's."""
+    folder = tmp_path_factory.mktemp("block")
     verifier = Checkpoint(NETWORK.full, params["verifier"], spiece, "memory")
-    checkpoints.save(tmp_path / "verifier", verifier, "huggingface")
-    checkpoints.native.export(tmp_path / "drafter", NETWORK, params, full_at="verifier")
-    (tmp_path / "drafter" / "spiece.model").write_bytes(spiece.read_bytes())
+    checkpoints.save(folder / "verifier", verifier, "huggingface")
+    checkpoints.native.export(folder / "drafter", NETWORK, params, full_at="verifier")
+    (folder / "drafter" / "spiece.model").write_bytes(spiece.read_bytes())
+    return folder / "drafter"
+
+
+def test_the_command_line_decodes_with_it(folder, capsys):
+    """From a folder next to the verifier's; what it cannot do is one sentence."""
     flags = ["--max-source-length=16", "--max-new-tokens=8", "--text=Ein Zug"]
-    pair = [f"--drafter={tmp_path / 'drafter'}@drafter", f"--verifier={tmp_path / 'drafter'}"]
+    pair = [f"--drafter={folder}@drafter", f"--verifier={folder}"]
     texts = []
     for method in ("speculative", "verifier"):
         assert decode.main([*flags, *pair, f"--method={method}"]) == 0
@@ -134,7 +151,35 @@ def test_the_command_line_decodes_with_it(params, spiece, tmp_path, capsys):
     for wrong in (
         [*pair, "--block-size=7"],
         [*pair, "--method=drafter"],
-        [pair[0], f"--verifier={tmp_path / 'verifier'}"],
+        [pair[0], f"--verifier={folder.parent / 'verifier'}"],
     ):
         assert decode.main([*flags, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.full
+def test_a_plan_of_it(folder, tmp_path, capsys):
+    """Timed by passes, in drafts that are no longer than it can write; the written config decodes."""
+    text, out = tmp_path / "texts.txt", tmp_path / "planned.py"
+    text.write_text("\n".join(SENTENCES[:3]))
+    flags = ["--models", f"{folder}@drafter", str(folder)]
+    flags += ["--max-source-length=16", "--max-new-tokens=8", f"--input={text}"]
+    assert plan.main([*flags, "--repetitions=1", "--check", f"--output={out}"]) == 0
+    assert "up to 6" in capsys.readouterr().out
+    planned = configs.load(out)
+    assert planned.models[-1] == str(folder) and len(planned.models) <= 2
+    [output] = Cascade.from_config(planned).generate(SENTENCES[:1], planned.settings)
+    [alone] = Cascade.load(folder, max_source_length=16, max_new_tokens=8).generate(SENTENCES[:1])
+    assert output.tokens == alone.tokens
+
+
+def test_what_no_plan_is_made_of(cascade, params, spiece):
+    """Chains in which another model would take its verifier's place, and files for machines elsewhere."""
+    large = T5Model(dataclasses.replace(T5, num_decoder_layers=1))
+    three = Cascade((*NETWORK.members, large), (*cascade.params, large.init(5)), Tokenizer(spiece), **LIMITS)
+    arguments = plan.Arguments(configs.load("demo"), acceptance_to="a.json")
+    for models, names, field in ((three, ("a", "b", "c"), "models"), (cascade, ("a", "b"), "acceptance_to")):
+        with pytest.raises(FieldError) as refused:
+            plan.check_members(arguments, models, names)
+        assert refused.value.field == field
+    plan.check_members(dataclasses.replace(arguments, acceptance_to=None), cascade, ("a", "b"))

@@ -13,21 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from served_toys import check_served
 from shapes import EAGLE_VERIFIER, LENGTH, SOURCE, TINY_DFLASH, TINY_T5
 from tiny_models import in_blocks, random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.dflash import describe, read_config
 from speccascade_jax.commands import decode
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import MASK, LanguageModel
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import dflash
 from speccascade_jax.models.dflash import PRESETS, DFlashModel
 from speccascade_jax.models.members import Network
+from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 REFERENCE = json.loads(Path(__file__).with_name("dflash.json").read_text())
 TEXT = np.array([REFERENCE["text"]], np.int32)
@@ -160,6 +164,23 @@ def test_texts_are_the_verifiers(pair):
         found = texts(sampler, params)
         np.testing.assert_array_equal(found.tokens, alone.tokens)
         assert int(found.counts[1].accepted.sum()) > 0
+
+
+@pytest.mark.full
+def test_a_pair_is_served(gemma_vocabulary):
+    """What its prompts begin with is read once."""
+    verifier = dataclasses.replace(EAGLE_VERIFIER, vocab_size=352, bos_id=2)
+    model = dflash.DFlashPairModel(
+        dflash.DFlashPairConfig(verifier, dataclasses.replace(TINY_DFLASH, vocab_size=352))
+    )
+    params = jax.tree.map(jnp.asarray, model.init(0))
+    limits = {"max_source_length": 16, "max_new_tokens": 8}
+    cascade = Cascade(model.members, (params,) * 2, Tokenizer(gemma_vocabulary), **limits)
+    config = DecodeConfig(
+        drafter="dflash", verifier="verifier", block_size=model.draft_size, max_new_tokens=8
+    )
+    texts = ["ein zug", "zwei", "drei", "vier", "eine", "a"]
+    check_served(cascade, [f"ein zug {text}" for text in texts], config, shares=True)
 
 
 # ---- folders --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from joint_laws import FAIL_BELOW, oracle
 from member_laws import check_full, check_rows
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from served_toys import ask, serving
+from served_toys import check_served
 from shapes import DECODERS, EAGLE_VERIFIER, LENGTH, SOURCE, TARGET, TINY_EAGLE
 from tiny_models import random_checkpoint
 from toys import chi_square, target
@@ -37,7 +37,6 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import DecoderModel, EaglePairConfig, eagle, model_of
 from speccascade_jax.models.members import Network
 from speccascade_jax.models.stacking import stacked
-from speccascade_jax.serving.models import ServedModel
 from speccascade_jax.settings import Settings
 
 PUBLISHED = json.loads((Path(__file__).parent / "eagle3.json").read_text())
@@ -394,21 +393,8 @@ def test_rows_depend_on_nothing_but_themselves(folders):
 @pytest.mark.full
 def test_a_pair_is_served(folders):
     cascade = cascade_of(folders, "head", "verifier")
-    config = DecodeConfig(
-        drafter="head",
-        verifier="verifier",
-        block_size=2,
-        temperature=0.0,
-        max_new_tokens=8,
-        method="speculative",
-    )
-    served = ServedModel("pair", config, cascade, ("speculative",), 2)
-    [expected] = cascade.generate(TEXTS[:1], method="verifier", temperature=0.0)
-    with serving(served) as (url, _):
-        status, answer, _ = ask(
-            url, json.dumps({"model": "pair", "prompt": TEXTS[0], "max_tokens": 8}).encode()
-        )
-    assert (status, answer["choices"][0]["text"]) == (200, expected.text)
+    config = DecodeConfig(drafter="head", verifier="verifier", block_size=3, max_new_tokens=8)
+    check_served(cascade, [f"ein zug {text}" for text in TEXTS], config, shares=True)
 
 
 # ---- folders --------------------------------------------------------------------------------------------

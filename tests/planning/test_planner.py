@@ -455,10 +455,11 @@ def test_a_draft_in_one_call(hand_over):
         seconds = pair.call_seconds[:, size + 1].sum() + pair.besides[0, 1]
         assert plan.passes_per_token == (rounds, rounds)
         assert plan.seconds_per_token == pytest.approx(seconds * rounds + pair.once.sum())
-    cheap = dataclasses.replace(pair, call_seconds=pair.call_seconds * [[1e-3], [1]])
-    plans = [predict(cheap, pair.names, (size,), hand_over) for size in range(1, 9)]
-    assert best(cheap, 8, hand_over) == min(plans, key=lambda plan: plan.seconds_per_token)
-    assert best(cheap, 8, hand_over).models == pair.names
+    flat = Candidates(("a", "b"), np.ones((2, 10)), np.triu(np.full((2, 2), 0.9), 1), at_once=True)
+    plans = [predict(flat, flat.names, (size,), hand_over) for size in range(1, 9)]
+    assert best(flat, 8, hand_over) == plans[-1] == min(plans, key=lambda plan: plan.seconds_per_token)
+    by_token = best(dataclasses.replace(flat, at_once=False), 8, hand_over)
+    assert by_token.models == ("b",)  # the control: a pass a token is worth nothing
     with pytest.raises(FieldError) as refused:
         dataclasses.replace(candidates(np.random.default_rng(3), 3, 9), at_once=True)
     assert refused.value.field == "names"

@@ -1,6 +1,8 @@
 """A server of toys within the test's process, and a client for hostile hands."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -14,6 +16,7 @@ import uvicorn
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.samplers.lookup import MODEL_FREE
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.serving.app import Limits, create_app
 from speccascade_jax.serving.engine import Engine
 from speccascade_jax.serving.metrics import Metrics
@@ -83,6 +86,47 @@ def ask(url, body=None, path="/v1/completions", **headers):
             return answer.status, json.loads(text) if text[:1] == b"{" else text.decode(), answer.headers
     except urllib.error.HTTPError as error:
         return error.code, json.load(error), error.headers
+
+
+def streamed(url, body):
+    """The text of an answer that comes in pieces."""
+    request = urllib.request.Request(
+        url + "/v1/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+
+def check_served(cascade, prompts, config, shares=False):
+    """Prompts at once, in two rows that are refilled: of two methods, several temperatures and block sizes up
+    to the config's, half of them streamed. Each answer is the text that its prompt has alone, where nothing
+    is kept of prompts. `shares`: whether the server finds what some begin with, 4 tokens at a time."""
+    cascade.prefixes = PrefixCache(10**6)
+    served, bodies = ServedModel("pair", config, cascade, ("opt", "speculative"), 2, 4), []
+    for n, prompt in enumerate(prompts):
+        own = {"method": "opt", "alpha": 0.1} if n % 2 else {"method": "speculative", "alpha": 0.0}
+        own |= {"seed": n, "temperature": (0.0, 1.0, 0.7)[n % 3], "block_size": 1 + n % config.block_size}
+        bodies.append({"prompt": prompt, **own})
+    with serving(served) as (url, _), concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        streams = pool.map(lambda body: streamed(url, body), bodies[::2])
+        answers = pool.map(lambda body: ask(url, body)[1]["choices"][0]["text"], bodies[1::2])
+        found = [*streams], [*answers]
+        metrics = ask(url, path="/metrics")[1].splitlines()
+    hits = sum(
+        float(line.split()[-1]) for line in metrics if line.startswith("vllm:prefix_cache_hits_total{")
+    )
+    assert (hits > 0) == shares
+    cascade.prefixes, alone = None, []
+    for body in bodies:
+        settings = dataclasses.replace(served.defaults, **{k: v for k, v in body.items() if k != "prompt"})
+        [output] = cascade.generate([body["prompt"]], settings)
+        alone.append(output.text)
+    assert found == (alone[::2], alone[1::2])
+    assert len(set(alone)) > len(alone) // 2  # rows are unlike each other
 
 
 def raw(url, body, path="/v1/completions", length=None):
