@@ -120,9 +120,10 @@ def connect(address: str, cores: int = 0) -> None:
     processes or as many as it has cores, whichever is more. Raises FieldError where no cluster answers."""
     import ray
 
-    options: dict[str, Any] = (
-        {"num_cpus": max(cores, os.cpu_count() or 1)} if address == "local" and cores else {}
-    )
+    options: dict[str, Any] = {}
+    if address == "local" and cores:
+        options["num_cpus"] = max(cores, os.cpu_count() or 1)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go first
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
