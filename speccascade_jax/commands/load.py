@@ -7,6 +7,10 @@ row, that is one request at a time; and, with --vs-transformers, a server that a
 request after the other. Then the server at half of its load and at 90% (times to the first token), and at
 120% (memory, refusals). Next to each stands what a simulation of the scheduler predicts from the times of a
 round and of a prompt alone.
+
+    python scripts/load.py --config=demo --by-load 1 4 8 16 32
+
+compares blocks that follow the load with fixed ones and the verifier alone instead.
 """
 
 import asyncio
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -37,6 +41,7 @@ from speccascade_jax.commands.commandline import at_least, console, exit_code, p
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
+from speccascade_jax.evaluation.load_blocks import compared
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
@@ -67,6 +72,9 @@ class Arguments:
     """How many minutes to run at 120% load. At 50% and 90%, for times to the first token, at most one."""
     vs_transformers: bool = False
     """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
+    by_load: tuple[int, ...] = ()
+    """Batch sizes: for each, compare a server's --block-size=load with the config's fixed blocks and with the
+    verifier alone, losslessly, in this process and without HTTP, and measure nothing else."""
     output: str | None = None
     """Write the figures to this JSON file."""
 
@@ -215,6 +223,7 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
 
 def load(arguments: Arguments) -> None:
     at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
+    at_least(1, by_load=min(arguments.by_load, default=1))
     if not 0 < arguments.minutes < 1e4:
         raise FieldError("minutes", arguments.minutes, "it must be above 0, and below 10,000.")
     if arguments.vs_transformers:
@@ -227,6 +236,10 @@ def load(arguments: Arguments) -> None:
     texts = [inputs[n % len(inputs)] for n in range(arguments.requests)]
     bodies: list[Body] = [{"prompt": text, "seed": n} for n, text in enumerate(texts)]
     screen, figures = console(), dict[str, Any]()
+    if arguments.by_load:
+        figures = blocks_by_load(run, arguments.by_load, texts, screen.print)
+        write(arguments.output, figures)
+        return
 
     def say(name: str, summary: dict[str, Any]) -> None:
         figures[name] = summary
@@ -283,8 +296,30 @@ def load(arguments: Arguments) -> None:
         )
         say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
         say("load_120, simulated", alone.simulated(times, queue, 1.2 * rate, seconds))
-    if arguments.output is not None:
-        write_whole(arguments.output, json.dumps(figures, indent=1) + "\n")
+    write(arguments.output, figures)
+
+
+def write(path: str | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        write_whole(path, json.dumps(figures, indent=1) + "\n")
+
+
+def blocks_by_load(
+    run: DecodeConfig, rows: Sequence[int], texts: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """load_blocks.compared() for each batch size; losslessly, so that all decoders write texts of one law."""
+    cascade, figures = Cascade.from_config(run), dict[str, Any]()
+    settings = dataclasses.replace(run.settings, method="speculative", alpha=0.0, alpha_after={})
+    for count in rows:
+        figures[str(count)] = of_rows = compared(cascade, settings, count, texts, PASSES, say)
+        for name in ("by_load", "fixed", "verifier"):
+            shown = ", ".join(f"{field} {value:.4g}" for field, value in of_rows[name].items())
+            say(f"{count} rows, {name}: {shown}")
+        say(
+            f"{count} rows: by load, {of_rows['ratio']:.2f} times the better of the others "
+            f"({of_rows['ratio_least']:.2f} to {of_rows['ratio_most']:.2f})"
+        )
+    return figures
 
 
 def main(argv: list[str]) -> int:

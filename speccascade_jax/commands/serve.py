@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
@@ -29,6 +29,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import local_mesh
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
+from speccascade_jax.settings import LOAD
 from speccascade_jax.vocabularies import VOCABULARIES
 
 KEY = "SPECCASCADE_API_KEY"
@@ -177,14 +178,31 @@ def log_to_stderr() -> None:
         logger.setLevel(level)
 
 
-def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
+class Loaded(NamedTuple):
+    """A served config and its models."""
+
+    run: DecodeConfig
+    cascade: Cascade
+    by_load: bool  # whether its block size is the most that a round drafts
+
+
+def fixed(run: DecodeConfig, path: str) -> DecodeConfig:
+    """A config with the block size of its file, or else the usual one, where that is to follow the load."""
+    sizes = (configs.load(path, DecodeConfig).block_size, DecodeConfig.block_size)
+    return dataclasses.replace(run, block_size=next(size for size in sizes if not isinstance(size, str)))
+
+
+def cascades(arguments: Arguments) -> dict[str, Loaded]:
     """The served configs by name, loaded. Raises ValueError for what cannot be served."""
+    paths = {Path(path).stem: path for path in (arguments.config, *arguments.also)}
     named = {Path(arguments.config).stem: arguments.run}
     for other in arguments.also:
         name = Path(other).stem
         if name in named:
             raise FieldError("also", other, "name each config once.", f"--also names {name} twice")
         named[name] = configs.load(other, DecodeConfig)
+    by_load = {name for name, run in named.items() if run.block_size == LOAD}
+    named |= {name: fixed(named[name], paths[name]) for name in by_load}
     for run in named.values():
         run.check()
         if VOCABULARIES[run.vocabulary].drafts is not None:
@@ -196,7 +214,9 @@ def cascades(arguments: Arguments) -> dict[str, tuple[DecodeConfig, Cascade]]:
             )
     mesh = local_mesh()
     return {
-        name: (run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None))
+        name: Loaded(
+            run, Cascade.from_config(run, mesh if run.tensor_parallel == 1 else None), name in by_load
+        )
         for name, run in named.items()
     }
 
@@ -231,8 +251,8 @@ def serve(arguments: Arguments) -> None:
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
     models = [
-        ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk)
-        for name, (run, cascade) in cascades(arguments).items()
+        ServedModel(name, run, cascade, arguments.methods, arguments.rows, arguments.chunk, by_load)
+        for name, (run, cascade, by_load) in cascades(arguments).items()
     ]
     metrics = Metrics()
     engine = Engine(
