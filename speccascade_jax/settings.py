@@ -33,6 +33,7 @@ Choice = str | Method | Scheme | Sampler
 """What decodes: a name, or an object that stands where a name does. A function is called with the models, the
 smallest first, and returns a sampler."""
 NO_FILE = "give its file with --router; scripts/finetune.py trains it."
+LOAD = "load"  # a server's rounds have the size that suits the number of its rows
 ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
 
 
@@ -116,8 +117,9 @@ class Settings(Declared):
     # alpha after a marker's tokens have been written, such as "The answer is" 0.0; of several markers, the
     # one written last decides
     alpha_after: Markers = dataclasses.field(default_factory=dict, hash=False)
-    # the tokens drafted per verifier call; adaptive: up to max_block_size
-    block_size: int | Literal["adaptive"] | tuple[int, ...] = 5
+    # the tokens drafted per verifier call; adaptive: up to max_block_size; load, of serve.py alone: up to the
+    # config's block_size, and fewer where that is faster for as many rows
+    block_size: int | Literal["adaptive", "load"] | tuple[int, ...] = 5
     max_block_size: int = option(12, 1)  # of adaptive blocks
     # adaptive drafting stops when the estimated chance that the whole draft is accepted falls below this;
     # 0: never, as with fixed blocks
@@ -282,6 +284,10 @@ class Settings(Declared):
         if not entry.low <= alpha <= entry.high:
             raise FieldError(
                 "alpha", alpha, f"for {_name(method)} it must be in [{entry.low:g}, {entry.high:g}]."
+            )
+        if block_size == LOAD:
+            raise FieldError(
+                "block_size", LOAD, "give a number.", "block_size is load, which only serve.py knows"
             )
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
             raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")

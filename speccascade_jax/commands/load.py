@@ -6,8 +6,15 @@ Measured in turn, three times: decode.py's loop over the same texts; the server 
 row, that is one request at a time; and, with --vs-transformers, a server that answers with transformers, one
 request after the other. Then the server at half of its load and at 90% (times to the first token), and at
 120% (memory, refusals). Next to each stands what a simulation of the scheduler predicts from the times of a
-round and of a prompt alone. --replicas=2 measures replicas on a Ray cluster instead, and kills
-some of them.
+round and of a prompt alone.
+
+    python scripts/load.py --config=demo --replicas=2
+
+measures replicas on a Ray cluster instead, and kills some of them, and
+
+    python scripts/load.py --config=demo --by-load 1 4 8 16 32
+
+compares blocks that follow the load with fixed ones and the verifier alone.
 """
 
 import asyncio
@@ -38,6 +45,7 @@ from speccascade_jax.commands.commandline import at_least, console, exit_code, p
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
+from speccascade_jax.evaluation.load_blocks import compared
 from speccascade_jax.evaluation.losses import Killer, texts_of, under_kills
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
@@ -72,6 +80,9 @@ class Arguments:
     replicas: int | None = None
     """Measure serve.py --ray=local instead: one replica next to this many, and what clients see while one of
     them is killed whenever all run, for so many minutes."""
+    by_load: tuple[int, ...] = ()
+    """Batch sizes: for each, compare a server's --block-size=load with the config's fixed blocks and with the
+    verifier alone, losslessly, in this process and without HTTP, and measure nothing else."""
     output: str | None = None
     """Write the figures to this JSON file."""
 
@@ -250,6 +261,7 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
 def load(arguments: Arguments) -> None:
     at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
     at_least(2, replicas=arguments.replicas)
+    at_least(1, by_load=min(arguments.by_load, default=1))
     if not 0 < arguments.minutes < 1e4:
         raise FieldError("minutes", arguments.minutes, "it must be above 0, and below 10,000.")
     if arguments.vs_transformers:
@@ -271,7 +283,9 @@ def load(arguments: Arguments) -> None:
         )
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
-    if arguments.replicas is not None:
+    if arguments.by_load:
+        figures = blocks_by_load(run, arguments.by_load, texts, screen.print)
+    elif arguments.replicas is not None:
         measure_replicas(arguments, arguments.replicas, run.name, bodies, say)
     else:
         measure_server(arguments, run, texts, bodies, say)
@@ -333,6 +347,24 @@ def measure_server(
         )
         say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
         say("load_120, simulated", alone.simulated(times, queue, 1.2 * rate, seconds))
+
+
+def blocks_by_load(
+    run: DecodeConfig, rows: Sequence[int], texts: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """load_blocks.compared() for each batch size; losslessly, so that all decoders write texts of one law."""
+    cascade, figures = Cascade.from_config(run), dict[str, Any]()
+    settings = dataclasses.replace(run.settings, method="speculative", alpha=0.0, alpha_after={})
+    for count in rows:
+        figures[str(count)] = of_rows = compared(cascade, settings, count, texts, PASSES, say)
+        for name in ("by_load", "fixed", "verifier"):
+            shown = ", ".join(f"{field} {value:.4g}" for field, value in of_rows[name].items())
+            say(f"{count} rows, {name}: {shown}")
+        say(
+            f"{count} rows: by load, {of_rows['ratio']:.2f} times the better of the others "
+            f"({of_rows['ratio_least']:.2f} to {of_rows['ratio_most']:.2f})"
+        )
+    return figures
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import tyro
 
@@ -44,6 +44,7 @@ from speccascade_jax.inference.ray_jobs import check_address
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
+from speccascade_jax.settings import LOAD
 from speccascade_jax.vocabularies import VOCABULARIES
 
 if TYPE_CHECKING:
@@ -202,14 +203,30 @@ def log_to_stderr() -> None:
         logger.setLevel(level)
 
 
-def served_configs(arguments: Arguments) -> dict[str, DecodeConfig]:
+class Served(NamedTuple):
+    """A served config, and whether its block size is the most that a round drafts, as the load allows."""
+
+    run: DecodeConfig
+    by_load: bool
+
+
+def fixed(run: DecodeConfig, path: str) -> DecodeConfig:
+    """A config with the block size of its file, or else the usual one, where that is to follow the load."""
+    sizes = (configs.load(path, DecodeConfig).block_size, DecodeConfig.block_size)
+    return dataclasses.replace(run, block_size=next(size for size in sizes if not isinstance(size, str)))
+
+
+def served_configs(arguments: Arguments) -> dict[str, Served]:
     """The served configs by name. Raises ValueError for what cannot be served."""
+    paths = {Path(path).stem: path for path in (arguments.config, *arguments.also)}
     named = {Path(arguments.config).stem: arguments.run}
     for other in arguments.also:
         name = Path(other).stem
         if name in named:
             raise FieldError("also", other, "name each config once.", f"--also names {name} twice")
         named[name] = configs.load(other, DecodeConfig)
+    by_load = {name for name, run in named.items() if run.block_size == LOAD}
+    named |= {name: fixed(named[name], paths[name]) for name in by_load}
     for run in named.values():
         run.check()
         if VOCABULARIES[run.vocabulary].drafts is not None:
@@ -219,7 +236,14 @@ def served_configs(arguments: Arguments) -> dict[str, DecodeConfig]:
                 "serve with --vocabulary=tli.",
                 f"{run.vocabulary} drafts on the host, between rounds",
             )
-    return named
+    if by_load and arguments.cluster is not None:
+        raise FieldError(
+            "block_size",
+            LOAD,
+            "give a number.",
+            f"--block-size={LOAD} goes by times, which the processes of a cluster measure differently",
+        )
+    return {name: Served(run, name in by_load) for name, run in named.items()}
 
 
 def check(arguments: Arguments) -> None:
@@ -322,8 +346,9 @@ def served_models(arguments: Arguments) -> list["ServedModel"]:
             arguments.methods,
             arguments.rows,
             arguments.chunk,
+            by_load,
         )
-        for name, run in served_configs(arguments).items()
+        for name, (run, by_load) in served_configs(arguments).items()
     ]
 
 

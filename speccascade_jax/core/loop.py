@@ -4,6 +4,7 @@ The functions:
 
     generate              a batch from its prompts to its ends, in one call
     begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
+    caught_up             before drafting resumes, where it had ceased
 """
 
 from functools import partial
@@ -68,6 +69,7 @@ class State(NamedTuple):
     caches: Cache
     counts: Counts
     history: History | None  # None where nobody looks
+    before: Int[Array, " B"]  # the token that the prefix ended with
 
 
 class Generation(NamedTuple):
@@ -162,7 +164,7 @@ def begin(
         return jax.tree.map(lambda x: jnp.zeros((x.shape[0], *extra, *x.shape[1:]), x.dtype), shapes)
 
     seen = History(nothing, jnp.zeros((len(room), history), jnp.int32), zeros(history)) if history else None
-    return State(blank, blank, nothing, rows, caches, zeros(), seen)
+    return State(blank, blank, nothing, rows, caches, zeros(), seen, last)
 
 
 def prompt_width(sampler: Sampler, params: Params, batch: Requests) -> int:
@@ -225,7 +227,7 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
         placed_at(old, new, state.emitted)
         for old, new in ((state.tokens, block.tokens), (state.origin, block.origin))
     )
-    return State(tokens, origin, emitted, rows, caches, counts, history)
+    return State(tokens, origin, emitted, rows, caches, counts, history, state.before)
 
 
 def run(
@@ -242,6 +244,14 @@ def run(
         return advance(sampler, params, carry[0], eos_id=eos_id), carry[1] + 1
 
     return lax.while_loop(goes_on, one_more, (state, jnp.int32(0)))[0]
+
+
+def caught_up(sampler: Any, params: Params, state: State) -> State:
+    """`state` after rounds in which nothing was drafted: the drafter has read what was written then. For a
+    sampler that `resizes`."""
+    start, tokens = state.rows.start, jnp.concatenate([state.before[:, None], state.tokens], axis=1)
+    first = start - state.emitted - 1
+    return state._replace(caches=sampler.caught_up(params, state.caches, tokens, first, start - 1))
 
 
 def finish(state: State, max_new_tokens: int) -> Generation:

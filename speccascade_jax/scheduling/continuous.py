@@ -1,16 +1,26 @@
 """A server's scheduler: each request takes a row as soon as there is one, whatever the others do."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.scheduling.blocks import Blocks, Seen
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Programs
 from speccascade_jax.scheduling.prompts import Reading, Request
 from speccascade_jax.scheduling.scheduler import Scheduler
+from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
+
+TIMED = 7  # times that rounds of each block size are measured when a server starts
+ROUNDS = 2  # rounds of each of these
 
 
 class Continuous(Scheduler):
@@ -40,6 +50,10 @@ class Continuous(Scheduler):
         self.reading: list[Reading] = []
         self.blank: dict[int, Any] = {}  # by width: states that hold nothing
         self.cached: dict[int, int] = {}  # by id: tokens of its prompt that were known
+        sizes = programs.plan.block_sizes
+        self.blocks = Blocks(sizes) if sizes else None  # chooses the block size of each turn
+        self.behind = False  # whether rows were written that the drafter has not read
+        self.learnt: Any = None  # ids of the rows' requests and what they had counted in the turn before
 
     @property
     def busy(self) -> bool:
@@ -57,8 +71,50 @@ class Continuous(Scheduler):
         self.share = self.most_idle if len(self.waiting) >= self.ahead * self.programs.devices else 1
         super().run(rounds)
 
-    def _plain(self) -> bool:
-        return all_plain(request for _, request in self.running.values())
+    def _program(self) -> Any:
+        plain = all_plain(request for _, request in self.running.values())
+        size = None if self.blocks is None else self._block_size(self.blocks, plain)
+        return self.programs.run(self.batch_size, self.width, plain, size)
+
+    def _block_size(self, blocks: Blocks, plain: bool) -> int:
+        """The size of the next rounds, for which the drafter's cache is complete where it drafts."""
+        requests, programs = [request for _, request in self.running.values()], self.programs
+        sampler: Any = programs.plan.sampler
+        methods = {number for request in requests for number in request.methods or (0,)}
+        lossless = all(sampler.methods[number].lossless for number in methods)
+        kept = [limit_of(request) for request in requests if request.keeps_size]
+        program = Timed(self.batch_size, self.width, plain, lossless)
+        size = blocks.choose(program, [limit_of(request) for request in requests], max(kept, default=0))
+        if size and self.behind:
+            caught_up = programs.catch_up(self.batch_size, self.width)
+            self.state = programs.call(caught_up, programs.params, self.state)
+        self.behind = size == 0
+        return size
+
+    def _take_finished(self) -> None:
+        if self.blocks is not None:
+            self._learn(self.blocks)
+        super()._take_finished()
+
+    def _learn(self, blocks: Blocks) -> None:
+        """Tells `blocks` what the turn's rounds have counted."""
+        counts, numbers = self.seen[4][-1], np.full(len(self.seen[3]), -1)
+        limits = np.zeros_like(numbers)
+        for row, (number, request) in self.running.items():
+            numbers[row], limits[row] = number, min(blocks.size, limit_of(request))
+        before = Seen(np.zeros_like(counts.histogram), np.zeros_like(counts.emitted), limits)
+        if self.learnt is not None:
+            same = numbers == self.learnt[0]
+            before = Seen(*(np.where(same.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in self.learnt[1]))
+        running = numbers >= 0
+        blocks.acceptance.learn(
+            Seen(
+                (counts.histogram - before.histogram)[running],
+                (counts.emitted - before.emitted)[running],
+                limits[running],
+            )
+        )
+        self.learnt = numbers, Seen(counts.histogram, counts.emitted, limits)
 
     def _place(self) -> bool:
         if self.state is None:
@@ -121,19 +177,23 @@ class Continuous(Scheduler):
 
     def _fit(self, reading: Sequence[Reading]) -> None:
         """Makes the batch as wide as its rows and the next ones need."""
-        programs, rows = self.programs, self.batch_size
         placed = [self.running, *(read.placed for read in reading)]
         here = [request for places in placed for _, request in places.values()]
         needed = self._width_of(here) if all_plain(here) else self.widths[-1]
         width = next(size for size in self.widths if size >= max(needed, *(read.width for read in reading)))
         if width == self.width:
             return
-        if width not in self.blank:
-            self.blank[width] = self._nothing(1, width)
-        nowhere = np.full(programs.devices, rows, np.int32)
-        resize = programs.refill(rows, self.width, 1, width, True)
-        self.state = programs.call(resize, self.state, self.blank[width], programs.place(nowhere))
+        self.state = self._resized(self.state, self.width, width)
         self.width = width
+
+    def _resized(self, state: Any, width: int, wanted: int) -> Any:
+        """The batch's state, of a `width`, with the `wanted` one."""
+        programs, rows = self.programs, self.batch_size
+        if wanted not in self.blank:
+            self.blank[wanted] = self._nothing(1, wanted)
+        nowhere = np.full(programs.devices, rows, np.int32)
+        resize = programs.refill(rows, width, 1, wanted, True)
+        return programs.call(resize, state, self.blank[wanted], programs.place(nowhere))
 
     def _known(self, devices: Sequence[int]) -> Reading:
         """The next request on each of these devices, with what is known of its prompt."""
@@ -144,8 +204,12 @@ class Continuous(Scheduler):
 
     def precompile(self, widths: Sequence[int]) -> None:
         programs, rows, chunk = self.programs, self.batch_size, self.programs.plan.chunk
+        sizes = programs.plan.block_sizes or (None,)
         for width in self.widths:
-            programs.run(rows, width, True)
+            for size in sizes:
+                programs.run(rows, width, True, size)
+            if 0 in sizes:
+                programs.catch_up(rows, width)
             programs.stop(rows, width)
             for other in self.widths:
                 if other != width:
@@ -153,12 +217,62 @@ class Continuous(Scheduler):
             for fresh in [width] if chunk else [size for size in widths if size <= width]:
                 for count in {1} if chunk else {1, self.ahead}:
                     programs.refill(rows, width, count, fresh, False)
-        programs.run(rows, self.widths[-1], False)  # rows that truncate are never in a narrow batch
+        for size in sizes:
+            programs.run(rows, self.widths[-1], False, size)  # rows that truncate are never in a narrow batch
         for number in range(len(programs.readers)) if chunk else ():
             programs.read(1, self.widths[0], number, chunk)
             if self.prompts.stores(number):
                 programs.cut(1, self.widths[0], number, chunk)
                 programs.put(1, self.widths[0], number, chunk)
+
+    def measure(
+        self, settings: Settings, widths: Sequence[int] = (), plain: Sequence[bool] = (True, False)
+    ) -> None:
+        """Measures how long a round of each block size takes in a full batch of these widths (none: of all),
+        with truncations and without. precompile() comes first."""
+        blocks, programs, rows = self.blocks, self.programs, self.batch_size
+        sampler: Any = programs.plan.sampler
+        if blocks is None:
+            return
+        for lossless, method in {rule.lossless: n for n, rule in enumerate(sampler.methods)}.items():
+            request = Request([programs.plan.eos_id], settings, methods=(method,))
+            everywhere = {row: (row, request) for row in range(rows * programs.devices)}
+            reading = Reading(everywhere, None, rows, self.widths[0])
+            state = self._begun(reading, unread=bool(programs.plan.chunk))
+            sizes = [size for size in blocks.sizes if size or lossless]
+            for width in widths or self.widths:
+                if width != self.widths[0]:
+                    state = self._resized(state, self.widths[0], width)
+                for alone in plain if width == self.widths[-1] else (True,):
+                    by_size = {size: programs.run(rows, width, alone, size) for size in sizes}
+                    blocks.seconds[Timed(rows, width, alone, lossless)] = self._seconds(by_size, state)
+
+    def _seconds(self, by_size: dict[int, Any], state: Any) -> dict[int, float]:
+        """Seconds of a round of each of the programs, medians. They run in turn, so that a busy machine
+        slows all of them."""
+        programs, spent = self.programs, {size: list[float]() for size in by_size}
+        copied = jax.jit(partial(jax.tree.map, jnp.copy))
+        for _ in range(TIMED):
+            for size, program in by_size.items():
+                fresh, began = jax.block_until_ready(copied(state)), time.perf_counter()
+                arguments = (programs.params, fresh, np.int32(self.batch_size), np.int32(ROUNDS))
+                counted = programs.fetch(programs.call(program, *arguments).counts[-1].rounds)
+                spent[size].append((time.perf_counter() - began) / max(counted.max(), 1))
+        return {size: median(seconds) for size, seconds in spent.items()}
+
+
+class Timed(NamedTuple):
+    """What the seconds of a round depend on, besides its block size."""
+
+    rows: int
+    width: int
+    plain: bool
+    lossless: bool  # no row asks for a law at the bonus position
+
+
+def limit_of(request: Request) -> int:
+    """The most drafts of its rounds."""
+    return request.settings.block_sizes(1)[-1]
 
 
 def all_plain(requests: Iterable[Request]) -> bool:

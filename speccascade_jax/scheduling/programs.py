@@ -59,6 +59,7 @@ class Plan:
     bounds: tuple[tuple[str, int], ...] = ()  # the most that any row asks of those that are bounded
     history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
     ragged: bool = False  # each row has its own block size, up to the sampler's
+    block_sizes: tuple[int, ...] = ()  # those that rounds may have; (): the sampler's alone
     chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
     spans: bool = False  # some row has another lenience after a marker
 
@@ -180,20 +181,31 @@ class Programs:
             self.kept[number, size] = placed_as(shapes, where)
         return self.kept[number, size]
 
-    def run(self, rows: int, width: int, plain: bool = False) -> Any:
+    def run(self, rows: int, width: int, plain: bool = False, size: int | None = None) -> Any:
         """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
-        in which no unfinished row truncates: it leaves out the sorts."""
+        in which no unfinished row truncates: it leaves out the sorts. `size`: of a round's blocks, one of the
+        plan's."""
 
         def compiled() -> Any:
-            state = self._state(rows, width)
+            state, sampler = self._state(rows, width), self._sampler(size)
             decode = run_plainly if plain else loop.run
-            function = partial(decode, self.plan.sampler, eos_id=self.plan.eos_id)
+            function = partial(decode, sampler, eos_id=self.plan.eos_id)
             mapped = self._mapped(function, P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
                 self.params, state, NUMBER, NUMBER
             )
 
-        return self._once(("run", rows, width, plain), compiled)
+        return self._once(("run", rows, width, plain, size), compiled)
+
+    def catch_up(self, rows: int, width: int) -> Any:
+        """(params, State) -> State, in the first one's memory: loop.caught_up()."""
+
+        def compiled() -> Any:
+            state = self._state(rows, width)
+            mapped = self._mapped(partial(loop.caught_up, self.plan.sampler), P(), P(AXIS))
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(self.params, state)
+
+        return self._once(("catch_up", rows, width), compiled)
 
     def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
         """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
@@ -232,6 +244,10 @@ class Programs:
     def place(self, rows: Any) -> Any:
         """Host arrays [B, ...] where each device has its own rows."""
         return rows if self.mesh is None else split_rows(self.mesh, rows)
+
+    def _sampler(self, size: int | None) -> Sampler:
+        sampler: Any = self.plan.sampler
+        return sampler if size is None else sampler.of_blocks(size)
 
     def _begin(self, unread: bool) -> Callable[..., Any]:
         plan = self.plan

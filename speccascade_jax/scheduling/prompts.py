@@ -27,6 +27,7 @@ class Request(NamedTuple):
     stop: tuple[str, ...] = ()
     foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
     spans: Spelled = ()  # its settings' alpha_after, in tokens
+    keeps_size: bool = False  # its rounds draft as many tokens as its settings say, whatever the load
 
     @property
     def size(self) -> int:

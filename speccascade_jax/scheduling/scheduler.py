@@ -167,16 +167,16 @@ class Scheduler:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
             limit = np.int32(1)
-        program = self.programs.run(self.batch_size, self.width, self._plain())
+        program = self._program()
         self.state = self.programs.call(program, self.programs.params, self.state, enough, limit)
+
+    def _program(self) -> Any:
+        """What runs the next rounds."""
+        return self.programs.run(self.batch_size, self.width)
 
     def _written(self, row: int) -> list[int]:
         """The tokens that a row had written when its state was last fetched."""
         return self.seen[0][row, : int(self.seen[2][row])].tolist()
-
-    def _plain(self) -> bool:
-        """Whether a program without truncations is enough."""
-        return False
 
     def _take_finished(self) -> None:
         room, stopped = self.seen[3], []

@@ -166,6 +166,7 @@ class Answer:
             "model": self.model.name,
             "choices": choices,
             "seed": self.decoding.settings.seed,
+            **self.decoding.block_size,
             **more,
         }
 

@@ -184,7 +184,8 @@ class Service:
         for model in self.models.values():
             running = sum(min(len(lane.scheduler.running), lane.live) for lane in model.lanes.values())
             live = sum(lane.live for lane in model.lanes.values())
-            loads.append(Load(model.name, running, live - running, model.cascade.prefixes))
+            blocks = [lane.scheduler.blocks for lane in model.lanes.values() if lane.scheduler.blocks]
+            loads.append(Load(model.name, running, live - running, model.cascade.prefixes, blocks))
         return Response(self.metrics.text(loads), media_type=CONTENT_TYPE)
 
     async def list_models(self, request: Request) -> Response:

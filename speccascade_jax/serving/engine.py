@@ -145,6 +145,7 @@ class ServedLane:
                     self.scorer(request, result.tokens)
         if self.cascade.prefixes is not None:  # of no use to anybody
             self.cascade.prefixes.clear()
+        self.scheduler.measure(self.settings)
 
     def states_law(self, methods: Sequence[int]) -> bool:
         """Whether tokens decoded by these of its methods have log probabilities: see scoring.states_law."""
@@ -173,7 +174,9 @@ class ServedLane:
 
     def reset(self) -> None:
         self.tell("reset", None)
+        blocks = self.scheduler.blocks
         self.scheduler, self.jobs = self._empty(), {}
+        self.scheduler.blocks = blocks
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
         """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, for there is no

@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names where they fit, so that dashboards made for it work, and ours."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -13,6 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from speccascade_jax.scheduling.blocks import Blocks
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.scheduler import Result
 from speccascade_jax.serving.engine import Job, Update
@@ -28,6 +29,7 @@ class Load(NamedTuple):
     running: int
     waiting: int
     prefixes: PrefixCache | None
+    blocks: Sequence[Blocks] = ()  # of its batches whose block size follows the load
 
 
 class Metrics:
@@ -59,6 +61,7 @@ class Metrics:
         self.evictions: dict[str, int] = {}  # by model, up to the last text()
         self.generated = counter("vllm:generation_tokens", "Tokens written.")
         self.success = counter("vllm:request_success", "Requests that came to an end.", "finished_reason")
+        self.block_size = gauge("speccascade:block_size", "The most drafts of a round, by the load.")
         self.drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified: rounds.")
         self.drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -126,7 +129,7 @@ class Metrics:
 
     def text(self, loads: Iterable[Load]) -> bytes:
         """All metrics as Prometheus reads them."""
-        for model, running, waiting, prefixes in loads:
+        for model, running, waiting, prefixes, blocks in loads:
             self.running.labels(model).set(running)
             self.waiting.labels(model).set(waiting)
             if prefixes is not None:
@@ -134,4 +137,6 @@ class Metrics:
                 self.kept.labels(model).set(prefixes.bytes)
                 self.evicted.labels(model).inc(evictions - before)
                 self.evictions[model] = evictions
+            for chosen in blocks:
+                self.block_size.labels(model).set(chosen.size)
         return generate_latest(self.registry)

@@ -13,11 +13,12 @@ from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.blocks import sizes_up_to
 from speccascade_jax.scheduling.chunks import any_continues
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ServedLane
 from speccascade_jax.serving.protocol import ALONE, UNFINISHED, ParsedRequest, Refused
-from speccascade_jax.settings import NAMED, Choice, Settings, resolved
+from speccascade_jax.settings import LOAD, NAMED, Choice, Settings, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
@@ -43,13 +44,23 @@ class Decoding(NamedTuple):
     prompts: list[Prompt]
     lane: ServedLane
     requests: list[Request | None]  # one for each choice; None: its prompt is blank
+    seeded: bool  # by its sender
+
+    @property
+    def block_size(self) -> dict[str, int | str]:
+        """What an answer says of its rounds' drafts, where that is not the same for all."""
+        if self.lane.scheduler.blocks is None:
+            return {}
+        return {"block_size": self.settings.block_sizes(1)[0] if self.seeded else LOAD}
 
 
 class ServedModel:
     """One config under its name. Each of `methods` that can follow its drafts is compiled; requests choose
     among them. Models that can read `chunk` tokens of a prompt between two rounds.
 
-    Raises ValueError for a method that cannot be served, and a chat template that cannot be read.
+    `by_load`: rounds draft up to as many tokens as the config says, fewer where that is faster (--block-size=
+    load). Raises ValueError for a method that cannot be served, models that cannot draft so, and a chat
+    template that cannot be read.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class ServedModel:
         methods: Sequence[str],
         rows: int,
         chunk: int = 128,
+        by_load: bool = False,
     ):
         self.name, self.cascade, self.created = name, cascade, int(time.time())
         self.defaults: Settings = config.settings
@@ -83,18 +95,33 @@ class ServedModel:
         by_name = {name: self._compiled(choice) for name, choice in choices.items()}
         compiled = list(by_name.values())
         self.lanes: dict[Any, ServedLane] = {}
-        for key, lane in cascade.lanes(compiled).items():
+        lanes = cascade.lanes(compiled)
+        if by_load:
+            self._check_load([lane.plan.sampler for lane in lanes.values() if lane.methods])
+        for key, lane in lanes.items():
             chunked = any_continues(lane.plan.sampler, lane.params)
             lane = lane._replace(
                 plan=dataclasses.replace(
                     lane.plan,
                     ragged=bool(lane.methods),
+                    block_sizes=sizes_up_to(lane.plan.sampler.width - 1) if by_load and lane.methods else (),
                     chunk=min(chunk, cascade.max_source_length) if chunked else 0,
                 )
             )
             names = [called for called, settings in by_name.items() if cascade.lane_of(settings) == key]
             self.lanes[key] = ServedLane(
                 name, cascade, lane, by_name[names[0]], rows, cascade.max_source_length, names
+            )
+
+    def _check_load(self, samplers: Sequence[Any]) -> None:
+        """Raises FieldError where a sampler's rounds cannot differ in their block size."""
+        if not samplers or not all(getattr(sampler, "resizes", False) for sampler in samplers):
+            raise FieldError(
+                "block_size",
+                LOAD,
+                "give a number.",
+                f"block_size is load, which takes one model that drafts token by token for one verifier; "
+                f"those of {self.name} do not",
             )
 
     def _can_follow(self, method: str) -> bool:
@@ -128,7 +155,7 @@ class ServedModel:
 
     async def decoding(self, request: ParsedRequest) -> Decoding:
         """How a request is decoded, and where. Raises FieldError or Refused for one that cannot be."""
-        settings = self._settings(request)
+        settings, seeded = self._settings(request), "seed" in request.changes
         lane, methods = self._lane(settings, request)
         if request.logprobs is not None and not lane.states_law(methods):
             raise FieldError(
@@ -154,12 +181,14 @@ class ServedModel:
                     settings.stop,
                     prompt.foreign,
                     self.cascade.spans(settings),
+                    keeps_size=seeded,
                 )
                 if prompt.tokens
                 else None
                 for prompt in prompts
                 for number in range(request.n)
             ],
+            seeded,
         )
 
     def _settings(self, request: ParsedRequest) -> Settings:

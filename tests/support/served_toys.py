@@ -29,31 +29,32 @@ class Digits(toys.Digits):
     size = 4
 
 
-def toy_model(methods=("speculative", "opt"), rows=8, **fields):
+def toy_model(methods=("speculative", "opt"), rows=8, by_load=False, **fields):
     """The toy pair as a model named toy; texts are digits below 4, and 3 ends one."""
     cascade = toys.pair(**fields)
     cascade.tokenizer = Digits()
     config = DecodeConfig(
         drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0, max_new_tokens=3
     )
-    return ServedModel("toy", config, cascade, methods, rows)
+    return ServedModel("toy", config, cascade, methods, rows, by_load=by_load)
 
 
-def toy_models(count, method, **fields):
+def toy_models(count, method, by_load=False, **fields):
     """A model named toys of `count` toys, the smallest first."""
     tables = tuple(toys.table(39 + n, 4) for n in range(count))
     cascade = Cascade((toys.TableLM(4),) * count, tables, Digits(), max_source_length=16, max_new_tokens=3)
     config = DecodeConfig(models=("toy",) * count, method=method, temperature=1.0, max_new_tokens=3, **fields)
-    return ServedModel("toys", config, cascade, ("verifier",), 2)
+    return ServedModel("toys", config, cascade, ("verifier",), 2, by_load=by_load)
 
 
-def toy_lookup():
+def toy_lookup(by_load=False):
     """A model named lookup: a toy whose drafts are looked up."""
     entry = MODEL_FREE["lookup"]
     models, params = (entry.model(4, None), toys.TableLM(4)), ((), toys.table(40, 4))
     cascade = Cascade(models, params, Digits(), max_source_length=16, max_new_tokens=3, model_free=entry)
     config = DecodeConfig(drafter="lookup", verifier="toy", block_size=2, temperature=1.0, max_new_tokens=3)
-    return ServedModel("lookup", config, cascade, ("speculative", "token_v3", "opt", "drafter"), 4)
+    methods = ("speculative", "token_v3", "opt", "drafter")
+    return ServedModel("lookup", config, cascade, methods, 4, by_load=by_load)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.nests import network_of, roll_back, top
+from speccascade_jax.core.nests import covered, network_of, roll_back, top
 from speccascade_jax.core.protocols import (
     NO_LIMIT,
     Block,
@@ -37,6 +37,7 @@ from speccascade_jax.core.rounds import (
     written,
 )
 from speccascade_jax.core.rules import Scores
+from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.spans import lenience
 from speccascade_jax.core.transforms import token_probs
@@ -66,6 +67,9 @@ class Speculative:
     hand_over: HandOver = "need"
     verification: Verification | tuple[Verification, ...] = TOKEN
     behind: int = 0  # as Autoregressive's
+    counted: int = (
+        0  # the most drafts a round of which its histogram has a place, if that is above `capacity`
+    )
     by_prefix: ClassVar[bool] = True  # a rule by prefix has a law by prefix here
 
     @property
@@ -120,6 +124,42 @@ class Speculative:
     @property
     def width(self) -> int:
         return self.capacity + 1
+
+    @property
+    def resizes(self) -> bool:
+        """Whether of_blocks() serves: one model drafts token by token, as many as it is told to."""
+        return type(self) is Speculative and type(self.drafter) is Autoregressive
+
+    def of_blocks(self, size: int) -> "Speculative":
+        """The sampler whose rounds draft up to `size` <= block_size tokens, and whose states are this one's.
+
+        With `size` 0 a lossless row is decoded by its verifier alone: nothing drafts, and the drafter's cache
+        falls behind. caught_up() is called before the next round that drafts. A row of another method
+        asks its drafter for the law of the token.
+        """
+        return dataclasses.replace(self, block_size=size, counted=self.capacity)
+
+    def caught_up(
+        self, params: Params, caches: Cache, tokens: Int[Array, "B N"], first: Int[Array, " B"], end: Any
+    ) -> Cache:
+        """The caches after the drafter has read what it lacks of the committed tokens but the last, `width`
+        tokens at a time. `tokens` are those from position `first` on, and `end` [B] is how many positions
+        are covered then."""
+        drafter: Any = self.drafter
+        model, held = drafter.model, caches if self.shares else caches[0]
+        weights = params if self.shares else params[0]
+
+        def lacks(cache: Cache) -> Array:
+            return jnp.any(covered(model, cache) < end)
+
+        def read_on(cache: Cache) -> Cache:
+            place = (covered(model, cache) - first)[:, None] + jnp.arange(self.width)
+            chunk = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
+            # What a row reads past its end is forgotten; no row loses what it has read before that.
+            return roll_back(drafter.models, model.extend(weights, chunk, cache)[1], end)
+
+        held = lax.while_loop(lacks, read_on, held)
+        return held if self.shares else (held, caches[1])
 
     @property
     def level(self) -> int:
@@ -194,7 +234,8 @@ class Speculative:
         caches = cache if below is None else (below, cache)
         caches = roll_back(self.models, caches, rows.start - 1 + emitted)
         accepted = jnp.minimum(verdict.num_accepted, emitted)
-        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, self.capacity)
+        places = max(self.capacity, self.counted)
+        counts = Counters.of_round(rows.room > 0, count, accepted, emitted, deferred, places)
         return Block(tokens, pi, untransformed, origin, emitted), caches, (drafter_counts, counts)
 
     def target(
@@ -239,7 +280,7 @@ class Speculative:
             block, caches, passes = step(drafter, params, caches, at, eos_id)
             return block._replace(size=jnp.minimum(block.size, limit)), caches, passes
 
-        if drafter.width == 1 and rows.want is None:  # a known number of steps
+        if drafter.width == 1 and rows.want is None and self.block_size:  # a known number of steps
 
             def another(carry: Any, n: Int[Array, ""]) -> Any:
                 block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)

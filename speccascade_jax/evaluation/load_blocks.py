@@ -1,0 +1,144 @@
+"""Blocks that follow the load against fixed ones and the verifier alone, in a server's scheduler."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.samplers.autoregressive import VERIFIER
+from speccascade_jax.inference.text import Cascade
+from speccascade_jax.scheduling.blocks import sizes_up_to
+from speccascade_jax.scheduling.continuous import Continuous
+from speccascade_jax.scheduling.prompts import Request
+from speccascade_jax.scheduling.scheduler import Lane
+from speccascade_jax.settings import Settings
+
+
+class Pass(NamedTuple):
+    """What one pass over the texts showed."""
+
+    tokens_per_second: float
+    first_token_ms: float  # the median
+    block_size: float  # the mean over the turns of rounds; 0: the verifier alone
+
+
+@dataclasses.dataclass
+class Decoder:
+    """A full batch whose rows take the next text when they have ended one."""
+
+    scheduler: Continuous
+    lane: Lane
+    settings: Settings
+    rows: int
+    fixed: int | None = None  # a block size for all rounds, whatever the load
+
+    def requests(self, cascade: Cascade, texts: Sequence[str]) -> list[Request]:
+        read, _ = cascade.encode(texts, truncate=True)
+        numbers = self.lane.numbers(self.settings)
+        return [
+            Request(row, self.settings, n, numbers, foreign=foreign)
+            for n, (row, foreign) in enumerate(zip(read, cascade.foreign_readings(texts), strict=True))
+        ]
+
+    def run(self, requests: Sequence[Request]) -> Pass:
+        """Decodes all of the requests, with twice as many as rows in the scheduler at a time."""
+        scheduler, waiting, came = self.scheduler, iter(requests), dict[int, float]()
+        unseen, firsts, sizes, tokens = set[int](), list[float](), list[int](), 0
+        blocks = scheduler.blocks
+        if blocks is not None and self.fixed is not None:
+            blocks.seconds = {}  # of no other size
+        began = time.perf_counter()
+        while True:
+            for request in waiting:
+                [number] = scheduler.admit([request])
+                came[number] = time.perf_counter()
+                unseen.add(number)
+                if len(came) >= 2 * self.rows:
+                    break
+            if not came:
+                break
+            scheduler.run(2)
+            now = time.perf_counter()
+            done = dict(scheduler.finished())
+            for number in [*unseen]:
+                begun = scheduler.partial(number)
+                if number in done or (begun is not None and begun.tokens):
+                    unseen.remove(number)
+                    firsts.append(now - came[number])
+            for number, result in done.items():
+                del came[number]
+                if isinstance(result, Exception):
+                    raise result
+                tokens += len(result.tokens)
+            sizes.append(0 if blocks is None else blocks.size)
+        seconds = time.perf_counter() - began
+        return Pass(tokens / seconds, 1000 * median(firsts), sum(sizes) / len(sizes))
+
+
+def decoders(cascade: Cascade, settings: Settings, rows: int) -> dict[str, Decoder]:
+    """By load, with the settings' fixed size, and the verifier alone."""
+    alone = dataclasses.replace(settings, method=VERIFIER)
+    width, made = cascade.max_source_length, dict[str, Decoder]()
+    for name, choice in (("by_load", settings), ("fixed", settings), ("verifier", alone)):
+        [lane] = cascade.lanes([choice]).values()
+        if choice is settings and not getattr(lane.plan.sampler, "resizes", False):
+            raise FieldError(
+                "by_load",
+                rows,
+                "take a config of one drafter that drafts token by token and one verifier.",
+                "the drafts of these models have one size",
+            )
+        fixed = None
+        if choice is settings:
+            size = lane.plan.sampler.width - 1
+            plan = dataclasses.replace(lane.plan, ragged=True, block_sizes=sizes_up_to(size))
+            lane, fixed = lane._replace(plan=plan), size if name == "fixed" else None
+        scheduler = cascade.steady_scheduler(lane.plan, lane.params, rows, width)
+        made[name] = Decoder(scheduler, lane, choice, rows, fixed)
+    return made
+
+
+def compared(
+    cascade: Cascade,
+    settings: Settings,
+    rows: int,
+    texts: Sequence[str],
+    passes: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Figures of each decoder over the passes, which they make in turn, and how many times as many tokens a
+    second blocks by load wrote as the better of the others: of each pass, and their median.
+
+    Raises FieldError for models whose blocks cannot follow the load.
+    """
+    all_of = decoders(cascade, settings, rows)
+    requests = {name: decoder.requests(cascade, texts) for name, decoder in all_of.items()}
+    for name, decoder in all_of.items():
+        decoder.run(requests[name])  # compiles
+        say(f"{rows} rows, {name}: compiled")
+    by_load = all_of["by_load"].scheduler
+    if by_load.blocks is not None:
+        by_load.measure(settings, by_load.widths[:1], (True,))
+        by_load.programs.catch_up(rows, by_load.widths[0])
+        for kind, seconds in by_load.blocks.seconds.items():
+            shown = ", ".join(f"{size}: {1000 * value:.1f}" for size, value in seconds.items())
+            say(f"{rows} rows, width {kind.width}: ms of a round by block size: {shown}")
+    measured: dict[str, list[Pass]] = {name: [] for name in all_of}
+    for _ in range(passes):
+        for name, decoder in all_of.items():
+            measured[name].append(decoder.run(requests[name]))
+    ratios = sorted(
+        load.tokens_per_second / max(fixed.tokens_per_second, alone.tokens_per_second)
+        for load, fixed, alone in zip(*measured.values(), strict=True)
+    )
+    return {
+        **{
+            name: {field: median(getattr(one, field) for one in several) for field in Pass._fields}
+            for name, several in measured.items()
+        },
+        "ratio": median(ratios),
+        "ratio_least": ratios[0],
+        "ratio_most": ratios[-1],
+    }
