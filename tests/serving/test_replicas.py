@@ -44,7 +44,7 @@ def test_replicas_may_be_killed_and_replaced(served_config, tmp_path, make_serve
     assert asyncio.run(texts_of(server.url, BODIES, 4)) == texts
     first = replicas_in(server.url)
     assert len(first) == 2
-    killer = Killer(server.process.pid, 2, between=2)
+    killer = Killer(server.process.pid, server.url, 2, between=2)
     seen = asyncio.run(under_kills(server.url, BODIES, texts, 8, 20, killer))
     assert seen["killed"] >= 1 and seen["answered"] > 0
     assert (seen["lost"], seen["wrong"]) == (0, 0)
