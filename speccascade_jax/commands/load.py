@@ -230,6 +230,18 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
         server.shutdown()
 
 
+def counters(url: str, *names: str) -> dict[str, float]:
+    """A front's own counters."""
+    with urlopen(url + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return {
+        name: float(line.split()[-1])
+        for line in lines
+        for name in names
+        if line.startswith(f"speccascade:{name}_total{{")
+    }
+
+
 Say = Callable[[str, dict[str, Any]], None]
 
 
@@ -253,9 +265,9 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
                 a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, loads[1], strict=True)
             )
             say(f"replicas_{number}", merged(measured).summary() | {"to_one": median(ratios)})
-        kill = Killer(servers[count].process.pid, count)
-        seen = under_kills(servers[count].url, bodies, texts, clients, 60 * arguments.minutes, kill)
-        say("killed", asyncio.run(seen))
+        kill = Killer(server.process.pid, server.url, count)
+        seen = under_kills(server.url, bodies, texts, clients, 60 * arguments.minutes, kill)
+        say("killed", asyncio.run(seen) | counters(server.url, "requests_moved", "streams_cut"))
 
 
 def load(arguments: Arguments) -> None:

@@ -321,15 +321,15 @@ def answer(
     app, engine = application(arguments, limits, models)
     tell_address(listening)
     sys.setswitchinterval(SWITCH)
-    forced = False
+    server = server_of(app, engine, arguments.drain_seconds)
     try:
         with profiled(arguments.profile):
-            forced = run_server(app, engine, listening, arguments.drain_seconds)
+            server.run(sockets=[listening])
     finally:
         if engine.running:  # Python's end, while a thread is within XLA, would be an abort
             sys.stdout.flush()
             logging.shutdown()
-            os._exit(INTERRUPTED if forced else 0)
+            os._exit(INTERRUPTED if server.force_exit else 0)
     if engine.failed is not None:
         raise engine.failed
 
@@ -408,7 +408,7 @@ def serve_replicas(address: str, arguments: Arguments, limits: Any) -> None:
 
     tell_address(listening)
     try:
-        run_server(create_front(front, lifespan), front, listening, arguments.drain_seconds)
+        server_of(create_front(front, lifespan), front, arguments.drain_seconds).run(sockets=[listening])
     finally:
         replicas.remove()
     if front.failed is not None:
@@ -431,9 +431,9 @@ def tell_address(listening: socket.socket) -> None:
     sys.stdout.flush()
 
 
-def run_server(app: Any, engine: Any, listening: socket.socket, drain_seconds: float) -> bool:
-    """Serves until a signal comes, or the engine fails (`engine.failed`): whether it was ended by force.
-    After the first signal `engine.draining` is true, and the server ends once the engine is idle."""
+def server_of(app: Any, engine: Any, drain_seconds: float) -> Any:
+    """A server that runs until a signal comes, or the engine fails (`engine.failed`). After the first signal
+    `engine.draining` is true, and the server ends once the engine is idle."""
     import uvicorn
 
     drained: dict[str, float] = {}
@@ -456,7 +456,7 @@ def run_server(app: Any, engine: Any, listening: socket.socket, drain_seconds: f
                 self.should_exit |= engine.idle or over
             return await super().on_tick(counter)
 
-    server = Server(
+    return Server(
         uvicorn.Config(
             app,
             log_config=None,
@@ -468,8 +468,6 @@ def run_server(app: Any, engine: Any, listening: socket.socket, drain_seconds: f
             h11_max_incomplete_event_size=2**16,
         )
     )
-    server.run(sockets=[listening])
-    return server.force_exit
 
 
 def parse(argv: list[str]) -> Arguments:

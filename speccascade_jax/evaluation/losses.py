@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,16 +121,17 @@ async def under_kills(
 
 
 class Killer:
-    """Kills one replica of a server's local cluster whenever all `count` of them have run for a while."""
+    """Kills one replica of the local cluster of a server, a process, whenever all `count` of them have taken
+    requests for a while."""
 
-    def __init__(self, server: int, count: int, between: float = BETWEEN):
-        self.server, self.count, self.between = server, count, between
+    def __init__(self, server: int, url: str, count: int, between: float = BETWEEN):
+        self.server, self.url, self.count, self.between = server, url, count, between
         self.since: float | None = None
         self.killed: set[int] = set()
 
     def __call__(self) -> bool:
         running = [pid for pid in replica_processes(self.server) if pid not in self.killed]
-        if len(running) < self.count:
+        if len(running) < self.count or replicas_ready(self.url) < self.count:
             self.since = None
             return False
         self.since = self.since or time.monotonic()
@@ -138,6 +141,15 @@ class Killer:
         self.killed.add(running[0])
         self.since = None
         return True
+
+
+def replicas_ready(url: str) -> int:
+    """How many replicas take requests, as a front says."""
+    try:
+        with urllib.request.urlopen(url + "/ready") as answer:
+            return int(json.load(answer)["replicas"])
+    except urllib.error.HTTPError:
+        return 0
 
 
 def replica_processes(server: int) -> list[int]:

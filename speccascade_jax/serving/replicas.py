@@ -82,9 +82,9 @@ class Replica:
         if not self.engine.healthy:
             raise RuntimeError("three rounds in a row have failed")
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:
         if hasattr(self, "engine"):
-            await asyncio.to_thread(self.engine.stop)
+            self.engine.stop()
 
 
 class RayReplicas:

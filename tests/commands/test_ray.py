@@ -17,7 +17,7 @@ from processes import REPOSITORY, SCRIPTS
 from speccascade_jax.commands import decode
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference import ray_jobs
-from speccascade_jax.inference.ray_jobs import check_address, cut, read_shards
+from speccascade_jax.inference.ray_jobs import check_address, cut, devices_of_machines, read_shards
 
 TEXTS = shuffled(SENTENCES)[:96]
 
@@ -99,6 +99,19 @@ def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkey
         == 2
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_takes_all_accelerators_of_a_machine():
+    """Whichever machine it is: as many as the smallest has, and of those that are there."""
+
+    def devices(*machines):
+        return devices_of_machines(
+            [{"Alive": alive, "Resources": resources} for alive, resources in machines]
+        )
+
+    assert devices((True, {"CPU": 8.0, "GPU": 8.0}), (True, {"GPU": 4.0}), (False, {})) == {"num_gpus": 4.0}
+    assert devices((True, {"CPU": 8.0, "TPU": 4.0})) == {"resources": {"TPU": 4.0}}
+    assert devices((True, {"CPU": 8.0}), (True, {"GPU": 1.0})) == {}
 
 
 def processes_of(pid):

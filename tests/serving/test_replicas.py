@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from served_toys import ask
@@ -11,6 +12,7 @@ from served_toys import ask
 from speccascade_jax import config as configs
 from speccascade_jax.evaluation import losses
 from speccascade_jax.evaluation.losses import Killer, Outcome, judged, texts_of, under_kills
+from speccascade_jax.serving.replicas import Replica
 
 BODIES = [{"prompt": f"the cat sat {n}", "temperature": 1.0, "seed": n} for n in range(12)]
 
@@ -44,7 +46,7 @@ def test_replicas_may_be_killed_and_replaced(served_config, tmp_path, make_serve
     assert asyncio.run(texts_of(server.url, BODIES, 4)) == texts
     first = replicas_in(server.url)
     assert len(first) == 2
-    killer = Killer(server.process.pid, 2, between=2)
+    killer = Killer(server.process.pid, server.url, 2, between=2)
     seen = asyncio.run(under_kills(server.url, BODIES, texts, 8, 20, killer))
     assert seen["killed"] >= 1 and seen["answered"] > 0
     assert (seen["lost"], seen["wrong"]) == (0, 0)
@@ -60,6 +62,38 @@ def test_replicas_may_be_killed_and_replaced(served_config, tmp_path, make_serve
         [text] = asyncio.run(texts_of(server.url, BODIES[:1], 1))
         assert text == texts[0]
     assert server.end() == 0
+
+
+@pytest.mark.parametrize("failed", [None, ValueError("no memory")])
+def test_a_replica_is_there_once_everything_is_compiled(failed):
+    """Or raises why it will not be."""
+    engine = SimpleNamespace(ready=False, failed=None, healthy=True, stop=lambda: None)
+
+    def compiled():
+        engine.ready, engine.failed = failed is None, failed
+
+    engine.start = lambda loop: loop.call_later(0.05, compiled)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": (await receive())["body"], "more_body": False})
+
+    async def begin():
+        replica = Replica.__new__(Replica)
+        await replica.__init__(lambda: (app, engine))
+        assert engine.ready
+        parts = [part async for parts in replica.answer({"type": "http"}, b"abc") for part in parts]
+        assert parts[-1]["body"] == b"abc"
+        replica.check_health()
+        engine.healthy = False
+        with pytest.raises(RuntimeError):
+            replica.check_health()
+
+    if failed is None:
+        asyncio.run(begin())
+    else:
+        with pytest.raises(ValueError, match="no memory"):
+            asyncio.run(begin())
 
 
 def test_outcomes_of_answers():
