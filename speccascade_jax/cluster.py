@@ -34,7 +34,7 @@ LOST = os.EX_TEMPFAIL
 WORD = 10.0
 """Seconds in which a process hears of another's end, after a collective of theirs has failed."""
 FAILED = threading.Event()
-"""Set where this process ends because of an error, and other processes of its job know."""
+"""Set where this process ends because of an error, as a member of a job."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """Options, where the system has them, by which a machine that has gone is noticed within half a minute."""
 
@@ -180,13 +180,13 @@ class Member(Job):
     """One of several processes, connected with the first one; that one, with all others. A thread listens at
     each connection, which breaks when the process at its other end dies, however that comes about."""
 
-    def __init__(self, cluster: str):
-        self.number, self.processes = jax.process_index(), jax.process_count()
+    def __init__(self, number: int, processes: int, peers: dict[int, socket.socket]):
+        self.number, self.processes, self.peers = number, processes, peers
         self.messages: queue.Queue[Any] = queue.Queue()
+        self.failed = False  # this process ends because of an error, and the others know
         self.through = threading.Semaphore(0)  # how many others have come to the end of their work
-        self.peers = self._accepted() if self.first else {0: self._connected(cluster)}
         self.listeners = [
-            threading.Thread(target=self._listen, args=pair, daemon=True) for pair in self.peers.items()
+            threading.Thread(target=self._listen, args=pair, daemon=True) for pair in peers.items()
         ]
         for listener in self.listeners:
             listener.start()
@@ -195,13 +195,13 @@ class Member(Job):
         if not self.first:
             message = self.hear()
             if "error" in message:
-                FAILED.set()
+                self.failed = True
                 raise ValueError(f"process 0: {message['error']}")
             return message["value"]
         try:
             value = make()
         except (ValueError, OSError) as error:
-            FAILED.set()
+            self.failed = True
             self.tell({"error": str(error)})
             raise
         self.tell({"value": value})
@@ -233,37 +233,11 @@ class Member(Job):
         ends here, with word of that."""
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(WORD)
-        known = FAILED.is_set()
+        known, self.failed = self.failed, True
         FAILED.set()
         if not known:
             reason = str(error) or type(error).__name__
             self._send("lost", f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})")
-
-    def _accepted(self) -> dict[int, socket.socket]:
-        """The connections to all other processes, by their numbers."""
-        server, token = _server(0), secrets.token_hex(16)
-        gather_text(f"{_address()} {server.getsockname()[1]} {token}")
-        peers = dict[int, socket.socket]()
-        server.settimeout(PATIENCE)
-        with server:
-            while len(peers) < self.processes - 1:
-                caller, _ = server.accept()
-                caller.settimeout(PATIENCE)
-                with contextlib.suppress(ValueError, OSError):
-                    word, number = _first_line(caller).split()
-                    if secrets.compare_digest(word, token):
-                        peers[int(number)] = _kept(caller)
-                        continue
-                caller.close()
-        return peers
-
-    def _connected(self, cluster: str) -> socket.socket:
-        """The connection to the first process."""
-        address, port, token = gather_text("")[0].split()
-        host = cluster.rpartition(":")[0].strip("[]") or address  # `auto` has none
-        connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        connection.sendall(f"{token} {self.number}\n".encode())
-        return _kept(connection)
 
     def _send(self, kind: str, content: Any = None) -> None:
         line = json.dumps([kind, content]).encode() + b"\n"
@@ -286,10 +260,37 @@ class Member(Job):
                 else:
                     end = content
                     break
-        if not (through or FAILED.is_set()):
+        if not (through or self.failed):
             self._send("lost", end)
             os.write(2, f"error: {end}, and the job ends; the same command resumes.\n".encode())
             os._exit(LOST)
+
+
+def _accepted(processes: int) -> dict[int, socket.socket]:
+    """The first process's connections to all others, by their numbers."""
+    server, token, peers = _server(0), secrets.token_hex(16), dict[int, socket.socket]()
+    gather_text(f"{_address()} {server.getsockname()[1]} {token}")
+    server.settimeout(PATIENCE)
+    with server:
+        while len(peers) < processes - 1:
+            caller, _ = server.accept()
+            caller.settimeout(PATIENCE)
+            with contextlib.suppress(ValueError, OSError):
+                word, number = _first_line(caller).split()
+                if secrets.compare_digest(word, token):
+                    peers[int(number)] = _kept(caller)
+                    continue
+            caller.close()
+    return peers
+
+
+def _connected(cluster: str, number: int) -> dict[int, socket.socket]:
+    """Another process's connection to the first one."""
+    address, port, token = gather_text("")[0].split()
+    host = cluster.rpartition(":")[0].strip("[]") or address  # `auto` has none
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    connection.sendall(f"{token} {number}\n".encode())
+    return {0: _kept(connection)}
 
 
 def _server(port: int) -> socket.socket:
@@ -341,7 +342,9 @@ def joined(cluster: str | None) -> Iterator[Job]:
         return
     jax.config.update("jax_enable_recoverability", True)  # else JAX would end this process, with a trace
     connect(cluster)
-    member = Member(cluster)
+    number, processes = jax.process_index(), jax.process_count()
+    peers = _connected(cluster, number) if number else _accepted(processes)
+    member = Member(number, processes, peers)
     try:
         yield member
         member.leave()

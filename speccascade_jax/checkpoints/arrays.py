@@ -83,12 +83,10 @@ def stored_array(path: str, name: str, array: Any) -> "Stored":
     )
 
 
-def chunks(shape: tuple[int, ...], itemsize: int, apart: int | None = None) -> list[int]:
-    """The shape of the chunks in which an array is stored, of at most CHUNK bytes where it can be halved, and
-    of one entry along the axis `apart`: who needs a part of it reads little more than that."""
+def chunks(shape: tuple[int, ...], itemsize: int) -> list[int]:
+    """The shape of the chunks in which an array is stored, of at most CHUNK bytes where it can be halved: who
+    needs a part of it reads little more than that."""
     sizes = list(shape)
-    if apart is not None:
-        sizes[apart] = 1
     while math.prod(sizes) * itemsize > CHUNK and any(size % 2 == 0 for size in sizes):
         longest = max((size, axis) for axis, size in enumerate(sizes) if size % 2 == 0)[1]
         sizes[longest] //= 2

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from speccascade_jax.checkpoints.arrays import (
     Placement,
     Stored,
     chunks,
+    ends_of,
     open_arrays,
     open_directory,
     read_array,
@@ -270,9 +272,8 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
         for name, paths in names.items():
             array = arrays[name]
             if not isinstance(array, np.ndarray) and place.takes_part(paths[0], shapes[paths[0]]):
-                for n, ours in enumerate(paths):
-                    layer = array[:, n] if is_stacked(name) else array
-                    yield ours, f"{path}: {name}", stored_matrix(path, name, layer, shapes[ours])
+                layers = stored_matrices(path, name, array, shapes[paths[0]], len(paths), config.d_kv)
+                yield from ((ours, f"{path}: {name}", one) for ours, one in zip(paths, layers, strict=True))
                 continue
             if not isinstance(array, np.ndarray):
                 array = read_array(path, name, array)
@@ -287,21 +288,29 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
     return model, to_params(model, read(), place)
 
 
-def stored_matrix(path: str, name: str, array: Any, shape: Shape) -> Stored:
-    """An open array of a layer as a matrix of which parts are read. Its heads may be an axis of their own."""
+def stored_matrices(path: str, name: str, array: Any, shape: Shape, layers: int, width: int) -> list[Stored]:
+    """An open array as a matrix for each of its layers, of which parts are read, those of all layers at once.
+    Its heads, of `width`, may be an axis of their own."""
+    stacked, latest = is_stacked(name), dict[Any, np.ndarray]()
     heads = 0 if name.endswith("out/kernel") else 1  # the axis that they are cut out of
-    width = array.shape[heads + 1] if len(array.shape) > len(shape) else 1
 
-    def read(index: Index) -> np.ndarray:
-        box = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-        sizes = [part.stop - part.start for part in box]
-        if len(array.shape) > len(shape):  # no device's part begins within a head
-            part = box[heads]
-            box[heads : heads + 1] = [slice(part.start // width, part.stop // width), slice(width)]
-        values = read_array(path, name, array[tuple(box)].translate_to[0])
-        return as_saved(values).reshape(sizes)
+    def read(ends: Any) -> np.ndarray:
+        sizes, box = [end - begin for begin, end in ends], [slice(*pair) for pair in ends]
+        if array.ndim - stacked > len(shape):  # no device's part begins within a head
+            begin, end = ends[heads]
+            box[heads : heads + 1] = [slice(begin // width, end // width), slice(width)]
+        box[1:1] = [slice(layers)] * stacked
+        values = as_saved(read_array(path, name, array[tuple(box)].translate_to[0]))
+        return np.moveaxis(values, 1, 0).reshape(layers, *sizes) if stacked else values.reshape(1, *sizes)
 
-    return Stored(shape, array.dtype.numpy_dtype, read)
+    def of_layer(number: int, index: Index) -> np.ndarray:
+        ends = ends_of(index, shape)
+        if ends not in latest:
+            latest.clear()
+            latest[ends] = read(ends)
+        return latest[ends][number]
+
+    return [Stored(shape, array.dtype.numpy_dtype, partial(of_layer, n)) for n in range(layers)]
 
 
 def as_saved(array: np.ndarray) -> np.ndarray:
@@ -334,7 +343,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
             "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
             "metadata": {
                 "shape": list(shape),
-                "chunks": chunks(array.shape, array.dtype.itemsize, 1 if is_stacked(name) else None),
+                "chunks": chunks(array.shape, array.dtype.itemsize),
                 "compressor": {"id": "gzip", "level": 1},
             },
         }

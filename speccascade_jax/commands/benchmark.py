@@ -24,6 +24,7 @@ import tyro
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands import compiling
 from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
 from speccascade_jax.commands.reporting import Report
@@ -44,6 +45,7 @@ from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.inference.vocabulary_checks import check_methods
 from speccascade_jax.models.t5 import T5Config
+from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -61,7 +63,11 @@ class Arguments:
     """Compile for these chips, v5e:2x2 say, with TPU's own compiler, and tell what each program needs, reads
     and does wrong. No TPU is needed, nothing is run and no weights are read."""
     tensor_parallel: tuple[int, ...] = ()
-    """How many of these chips share each model's parameters (default: the config's)."""
+    """How many of these chips, or of the devices of --cluster, share each model's parameters (default: the
+    config's)."""
+    cluster: str | None = None
+    """Time --input on the devices of several processes as if they were one machine's: `auto` on TPU pods and
+    Slurm, else HOST:PORT,PROCESSES,NUMBER in each. The first process reads and prints."""
     source_length: tuple[int, ...] = ()
     """Tokens of a source for --tpu, several to compile for each (default: the config's)."""
     new_tokens: int | None = None
@@ -368,7 +374,7 @@ def rounds_of(
     }
     if cascade.levels > 1:
         return counted | {"levels": rates["levels"]}
-    if cascade.foreign or cascade.model_free is not None:
+    if cascade.foreign or cascade.model_free is not None or cascade.mesh is not None:
         return counted
     timings = profiling.measure(
         cascade.drafter,
@@ -409,6 +415,13 @@ def check(arguments: Arguments) -> DecodeConfig:
     if a.preset is not None and a.input is not None:
         raise FieldError(
             "preset", a.preset, "give --preset or --input.", "random weights write nothing worth timing"
+        )
+    if a.cluster is not None and (a.input is None or a.vs or a.tpu):
+        raise FieldError(
+            "cluster",
+            a.cluster,
+            "give --input, and leave --vs and --tpu out.",
+            "--cluster times whole decodings",
         )
     if a.tpu is not None:
         compiling.check(a)
@@ -470,7 +483,13 @@ def benchmark(arguments: Arguments) -> None:
         dtype=arguments.dtype or ("float32" if arguments.preset else run.dtype),
         vocabulary=arguments.vocabulary or run.vocabulary,
     )
-    report = Report(arguments.output, dtype_of(run))
+    with joined(arguments.cluster) as job:
+        measure(job, arguments, run)
+
+
+def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
+    """Times what the flags ask for, on the devices of all processes of a job."""
+    report = Report(arguments.output, dtype_of(run), quiet=not job.first)
     if arguments.preset is not None and arguments.vs:
         for name in arguments.preset:
             time_alone(arguments, run, report, name, dtype_of(run))
@@ -481,10 +500,15 @@ def benchmark(arguments: Arguments) -> None:
         )
         time_parts(arguments, run, report, (drafter.model, verifier.model), (drafter.params, verifier.params))
     else:
-        texts = (
-            None if arguments.input is None else read_texts(arguments.input, arguments.join, arguments.limit)
-        )
-        cascade = Cascade.from_config(run)
+        texts, mesh, path = None, None, arguments.input
+        if path is not None:
+            texts = job.share(lambda: read_texts(path, arguments.join, arguments.limit))
+        if job.processes > 1:
+            run = dataclasses.replace(
+                run, tensor_parallel=min(arguments.tensor_parallel, default=run.tensor_parallel)
+            )
+            mesh = decoding_mesh(run.tensor_parallel)
+        cascade = Cascade.from_config(run, mesh)
         if cascade.foreign and (texts is None or arguments.vs):
             raise FieldError(
                 "config",

@@ -14,10 +14,11 @@ from speccascade_jax.inference.outputs import append_line
 
 
 class Report:
-    """Tables for people; the same figures as JSON lines, each with what it was measured on."""
+    """Tables for people; the same figures as JSON lines, each with what it was measured on. A `quiet` one is
+    that of a process that writes nothing."""
 
-    def __init__(self, path: str | None, dtype: str, device: str | None = None):
-        self.screen, self.path = console(), path
+    def __init__(self, path: str | None, dtype: str, device: str | None = None, quiet: bool = False):
+        self.screen, self.path = console(quiet=quiet), None if quiet else path
         self.stamp = {
             "device": device or jax.devices()[0].device_kind,
             "machine": platform.machine(),

@@ -231,13 +231,23 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
 
 
 def run(
-    sampler: Sampler, params: Params, state: State, finished: Any, rounds: Any = None, *, eos_id: int
+    sampler: Sampler,
+    params: Params,
+    state: State,
+    finished: Any,
+    rounds: Any = None,
+    *,
+    eos_id: int,
+    in_step: str | None = None,
 ) -> State:
-    """Rounds until at least so many rows are `finished`, `rounds` of them at most."""
+    """Rounds until at least so many rows are `finished`, `rounds` of them at most. Along the axis `in_step`
+    of a mesh, all do as many rounds as any needs: who exchanges arrays within a round may not leave it."""
     busy = state.rows.room.shape[0] - finished
 
     def goes_on(carry: tuple[State, Array]) -> Array:
         on = jnp.sum(carry[0].rows.room > 0) > busy
+        if in_step is not None:
+            on = lax.pmax(on.astype(jnp.int32), in_step) > 0
         return on if rounds is None else on & (carry[1] < rounds)
 
     def one_more(carry: tuple[State, Array]) -> tuple[State, Array]:

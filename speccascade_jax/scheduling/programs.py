@@ -21,7 +21,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.nests import insert, insert_rows
 from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
-from speccascade_jax.parallel import AXIS, fetched, shared_by, split_rows
+from speccascade_jax.parallel import AXIS, TENSOR_AXIS, fetched, shared_by, split_rows
 from speccascade_jax.scheduling.chunks import Reader, Unread, readers_of
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
@@ -86,7 +86,8 @@ class Plan:
 
 
 class Programs:
-    """The compiled pieces of one Plan. With several devices, each has its own rows and its own loop.
+    """The compiled pieces of one Plan. With several devices, each has its own rows and its own loop, but
+    groups of devices that share the models run in step.
 
     Numbers of rows are per device. A piece is compiled from shapes, when it is first asked for.
     """
@@ -189,7 +190,8 @@ class Programs:
         def compiled() -> Any:
             state, sampler = self._state(rows, width), self._sampler(size)
             decode = run_plainly if plain else loop.run
-            function = partial(decode, sampler, eos_id=self.plan.eos_id)
+            in_step = AXIS if self.mesh is not None and TENSOR_AXIS in self.mesh.axis_names else None
+            function = partial(decode, sampler, eos_id=self.plan.eos_id, in_step=in_step)
             mapped = self._mapped(function, P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
                 self.params, state, NUMBER, NUMBER
@@ -344,11 +346,11 @@ class Programs:
             )
 
 
-def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, eos_id: int) -> loop.State:
+def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, **static: Any) -> loop.State:
     """loop.run() without truncations. Their values stay in the state, for other rows."""
     options = state.rows.options
     plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
-    done = loop.run(sampler, params, plain, *limits, eos_id=eos_id)
+    done = loop.run(sampler, params, plain, *limits, **static)
     return done._replace(rows=done.rows._replace(options=options))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -64,8 +65,28 @@ def test_a_part_that_is_not_finite_is_named(tmp_path, monkeypatch):
         checkpoints.load(path, sharding=partial(tensor_sharding, tensor_mesh(1), EIGHT_HEADS))
 
 
+@pytest.mark.parametrize("columns,reads", [([(2, 4), (4, 6)], 1), ([(0, 2), (4, 6)], 2), ([(2, 4)] * 2, 1)])
+def test_a_process_reads_what_its_devices_hold_once(columns, reads, monkeypatch):
+    """Neighbours at once; apart, none of what lies between them; what two devices hold, once."""
+    values, asked = np.arange(24.0).reshape(4, 6), []
+    places = {n: (slice(None), slice(*ends)) for n, ends in enumerate(columns)}
+    where = SimpleNamespace(addressable_devices_indices_map=lambda shape: places)
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda shape, where, held: [*map(held, places.values())]
+    )
+    monkeypatch.setattr(jax, "block_until_ready", lambda made: made)
+
+    def read(index):
+        asked.append(values[index].size)
+        return values[index]
+
+    held = put_parts(Stored(values.shape, values.dtype, read), where, np.float32)
+    np.testing.assert_array_equal(held, [values[index] for index in places.values()])
+    assert len(asked) == reads and sum(asked) == 8 * len(set(columns))
+
+
 def test_chunks_are_small_and_halved():
-    assert chunks((4096, 2, 4096), 4, 1) == [512, 1, 512]
+    assert chunks((4096, 4096), 4) == [512, 512]
     assert chunks((96, 64), 4) == [96, 64] and chunks((3 * 2**20,), 4) == [196_608]
     assert Stored((2, 3), np.float32, lambda index: np.ones((2, 3))[index]).T.shape == (3, 2)
 
@@ -73,6 +94,7 @@ def test_chunks_are_small_and_halved():
 MEASURE = """
 import json, jax
 from functools import partial
+from types import SimpleNamespace
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.cluster import joined

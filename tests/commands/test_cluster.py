@@ -108,11 +108,11 @@ def requests(count, seed=0):
 
 
 def answered(url, body, pieces):
-    """What a server writes: an answer's choices; nothing of a stream, whose client may leave early."""
+    """The choices of a server's answer; None for a stream, whose client may leave early."""
     if not body.get("stream"):
         status, answer, _ = ask(url, body)
         assert status == 200, answer
-        return [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in answer["choices"]]
+        return answer["choices"]
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -146,4 +146,28 @@ def test_two_processes_serve_as_one(arguments, environment):
     one, two = ({**environment, "XLA_FLAGS": devices(count)} for count in (1, 2))
     alone = session(start("serve.py", flags, environment=one), COUNT)
     assert len({str(answer) for answer in alone}) > COUNT / 3
-    assert session(start_cluster("serve.py", [*flags, "--tensor-parallel=2"], two), COUNT) == alone
+    served = session(start_cluster("serve.py", [*flags, "--tensor-parallel=2"], two), COUNT)
+    for a, b in zip(alone, served, strict=True):
+        assert (a is None) == (b is None)
+        for one, other in zip(a or [], b or [], strict=True):
+            logprobs, others = one.pop("logprobs"), other.pop("logprobs")
+            assert one == other
+            if logprobs:  # sums of another order
+                assert logprobs["token_logprobs"] == pytest.approx(others["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.full
+def test_two_processes_are_timed_as_one(t5_pair, environment, tmp_path):
+    small, large = (str(t5_pair / name) for name in ("drafter", "verifier"))
+    (tmp_path / "pair.py").write_text(
+        "from speccascade_jax.config import DecodeConfig\n"
+        f"config = DecodeConfig(drafter={small!r}, verifier={large!r}, tensor_parallel=4, "
+        "max_source_length=32, max_new_tokens=16)\n"
+    )
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"source": text}) + "\n" for text in SENTENCES))
+    flags = [f"--config={tmp_path / 'pair.py'}", f"--input={tmp_path / 'texts.jsonl'}", "--min-tokens=1"]
+    flags += ["--block-sizes", "2", f"--output={tmp_path / 'figures.jsonl'}"]
+    first, second = finish(start_cluster("benchmark.py", flags, environment))
+    assert "times as fast as the verifier alone" in first and "verifier" not in second
+    figures = [json.loads(line)["figure"] for line in (tmp_path / "figures.jsonl").open()]
+    assert len(figures) == len(set(figures)) > 8

@@ -4,14 +4,13 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from processes import SCRIPTS, devices
+from processes import SCRIPTS, devices, finish, start_cluster
 from refusals import check_about, refusals
 
 from speccascade_jax.commands import evaluate
@@ -128,19 +127,11 @@ def test_eight_devices_write_the_same_texts(tiny, alone, tmp_path):
 
 
 @pytest.mark.full
-def test_two_processes_write_the_same_texts(tiny, alone, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        start(
-            flags(tiny, tmp_path / "texts", "--batch-size=4", f"--cluster={address},2,{n}"),
-            environment(tmp_path),
-        )
-        for n in range(2)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+@pytest.mark.parametrize("sharers", [1, 2])
+def test_two_processes_write_the_same_texts(sharers, tiny, alone, tmp_path):
+    """Each has its share of the examples, or of the models."""
+    shared = flags(tiny, tmp_path / "texts", "--batch-size=4", f"--tensor-parallel={sharers}")
+    finish(start_cluster("evaluate.py", shared, environment(tmp_path)))
     assert texts(tmp_path / "texts") == alone
 
 

@@ -1,0 +1,108 @@
+"""Several processes as one job: what they tell each other, here within one process."""
+
+import contextlib
+import socket
+import threading
+
+import jax
+import pytest
+
+from speccascade_jax import cluster
+from speccascade_jax.cluster import LOST, Job, Member
+from speccascade_jax.core.errors import FieldError
+from speccascade_jax.parallel import decoding_mesh
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes with which threads would have ended the process."""
+    codes, over = [], threading.Event()
+
+    def end(code):
+        codes.append(code)
+        over.set()
+
+    monkeypatch.setattr(cluster.os, "_exit", end)
+    monkeypatch.setattr(cluster, "FAILED", threading.Event())
+    monkeypatch.setattr(cluster.jax.distributed, "shutdown", lambda: None)
+    return lambda: over.wait(10) and codes
+
+
+@pytest.fixture
+def pair(ended):
+    """The first process and another one, connected as they would be."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        here = stack.enter_context(socket.create_connection(server.getsockname()))
+        there = stack.enter_context(server.accept()[0])
+        yield Member(0, 2, {1: there}), Member(1, 2, {0: here})
+
+
+def test_what_the_first_process_makes_is_known_to_all(pair):
+    first, second = pair
+    assert first.first and not second.first
+    assert first.share(lambda: ["a\nb", 1]) == second.share(lambda: 1 / 0) == ["a\nb", 1]
+    for message in ({"rows": [1, 2]}, None, "end"):
+        first.tell(message)
+    assert [second.hear() for _ in range(3)] == [{"rows": [1, 2]}, None, "end"]
+
+
+def test_what_the_first_process_refuses_is_refused_by_all(pair):
+    first, second = pair
+
+    def refuse():
+        raise FieldError("input", "x", "give another.")
+
+    with pytest.raises(FieldError):
+        first.share(refuse)
+    with pytest.raises(ValueError, match="process 0: input is 'x'; give another"):
+        second.share(refuse)
+
+
+def test_other_flags_are_named(pair):
+    first, second = pair
+    first.agree({"alpha": 0.1, "stop": ("a",)})
+    second.agree({"alpha": 0.1, "stop": ("a",)})
+    first.agree({"alpha": 0.1})
+    with pytest.raises(ValueError, match="another alpha than process 0"):
+        second.agree({"alpha": 0.2})
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_connection_that_breaks_ends_the_process_and_names_the_other(victim, pair, ended, capfd):
+    [connection] = pair[victim].peers.values()
+    connection.shutdown(socket.SHUT_RDWR)
+    assert LOST in ended()
+    assert f"process {victim} of 2, at 127.0.0.1, has died" in capfd.readouterr().err
+
+
+def test_an_error_is_told_with_its_reason(pair, ended, capfd):
+    pair[1].fail(OSError(28, "No space left on device"))
+    assert cluster.FAILED.is_set()
+    assert ended() == [LOST]
+    assert "process 1 of 2 has failed ([Errno 28] No space left on device)" in capfd.readouterr().err
+
+
+def test_processes_leave_together(pair, ended):
+    first, second = pair
+    leaving = threading.Thread(target=second.leave)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    first.leave()
+    leaving.join(10)
+    assert not leaving.is_alive() and not any(x.is_alive() for x in (*first.listeners, *second.listeners))
+
+
+def test_a_single_process_makes_everything_itself():
+    job = Job()
+    assert job.first and job.share(lambda: {1}) == {1}
+    job.agree({"alpha": 0.1})
+
+
+def test_groups_of_devices(monkeypatch):
+    assert decoding_mesh(1, batched=False) is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "device_count", lambda: 6)
+    with pytest.raises(FieldError) as refused:
+        decoding_mesh(4)
+    assert (refused.value.field, refused.value.value) == ("tensor_parallel", 4)
