@@ -13,7 +13,7 @@ import numpy as np
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.scheduling.blocks import Blocks, Seen
 from speccascade_jax.scheduling.prefixes import PrefixCache
-from speccascade_jax.scheduling.programs import Programs
+from speccascade_jax.scheduling.programs import Programs, shardings
 from speccascade_jax.scheduling.prompts import Reading, Request
 from speccascade_jax.scheduling.scheduler import Scheduler
 from speccascade_jax.settings import Settings
@@ -251,7 +251,8 @@ class Continuous(Scheduler):
         """Seconds of a round of each of the programs, medians. They run in turn, so that a busy machine
         slows all of them."""
         programs, spent = self.programs, {size: list[float]() for size in by_size}
-        copied = jax.jit(partial(jax.tree.map, jnp.copy))
+        # A program takes its state's memory, so each run has a copy.
+        copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings(state))
         for _ in range(TIMED):
             for size, program in by_size.items():
                 fresh, began = jax.block_until_ready(copied(state)), time.perf_counter()
