@@ -95,9 +95,10 @@ def test_an_assistant_gets_states_and_keys_without_a_copy(centroids, devices):
 
 
 STATES = {"vocab_size": 512, "d_model": 256, "d_kv": 128, "d_ff": 512, "num_heads": 4, "num_kv_heads": 2}
+WIDE = STATES | {"d_model": 2048, "num_heads": 16, "num_kv_heads": 8}  # else no layout is worth changing
 READERS = {
-    "head": dataclasses.replace(EAGLE, **STATES, draft_vocab_size=256, state_width=256),
-    "dflash": dataclasses.replace(DFLASH, **STATES, num_layers=2, states=(2, 4)),
+    "head": (WIDE, dataclasses.replace(EAGLE, **WIDE, draft_vocab_size=256, state_width=2048)),
+    "dflash": (STATES, dataclasses.replace(DFLASH, **STATES, num_layers=2, states=(2, 4))),
 }
 
 
@@ -106,8 +107,9 @@ READERS = {
 def test_what_the_verifier_leaves_is_read_where_it_is(name, chips, devices):
     """A head's features, keys and values, and a block drafter's: written and read in the loop without a copy,
     in one layout. One pass of a block drafter drafts."""
-    verifier = dataclasses.replace(QWEN3_8B, **STATES, num_layers=8)
-    shapes = tpus.Shapes(READERS[name], verifier, 24, 8, 3, method="speculative", devices=chips)
+    sizes, drafter = READERS[name]
+    verifier = dataclasses.replace(QWEN3_8B, **sizes, num_layers=8)
+    shapes = tpus.Shapes(drafter, verifier, 24, 8, 3, method="speculative", devices=chips)
     pair = tpus.Pair(shapes, devices)
     program = compiled.Program(pair.programs.run(1, 24).as_text())
     assert not any(program.faults(program.rounds.body, pair.kept()).values())
@@ -129,7 +131,7 @@ def test_a_drafter_of_another_verifier_is_not_compiled(devices):
     for verifier in (dataclasses.replace(QWEN3_8B, **STATES | {"d_model": 128}, num_layers=8), T5):
         verifier = dataclasses.replace(verifier, vocab_size=512)
         with pytest.raises(ValueError, match=r"head of another verifier|head only drafts"):
-            tpus.check_pair(tpus.Shapes(READERS["head"], verifier, 24, 8, 3), devices)
+            tpus.check_pair(tpus.Shapes(READERS["head"][1], verifier, 24, 8, 3), devices)
 
 
 @pytest.mark.full(quick=["1"])

@@ -221,7 +221,7 @@ def test_members_are_loaded_by_name(tmp_path):
         found = checkpoints.load(f"{tmp_path}/run{name}", config=CONFIG)
         assert found.model == original.model.members[number]
         jax.tree.map(np.testing.assert_array_equal, original.params, found.params)
-    with pytest.raises(ValueError, match=r"run holds a drafter and a verifier, no '4': write @drafter or"):
+    with pytest.raises(ValueError, match=r"run holds a drafter and its verifier, no '4': write @drafter or"):
         checkpoints.load(f"{tmp_path}/run@4")
     drafter, verifier = checkpoints.load_all([f"{tmp_path}/run@drafter", f"{tmp_path}/run"])
     assert drafter.params is verifier.params
