@@ -341,6 +341,7 @@ def joined(cluster: str | None) -> Iterator[Job]:
         yield Job()
         return
     jax.config.update("jax_enable_recoverability", True)  # else JAX would end this process, with a trace
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and go on
     connect(cluster)
     number, processes = jax.process_index(), jax.process_count()
     peers = _connected(cluster, number) if number else _accepted(processes)
