@@ -25,7 +25,7 @@ config = TrainConfig(
         d_kv=64,
         num_heads=8,
         d_ff=1024,
-        num_encoder_layers=2,
+        num_encoder_layers=4,
         num_decoder_layers=5,
         dropout_rate=0.1,
     ),
