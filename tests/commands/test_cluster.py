@@ -56,7 +56,7 @@ def alone(arguments, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharers", [1, 2, 4])
+@pytest.mark.parametrize("sharers", [1, 2])
 def test_two_processes_decode_as_one(sharers, arguments, alone, environment, tmp_path):
     output = tmp_path / "texts.jsonl"
     flags = [*arguments, f"--output={output}", f"--tensor-parallel={sharers}"]
