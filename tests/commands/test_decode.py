@@ -285,4 +285,4 @@ def test_every_flag_has_a_whole_sentence_of_help(monkeypatch, capsys):
     assert {"seed", "stop-below", "block-size", "top-n-sigma"} <= helps.keys()
     assert not [name for name, text in helps.items() if not text]
     assert helps["stop-below"].endswith("as with fixed blocks")
-    assert helps["block-size"].endswith("up to max_block_size")
+    assert helps["block-size"].endswith("for as many rows")

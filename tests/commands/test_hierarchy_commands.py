@@ -179,7 +179,7 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
     )
     rounds = np.array([[0, 0.003], [0, 0]])
     pace, found = plan.text_seconds(
-        None,
+        SimpleNamespace(drafter=None),
         ("small", "large"),
         seconds,
         rounds,

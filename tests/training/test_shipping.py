@@ -108,7 +108,7 @@ def test_what_is_shipped_has_one_config():
         for config in map(configs.load, configs.available())
         if isinstance(config, TrainConfig | RouterConfig) and config.shipped is not None
     ]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 13
 
 
 def test_a_router_takes_the_place_of_routers_only(tmp_path, capsys):
