@@ -74,7 +74,7 @@ def test_orthogonal_updates_are_optaxs(shape):
     expected = muon.update(gradient, muon.init(gradient))[0]
     np.testing.assert_allclose(orthogonal(gradient, jnp.float32), expected, rtol=1e-3, atol=1e-5)
     narrow = np.asarray(orthogonal(gradient, jnp.bfloat16))
-    assert (narrow != expected).any()
+    assert np.abs(narrow - expected).max() > 1e-3  # it was rounded
     assert np.sum(narrow * expected) > 0.999 * np.linalg.norm(narrow) * np.linalg.norm(expected)
 
 
