@@ -399,21 +399,13 @@ def middleware(limits: Limits) -> list[Middleware]:
     ]
 
 
-def create_app(
-    models: Sequence[ServedModel],
-    engine: Engine,
-    metrics: Metrics,
-    limits: Limits,
-    started: Callable[[], Awaitable[None]] | None = None,
-) -> Starlette:
-    """The application; `started` is awaited when the server begins."""
+def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, limits: Limits) -> Starlette:
+    """The application, whose engine starts and ends with it."""
     service = Service(models, engine, metrics, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start(asyncio.get_running_loop())
-        if started is not None:
-            await started()
         yield
         await asyncio.to_thread(engine.stop)
 
