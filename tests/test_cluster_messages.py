@@ -34,7 +34,14 @@ def pair(ended):
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
         here = stack.enter_context(socket.create_connection(server.getsockname()))
         there = stack.enter_context(server.accept()[0])
-        yield Member(0, 2, {1: there}), Member(1, 2, {0: here})
+        members = Member(0, 2, {1: there}), Member(1, 2, {0: here})
+        yield members
+        for connection in (here, there):
+            with contextlib.suppress(OSError):  # closed by the test
+                connection.shutdown(socket.SHUT_RDWR)
+        for listener in (*members[0].listeners, *members[1].listeners):
+            listener.join(10)  # one that outlived `ended` would end the tests' own process
+            assert not listener.is_alive()
 
 
 def test_what_the_first_process_makes_is_known_to_all(pair):
