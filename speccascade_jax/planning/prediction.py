@@ -225,8 +225,8 @@ def renewals(survives: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A co
     law = chances(survives)
     rounds = np.zeros((*law.shape[:-1], tokens + 1))
     for m in range(1, tokens + 1):
-        x = np.arange(1, min(law.shape[-1], m))
-        rounds[..., m] = 1 + np.sum(law[..., x] * rounds[..., m - x], axis=-1)
+        width = min(law.shape[-1], m)
+        rounds[..., m] = 1 + np.vecdot(law[..., 1:width], rounds[..., m - width + 1 : m][..., ::-1])
     return rounds
 
 
