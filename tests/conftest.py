@@ -5,6 +5,8 @@ import gc
 import json
 import math
 import os
+import random
+import time
 
 # Most time here goes into compiling programs that are tiny and run few times, so nothing is optimised, and no
 # program is cut into parts that are compiled side by side. What runs for long is optimised at LLVM's level 1,
@@ -23,13 +25,7 @@ import pytest
 import sentencepiece
 from corpora import PROMPTS, SENTENCES, TURN, shuffled
 from jaxtyping import install_import_hook
-from skips import Skips, was_skipped
-
-# Shapes and dtypes of these signatures are checked whenever a test calls or traces them.
-install_import_hook(
-    [f"speccascade_jax.{name}" for name in ("core", "baselines", "models", "inference")],
-    "checking.typechecker",
-)
+from skips import OUT_OF_TIME, Skips, file_of, was_skipped
 
 
 def pytest_addoption(parser):
@@ -39,11 +35,29 @@ def pytest_addoption(parser):
         action="store_true",
         help="with --full: not what the quick suite runs as well, unless it was skipped there",
     )
+    parser.addoption(
+        "--until",
+        type=float,
+        default=math.inf,
+        help="seconds since 1970 after which no test begins; files then come in a random order",
+    )
+
+
+CHECKED = "core", "baselines", "models", "inference"
+"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them. That
+takes a fifth of the quick suite's time. --rest goes without: it mostly repeats calls at other sizes."""
 
 
 def pytest_configure(config):
+    if not config.getoption("--rest"):
+        install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
     if not hasattr(config, "workerinput"):  # the one process that hears of all tests
         config.pluginmanager.register(Skips(config.cache))
+
+
+def pytest_runtest_setup(item):
+    if time.time() > item.config.getoption("--until"):
+        pytest.skip(OUT_OF_TIME)
 
 
 def is_quick(item) -> bool:
@@ -84,8 +98,11 @@ def pytest_collection_modifyitems(config, items):
         wanted = is_rest if config.getoption("--rest") else bool
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = [item for item in items if wanted(item)]
-    places = {name: n for n, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
+    files = sorted({file_of(item.nodeid) for item in items})
+    if (until := config.getoption("--until")) < math.inf:  # what runs out of time is not always the same
+        random.Random(until).shuffle(files)
+    places = {name: n for n, name in enumerate(dict.fromkeys((*LONGEST, *files)))}
+    items.sort(key=lambda item: places[file_of(item.nodeid)])
 
 
 def pytest_collection_finish():

@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from processes import REPOSITORY
-from skips import Skips, was_skipped
+from skips import OUT_OF_TIME, Skips, was_skipped
 
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "$LOG"
@@ -82,10 +83,14 @@ def session(cache, outcomes, files=()):
     """A run with these outcomes by test; `files` were skipped as a whole."""
     skips = Skips(cache)
     for test, outcome in outcomes.items():
-        skips.pytest_runtest_logreport(SimpleNamespace(nodeid=test, skipped=outcome == "skipped"))
+        report = SimpleNamespace(nodeid=test, skipped=outcome != "passed", longrepr=outcome)
+        skips.pytest_runtest_logreport(report)
     for name in files:
         skips.pytest_collectreport(SimpleNamespace(nodeid=name, skipped=True))
     skips.pytest_sessionfinish()
+    lines = []
+    skips.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
+    return lines
 
 
 def test_what_was_skipped_is_remembered_until_it_runs():
@@ -101,3 +106,22 @@ def test_what_was_skipped_is_remembered_until_it_runs():
     assert remembered() == ["a.py::two", "b.py::one", "b.py::two"]
     session(cache, {"a.py::two": "passed", "b.py::one": "skipped", "b.py::two": "passed"})
     assert remembered() == ["b.py::one"]
+
+
+def test_what_ran_out_of_time_is_said():
+    assert session(Cache(), {"a.py::one": "passed", "b.py::one": "skipped"}) == []
+    late = dict.fromkeys(("c.py::one", "b.py::one", "c.py::two"), OUT_OF_TIME)
+    assert session(Cache(), late) == ["tests that did not begin in time: 3 (b.py, c.py)"]
+
+
+@pytest.mark.parametrize("until,outcome", [(1, "1 skipped"), (2**40, "1 passed")])
+def test_no_test_begins_when_the_time_is_over(until, outcome, tmp_path):
+    test = f"{__file__}::test_what_was_skipped_is_remembered_until_it_runs"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", f"--until={until}", f"-ocache_dir={tmp_path}", test],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0 and outcome in done.stdout
+    assert ("did not begin in time: 1 (tests/test_ci.py)" in done.stdout) == (outcome == "1 skipped")

@@ -2,6 +2,8 @@
 
 KEY = "speccascade_jax/skipped"  # in pytest's cache: tests, and files that were skipped as a whole
 
+OUT_OF_TIME = "out of time"
+
 
 def file_of(test: str) -> str:
     return test.split("::")[0]
@@ -11,12 +13,19 @@ class Skips:
     """A plugin that keeps the skipped tests in pytest's cache. A test that ran since is none of them."""
 
     def __init__(self, cache):
-        self.cache, self.ran, self.skipped = cache, set(), set()
+        self.cache, self.ran, self.skipped, self.late = cache, set(), set(), set()
 
     def pytest_runtest_logreport(self, report):
         self.ran.add(report.nodeid)
         if report.skipped:
             self.skipped.add(report.nodeid)
+            if OUT_OF_TIME in str(report.longrepr):
+                self.late.add(report.nodeid)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.late:
+            files = ", ".join(sorted({file_of(test) for test in self.late}))
+            terminalreporter.write_line(f"tests that did not begin in time: {len(self.late)} ({files})")
 
     def pytest_collectreport(self, report):
         if report.skipped:
