@@ -26,7 +26,7 @@ from joint_laws import (
     quick,
     with_rules,
 )
-from toys import TableBlock, TableLM, block_law, chi_square, places_table, sequence_law, target
+from toys import CUTS, TableBlock, TableLM, block_law, chi_square, places_table, sequence_law, target
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import NO_TOKEN, Origin
@@ -69,8 +69,9 @@ def written(sampler, rows, options, params=PARAMS, alphas=None, **per_row):
 @pytest.mark.parametrize(
     "family,transform",
     quick(
-        *((f, t) for f in FAMILIES for t in TRANSFORMS),
-        among=[("speculative", "plain"), ("opt", "top_p"), ("token_v3", "min_p")],
+        *((f, "plain") for f in FAMILIES),
+        *((f, t) for n, f in enumerate(FAMILIES) for t in [*CUTS][n :: len(FAMILIES)]),
+        among=[("speculative", "plain"), ("opt", [*CUTS][1])],
     ),
 )
 def test_drafts_follow_their_law_by_prefix_and_place(family, transform, rows):
