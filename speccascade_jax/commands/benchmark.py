@@ -19,14 +19,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands import compiling
-from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, parsed
 from speccascade_jax.commands.reporting import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
@@ -175,7 +174,7 @@ def time_parts(
         (params, jax.random.key(0)[None], inputs, lengths, SamplingOptions(jnp.float32(0)), jnp.zeros(1)),
     )
     report.table(
-        "the whole program, batch 1",
+        "the whole parsed, batch 1",
         {
             "compile, s": anew,
             "from the persistent cache, s": fetched,
@@ -532,6 +531,4 @@ def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(
-        lambda: benchmark(tyro.cli(Arguments, args=argv, prog=program("benchmark"), description=__doc__))
-    )
+    return exit_code(lambda: benchmark(parsed(Arguments, argv, "benchmark", __doc__)))

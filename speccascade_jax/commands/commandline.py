@@ -1,28 +1,35 @@
-"""What the scripts share: a config's fields as flags, and how they end."""
+"""What the commands share: parsing flags, help texts, tables, errors and exit codes."""
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from speccascade_jax import cluster
 from speccascade_jax import config as configs
-from speccascade_jax.commands import Terminated
+from speccascade_jax.commands import NAMES, Terminated
 from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
+T = TypeVar("T")
 FLAGS = {
     field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
 }
@@ -76,10 +83,97 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def program(command: str) -> str:
-    """What `command` was called as, for its help: a script, or the installed command."""
-    script = Path(sys.argv[0]).name
-    return script if script == f"{command}.py" else f"speccascade {command}"
+def is_script() -> bool:
+    """Whether a file of scripts/ runs, and not the installed command `speccascade`."""
+    return Path(sys.argv[0]).name in {f"{name}.py" for name in NAMES}
+
+
+def called(command: str) -> str:
+    """The words that run `command`: those of a script if this process runs one."""
+    return f"python scripts/{command}.py" if is_script() else f"speccascade {command}"
+
+
+def parsed(kind: type[T], argv: list[str], command: str, about: str | None, default: Any = tyro.MISSING) -> T:
+    """The arguments of `command`, a `kind`. For --help, prints `about` and the help of each field, in
+    paragraphs as wide as the terminal.
+
+    default: the values of flags that are not given (by default, those of `kind`).
+    """
+    shown = _Captured()
+    program = f"{command}.py" if is_script() else f"speccascade {command}"
+    try:
+        with contextlib.redirect_stdout(shown):
+            return tyro.cli(
+                kind,
+                default=default,
+                args=argv,
+                prog=program,
+                description=_PLACE,
+                registry=_in_paragraphs(),
+            )
+    finally:
+        text = shown.getvalue().replace("show this help message", "Show this help message")
+        print(text.replace(_PLACE, description(about or "")), end="")
+
+
+_PLACE = "DESCRIPTION"
+
+
+class _Captured(io.StringIO):
+    """Text on its way to stdout. It is formatted for stdout, in colour on a terminal."""
+
+    encoding = getattr(sys.stdout, "encoding", None)
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def description(about: str) -> str:
+    """A docstring as the terminal shows it: paragraphs wrapped, indented lines as they are, and examples that
+    call the command as the user has."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = [
+        paragraph if paragraph.startswith(" ") else textwrap.fill(" ".join(paragraph.split()), width)
+        for paragraph in about.strip().split("\n\n")
+    ]
+    text = "\n\n".join(paragraphs)
+    return text if is_script() else re.sub(r"python scripts/(\w+)\.py", r"speccascade \1", text)
+
+
+def _in_paragraphs() -> ConstructorRegistry:
+    """A registry whose help texts have no line breaks of the source, and no default that says nothing."""
+    registry, within = ConstructorRegistry(), []
+
+    @registry.struct_rule
+    def flowing(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if within:  # for the next rule, which makes the fields
+            return None
+        within.append(info)
+        try:
+            made = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            within.clear()
+        if not isinstance(made, StructConstructorSpec) or not dataclasses.is_dataclass(info.type):
+            return None
+        return dataclasses.replace(made, fields=tuple(map(_flowing, made.fields)))
+
+    return registry
+
+
+def _flowing(field: StructFieldSpec) -> StructFieldSpec:
+    def text() -> str | None:
+        written = field.helptext() if callable(field.helptext) else field.helptext
+        return None if written is None else " ".join(written.split())
+
+    if dataclasses.is_dataclass(field.default):
+        return field
+    kind: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint=_default_of)]
+    return dataclasses.replace(field, type=kind, helptext=text)
+
+
+def _default_of(label: str) -> str:
+    """The words on a default; none on an empty one, whose meaning the help text has."""
+    return "" if label in ("None", "", "''") else f"(default: {label})"
 
 
 def console(**options: Any) -> Console:

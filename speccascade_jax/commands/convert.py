@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import tyro
 
 from speccascade_jax import checkpoints
-from speccascade_jax.commands.commandline import exit_code, program
+from speccascade_jax.commands.commandline import exit_code, parsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,4 @@ def convert(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(
-        lambda: convert(tyro.cli(Arguments, args=argv, prog=program("convert"), description=__doc__))
-    )
+    return exit_code(lambda: convert(parsed(Arguments, argv, "convert", __doc__)))

@@ -39,7 +39,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of,
     table_of_configs,
 )
@@ -326,9 +326,7 @@ def settings_of(run: DecodeConfig) -> dict[str, Any]:
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog=program("decode"), description=__doc__
-    )
+    return parsed(Arguments, argv, "decode", __doc__, Arguments(run, config=name))
 
 
 def main(argv: list[str]) -> int:

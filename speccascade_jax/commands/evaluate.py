@@ -25,7 +25,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of,
     task_of,
 )
@@ -277,9 +277,7 @@ def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("evaluate"), description=__doc__
-    )
+    return parsed(Arguments, argv, "evaluate", __doc__, Arguments(run, name))
 
 
 def main(argv: list[str]) -> int:

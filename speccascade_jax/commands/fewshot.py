@@ -16,7 +16,7 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.cluster import Job, joined
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program, table_of
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, parsed, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.fewshot import (
@@ -296,13 +296,7 @@ def figures_of(marks: Marks, outputs: list[Output]) -> dict[str, Any]:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "gemma2_2b_9b")
-    return tyro.cli(
-        Arguments,
-        default=Arguments(run, tyro.MISSING, name),
-        args=argv,
-        prog=program("fewshot"),
-        description=__doc__,
-    )
+    return parsed(Arguments, argv, "fewshot", __doc__, Arguments(run, tyro.MISSING, name))
 
 
 def main(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of_configs,
 )
 from speccascade_jax.commands.profiles import check_profile, profiled
@@ -79,13 +79,7 @@ def check_router(config: str, run: RouterConfig, ship: bool) -> None:
 
 
 def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
-    arguments = tyro.cli(
-        RouterArguments,
-        default=RouterArguments(run, config),
-        args=argv,
-        prog=program("finetune"),
-        description=__doc__,
-    )
+    arguments = parsed(RouterArguments, argv, "finetune", __doc__, RouterArguments(run, config))
     run = arguments.run
     check_router(config, run, arguments.ship)
     screen = console()
@@ -123,9 +117,7 @@ def finetune(argv: list[str]) -> None:
     if run is tyro.MISSING:  # of --help; without a config, no flag has a default
         run = load(SHOWN, TrainConfig)
         about = f"{__doc__}\nThe defaults shown are those of --config={SHOWN}.\n"
-    arguments = tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("finetune"), description=about
-    )
+    arguments = parsed(Arguments, argv, "finetune", about, Arguments(run, name))
     metric = arguments.run.task.metric
     if metric not in METRICS:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")

@@ -37,11 +37,10 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
-import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, console, exit_code, program
+from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
@@ -380,4 +379,4 @@ def blocks_by_load(
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: load(tyro.cli(Arguments, args=argv, prog=program("load"), description=__doc__)))
+    return exit_code(lambda: load(parsed(Arguments, argv, "load", __doc__)))

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from speccascade_jax.commands.commandline import console, exit_code, program
+from speccascade_jax.commands.commandline import console, exit_code, parsed
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.training.checks import check_folder
@@ -90,4 +90,4 @@ def new(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: new(tyro.cli(Arguments, args=argv, prog=program("new"), description=__doc__)))
+    return exit_code(lambda: new(parsed(Arguments, argv, "new", __doc__)))

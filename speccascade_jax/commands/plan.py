@@ -31,7 +31,7 @@ from speccascade_jax.commands.commandline import (
     console,
     exit_code,
     flag_of,
-    program,
+    parsed,
     task_of,
     whole_words,
 )
@@ -665,9 +665,7 @@ def short_names(paths: list[str]) -> dict[str, str]:
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
     run = dataclasses.replace(run.by("speculative"), alpha=0.0, block_size=1, planned_for=())
-    return tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("plan"), description=__doc__
-    )
+    return parsed(Arguments, argv, "plan", __doc__, Arguments(run, name))
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from speccascade_jax.commands.commandline import at_least, console, exit_code, program
+from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
 from speccascade_jax.config import PACKAGE
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import records
@@ -211,7 +211,7 @@ def able(names: Sequence[str], screen: Console) -> list[Experiment]:
 
 
 def parse(argv: list[str]) -> Arguments:
-    return tyro.cli(Arguments, args=argv, prog=program("report"), description=__doc__)
+    return parsed(Arguments, argv, "report", __doc__)
 
 
 def main(argv: list[str]) -> int:

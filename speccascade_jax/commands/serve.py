@@ -35,7 +35,7 @@ from speccascade_jax.commands.commandline import (
     exit_code,
     flag_of,
     keep_compilations,
-    program,
+    parsed,
 )
 from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
@@ -473,9 +473,7 @@ def server_of(app: Any, engine: Any, drain_seconds: float) -> Any:
 def parse(argv: list[str]) -> Arguments:
     """The command line over the fields of its --config."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog=program("serve"), description=__doc__
-    )
+    return parsed(Arguments, argv, "serve", __doc__, Arguments(run, config=name))
 
 
 def main(argv: list[str]) -> int:

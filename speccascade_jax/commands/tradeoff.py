@@ -26,7 +26,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     task_of,
 )
 from speccascade_jax.config import DecodeConfig, Task
@@ -410,13 +410,8 @@ def sweep(arguments: Arguments) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments,
-        default=Arguments(dataclasses.replace(run, batch_size=32), name),
-        args=argv,
-        prog=program("tradeoff"),
-        description=__doc__,
-    )
+    default = Arguments(dataclasses.replace(run, batch_size=32), name)
+    return parsed(Arguments, argv, "tradeoff", __doc__, default)
 
 
 def main(argv: list[str]) -> int:
