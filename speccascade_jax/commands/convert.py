@@ -1,10 +1,11 @@
-"""Converts a checkpoint of any format into another.
+"""Converts a checkpoint into another format.
 
-    python scripts/convert.py gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000 small \\
-        --to=huggingface
+    python scripts/convert.py \\
+        gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000 \\
+        small --to=huggingface
     python scripts/convert.py runs/wmt_small OUT --to=t5x --dtype=bfloat16
 
-The folder OUT appears when it is complete; IN's tokenizer goes along.
+OUT is created only once the conversion has finished; the tokenizer is copied with it.
 """
 
 import dataclasses
@@ -20,13 +21,14 @@ from speccascade_jax.commands.commandline import exit_code, parsed
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """A folder (Hugging Face, T5X, a run of finetune.py), gs://BUCKET/PATH or hf://ORGANISATION/NAME."""
+    """The checkpoint to read: a folder (Hugging Face, T5X or a training run), gs://BUCKET/PATH or
+    hf://ORGANISATION/NAME."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """A folder that does not exist yet."""
+    """The folder to write, which must not exist yet."""
     to: Literal["huggingface", "t5x", "native"]
-    """native is a run directory such as finetune.py writes."""
+    """The format to write. native is the format of training runs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in OUT."""
+    """The dtype of the weights in OUT."""
 
 
 def convert(arguments: Arguments) -> None:

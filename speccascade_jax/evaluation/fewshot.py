@@ -284,7 +284,7 @@ TASKS = {
     for task in (
         FewShotTask(
             name="gsm8k",
-            summary="word problems of school mathematics, answered in steps",
+            summary="grade-school math word problems, answered step by step",
             examples=f"{DATA}/gsm8k/test.jsonl.gz",
             shot_pool=f"{DATA}/gsm8k/train.jsonl.gz",
             shots=8,
@@ -298,7 +298,7 @@ TASKS = {
         ),
         FewShotTask(
             name="mbpp",
-            summary="short Python programs that pass given tests",
+            summary="short Python programs that must pass given tests",
             examples=f"{DATA}/mbpp/test.jsonl.gz",
             shot_pool=f"{DATA}/mbpp/prompt.jsonl.gz",
             shots=3,
@@ -315,7 +315,7 @@ TASKS = {
         ),
         FewShotTask(
             name="squad2",
-            summary="questions on a passage, some without an answer",
+            summary="questions about a passage, some of them unanswerable",
             examples=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
             shot_pool=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
             shots=4,
@@ -348,7 +348,7 @@ TASKS = {
         ),
         FewShotTask(
             name="wmt",
-            summary="translation from English to German",
+            summary="English-to-German translation",
             examples=f"{DATA}/wmt_en_de_small/validation.jsonl.gz",
             shot_pool=f"{DATA}/wmt_en_de_small/train.jsonl.gz",
             shots=5,
@@ -362,7 +362,7 @@ TASKS = {
         ),
         FewShotTask(
             name="cnndm",
-            summary="summaries of news",
+            summary="news summaries",
             examples="hf://abisee/cnn_dailymail/3.0.0:validation",
             shot_pool="hf://abisee/cnn_dailymail/3.0.0:train",
             shots=1,

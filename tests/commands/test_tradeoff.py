@@ -113,7 +113,7 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     shown = capsys.readouterr().out
     for said in (
         "quality: 6 points of 4 methods and block sizes; 0 programs compiled",
-        "every point:",
+        "all points:",
         "temperature 1: fastest at the verifier's bleu",
         "temperature 1: best within",
         "picked for",
