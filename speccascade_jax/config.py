@@ -170,7 +170,7 @@ class TrainConfig:
     batch_tokens: int = 2048
     # Batches per optimizer step (gradient accumulation).
     accumulate: int = 1
-    # adafactor, adamw or muon. The updates of muon are scaled by each array's RMS.
+    # The optimizer: adafactor, adamw or muon. The updates of muon are scaled by each array's RMS.
     optimizer: str = "adafactor"
     # The largest learning rate, reached after the warm-up.
     learning_rate: float = 1e-3
@@ -210,7 +210,7 @@ class TrainConfig:
     lora_kernels: tuple[str, ...] = ()
     # The dtype of the frozen parameters of --init: float32 or bfloat16.
     lora_base: str = "float32"
-    # How the small members of a network are trained (exits, a drafter on a shared encoder, or an EAGLE-3
+    # Training of the small members of a network (exits, a drafter on a shared encoder, or an EAGLE-3
     # head). They learn from the full model as a drafter learns from its teacher: --distillation,
     # --divergence, --method and --alpha apply to them.
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)

@@ -1,6 +1,6 @@
 """Times the parts of a cascade, and whole decodings against the verifier alone and other libraries.
 
-    python scripts/benchmark.py    # the parts of a round, with the demo's weights
+    python scripts/benchmark.py    # the parts of a round of the demo pair
     python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large
     python scripts/benchmark.py --input sentences.jsonl --join 4 --vs hf
     python scripts/benchmark.py --tpu=v5e:2x2 --config=wmt_small_large

@@ -114,6 +114,7 @@ def parsed(kind: type[T], argv: list[str], command: str, about: str | None, defa
             )
     finally:
         text = shown.getvalue().replace("show this help message", "Show this help message")
+        text = re.sub(r"^│ *│\n", "", text, flags=re.MULTILINE)  # below a help text that fills its last line
         print(text.replace(_PLACE, description(about or "")), end="")
 
 
@@ -123,7 +124,7 @@ _PLACE = "DESCRIPTION"
 class _Captured(io.StringIO):
     """Text on its way to stdout. It is formatted for stdout, in colour on a terminal."""
 
-    encoding = getattr(sys.stdout, "encoding", None)
+    encoding = str(getattr(sys.__stdout__, "encoding", None))
 
     def isatty(self) -> bool:
         return sys.__stdout__ is not None and sys.__stdout__.isatty()
@@ -145,7 +146,7 @@ def description(about: str) -> str:
 
 def _in_paragraphs() -> ConstructorRegistry:
     """A registry whose help texts have no line breaks of the source, and no default that says nothing."""
-    registry, within = ConstructorRegistry(), []
+    registry, within = ConstructorRegistry(), list[StructTypeInfo]()
 
     @registry.struct_rule
     def flowing(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -168,8 +169,8 @@ def _flowing(field: StructFieldSpec) -> StructFieldSpec:
         written = field.helptext() if callable(field.helptext) else field.helptext
         return None if written is None else " ".join(written.split())
 
-    if dataclasses.is_dataclass(field.default):
-        return field
+    if dataclasses.is_dataclass(field.default):  # not a flag, but a group of flags
+        return dataclasses.replace(field, helptext=text)
     kind: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint=_default_of)]
     return dataclasses.replace(field, type=kind, helptext=text)
 

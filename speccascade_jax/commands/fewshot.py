@@ -4,8 +4,8 @@ Examples:
 
     python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k \\
         --methods verifier speculative token_v3
-    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code \\
-        --output mbpp.jsonl
+    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp \\
+        --execute-code --output mbpp.jsonl
 """
 
 import contextlib

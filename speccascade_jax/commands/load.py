@@ -1,6 +1,6 @@
 """Load-tests a server: throughput and latency for sizing, and ratios that carry over to other machines.
 
-    python scripts/load.py --config=demo --rows=8 --minutes=10 --output=load.json
+    python scripts/load.py --config=demo --minutes=10 --output=load.json
 
 This measures, three times in turn, decoding of the same texts by the decode command, the server at
 saturation, a server with one row (one request at a time) and, with --vs-transformers, a server that answers

@@ -14,7 +14,7 @@ import math
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -77,7 +77,10 @@ class Arguments:
     """Temperatures to sweep. 0 decodes greedily."""
     top_ps: tuple[float, ...] = (1.0,)
     """Values of top_p to sweep. 1 keeps all tokens."""
-    truncations: tuple[Literal[*TRUNCATIONS], ...] = tuple(TRUNCATIONS)  # type: ignore[valid-type]
+    truncations: Annotated[
+        tuple[Literal[*TRUNCATIONS], ...],  # type: ignore[valid-type]
+        tyro.conf.arg(metavar="[NAME [NAME ...]]"),
+    ] = tuple(TRUNCATIONS)
     """Truncations to sweep for the verifier and the lossless cascade; each becomes a curve."""
     join: int | None = None
     """Join between one and this many examples into one. Default: the task's number."""

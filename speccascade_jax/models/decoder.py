@@ -70,23 +70,23 @@ class DecoderConfig:
     num_kv_heads: int = 32
     # The number of layers.
     num_layers: int = 32
-    # The activation of the MLP: silu or gelu_pytorch_tanh.
+    # The activation of the MLP: silu, gelu_pytorch_tanh or gelu.
     activation: str = "silu"
-    # Whether input and output embeddings are the same.
+    # Share input and output embeddings.
     tied_embeddings: bool = False
-    # Whether queries, keys and values have a bias.
+    # Add biases to queries, keys and values.
     query_bias: bool = False
-    # Whether the output projection of attention has a bias.
+    # Add a bias to the output projection of attention.
     output_bias: bool = False
-    # Whether the MLP has biases.
+    # Add biases to the MLP.
     mlp_bias: bool = False
-    # Whether each head's queries and keys are normalised.
+    # Normalise each head's queries and keys.
     head_norms: bool = False
-    # Whether the outputs of attention and MLP are normalised, too.
+    # Normalise the outputs of attention and MLP, too.
     post_norms: bool = False
-    # Whether norms scale by one plus the stored value.
+    # Scale in norms by one plus the stored value.
     unit_offset: bool = False
-    # Whether embeddings are multiplied by sqrt(d_model).
+    # Multiply embeddings by sqrt(d_model).
     scaled_embedding: bool = False
     # Attention scores are divided by the square root of this number. None uses d_kv.
     query_scalar: int | None = None
@@ -114,7 +114,7 @@ class DecoderConfig:
     rope_high: float = 4.0
     # For yarn: the factor of sines and cosines.
     rope_attention: float = 1.0
-    # For yarn: whether the ends of the ramp are rounded to integers.
+    # For yarn: round the ends of the ramp to integers.
     rope_truncate: bool = True
     # The longest text. The scaling `dynamic` and readers of exported folders use it.
     max_positions: int = 4096

@@ -68,16 +68,15 @@ class T5Config:
     num_decoder_layers: int = 8
     # The number of buckets of relative positions.
     relative_buckets: int = 32
-    # The largest relative position with a bucket of its own.
+    # Relative positions beyond this distance share a bucket.
     relative_max_distance: int = 128
     # The dropout rate in training.
     dropout_rate: float = 0.1
-    # Whether the MLP is gated (T5 1.1). Otherwise it has one relu projection (T5 1.0).
+    # Use a gated MLP (T5 1.1) instead of one relu projection (T5 1.0).
     gated: bool = True
-    # Whether input and output embeddings are the same and logits are scaled by d_model**-0.5 (T5 1.0).
+    # Share input and output embeddings, and scale logits by d_model**-0.5 (T5 1.0).
     tied_embeddings: bool = False
-    # Whether all layers share one table of relative positions. Otherwise each layer has its own (scalable_t5
-    # in T5X).
+    # Share one table of relative positions. Otherwise each layer has its own (scalable_t5 in T5X).
     shared_position_bias: bool = True
     # The padding token, which is also the decoder's start token.
     pad_id: int = 0

@@ -266,19 +266,3 @@ def test_list_names_configs_to_decode_with_and_methods(capsys):
     assert "│ demo_verifier " not in decoding and "│ demo_verifier " in training
     assert "│ demo " in decoding and "│ demo " not in training
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
-
-
-def test_every_flag_has_a_whole_sentence_of_help(monkeypatch, capsys):
-    """Whole sentences, not cut off where a line of the code ends; the examples keep their lines."""
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit):
-        decode.main(["--help"])
-    said = capsys.readouterr().out
-    assert said.count("\n    speccascade decode") == 3
-    helps = {}
-    for line in said.replace("│", "").splitlines():
-        if line.strip().startswith("--"):
-            flag, _, line = line.strip().partition("  ")
-            name = flag.split()[0].split(",")[0].removeprefix("--")
-            line = line if name in line else line.strip()
-        helps[name] = line.split("(default: ")[0].strip()

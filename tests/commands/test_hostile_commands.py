@@ -181,7 +181,9 @@ def test_a_full_disk_is_named(flags, folder):
         env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(SCRIPTS.parent)},
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "out.jsonl: File too large; files that were already saved are intact" in " ".join(done.stderr.split())
+    assert "out.jsonl: File too large; files that were already saved are intact" in " ".join(
+        done.stderr.split()
+    )
     assert call("decode", *flags, "--input=data.jsonl", "--output=out.jsonl") == 0
     assert len((folder / "out.jsonl").read_text().splitlines()) == 6
 
