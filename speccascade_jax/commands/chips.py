@@ -13,7 +13,8 @@ from speccascade_jax.commands.commandline import at_least, console, table_of, wh
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import tpus
-from speccascade_jax.evaluation.chips import ChipPlan, Chips, DescribedModel, plans_by_rows
+from speccascade_jax.evaluation.chips import ROWS, ChipPlan, Chips, DescribedModel, plans_by_rows
+from speccascade_jax.inference.progress import track
 from speccascade_jax.planning.prediction import even_acceptance
 from speccascade_jax.planning.readings import Reading
 from speccascade_jax.planning.simulation import Fleet, SimulatedServer, fewest, rounds_of_texts
@@ -83,8 +84,12 @@ def plan_for_chips(
             )
     tpus.check_vocabularies(shapes)
     members = [DescribedModel(config, chips) for config in shapes]
-    plans = list(plans_by_rows(members, names, reading, max_block, run.hand_over))
-    fleets = [None if load is None else fleet_of(choice, load, reading) for choice in plans]
+    by_rows = plans_by_rows(members, names, reading, max_block, run.hand_over)
+    plans = list(track(by_rows, "planning, batch sizes", len(ROWS)))
+    fleets = [
+        None if load is None else fleet_of(choice, load, reading)
+        for choice in track(plans, "simulating, batch sizes")
+    ]
     show(plans, fleets, chips, load, screen)
     if load is None:
         best = [choice for choice in plans if choice.rows <= run.batch_size][-1]

@@ -63,6 +63,7 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
         tpus.check_pair(case, described)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are reported
     report = Report(a.output, dtype, device=a.tpu)
-    for case in each:
-        for title, figures in tpus.figures(tpus.Pair(case, described), a.tpu, a.acceptance):
+    for number, case in enumerate(each, 1):
+        name = "compiling" if len(each) == 1 else f"compiling {number} of {len(each)}"
+        for title, figures in tpus.figures(tpus.Pair(case, described), a.tpu, a.acceptance, name):
             report.table(title, figures)

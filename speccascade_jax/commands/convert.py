@@ -9,13 +9,15 @@ OUT is created only once the conversion has finished; the tokenizer is copied wi
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import tyro
 
 from speccascade_jax import checkpoints
-from speccascade_jax.commands.commandline import exit_code, parsed
+from speccascade_jax.commands.commandline import console, exit_code, parsed
+from speccascade_jax.inference.progress import track
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,12 @@ class Arguments:
 def convert(arguments: Arguments) -> None:
     checkpoints.check_absent(arguments.out)  # better now than after minutes of loading
     checkpoints.check_savable(checkpoints.config_of(arguments.source), arguments.to)
-    checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype))
+
+    def reading(arrays: Iterable[Any], total: int) -> Iterable[Any]:
+        return track(arrays, "reading", total)
+
+    checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype), track=reading)
+    console(stderr=True).print(f"writing {arguments.out}", soft_wrap=True)
     checkpoints.save(arguments.out, checkpoint, arguments.to, jnp.dtype(arguments.dtype))
     print(f"{arguments.out}: {arguments.to}, {arguments.dtype}, {checkpoint.model.config}")
     if checkpoint.tokenizer is None:
