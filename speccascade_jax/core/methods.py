@@ -1,4 +1,4 @@
-"""What a name of --method stands for: a target distribution that is verified, or a separate scheme.
+"""The types behind the names of --method: a target distribution for verification, or a separate scheme.
 
 For example:
 

@@ -67,7 +67,7 @@ def _opened(path: str | Path) -> Iterator[Any]:
 
 
 def parse_json(line: str, where: str) -> Any:
-    """What a line of JSON holds. Raises ValueError that begins with `where`."""
+    """The value of a line of JSON. Raises a ValueError that begins with `where`."""
     try:
         return json.loads(line)
     except RecursionError:

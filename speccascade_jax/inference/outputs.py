@@ -125,7 +125,7 @@ def _check_regular(path: Path, field: str = "output") -> None:
 
 
 def settings_file(path: str | Path) -> Path:
-    """Where `resume` keeps what the lines of `path` were made of."""
+    """The file in which `resume` keeps the settings of the lines of `path`."""
     return Path(f"{path}.settings.json")
 
 
@@ -190,7 +190,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
 
 
 def _settings_in(kept: Path) -> dict[str, Any] | None:
-    """What a settings file holds; None if it is not one of ours."""
+    """The content of a settings file; None for any other file."""
     if kept.stat().st_size > LARGEST_SETTINGS:
         return None
     try:
@@ -249,8 +249,8 @@ def open_output(
 def resumed_by(
     job: Job, stack: contextlib.ExitStack, opened: Callable[[], tuple[OutputFile, list[Output]]] | None
 ) -> tuple[OutputFile | None, list[Output], int]:
-    """What the first process of a job has `opened` (see open_output), within the stack, and how many outputs
-    it has found there. The other processes have no file, and know the number only."""
+    """The file that the first process of a job has `opened` (see open_output) on the stack, its outputs, and
+    their number. The other processes have no file, and get only the number."""
     file, outputs = None, list[Output]()
 
     def count() -> int:
@@ -356,7 +356,7 @@ def _field(flag: str) -> str:
 
 
 def _names(path: str | Path | None) -> list[Any]:
-    """What two paths of one file have in common: where links lead, and the file itself."""
+    """Identities that two paths of one file share: the resolved path, and the file itself."""
     if path is None:
         return []
     real = os.path.realpath(path)

@@ -93,7 +93,7 @@ def finished(shard: Shard, settings: dict[str, Any]) -> list[Output] | None:
 
 
 class Worker:
-    """What runs in an actor: a cascade, which decodes one shard after the other."""
+    """The code of an actor: a cascade that decodes one shard after the other."""
 
     def __init__(self, run: DecodeConfig, settings: dict[str, Any]):
         self.run, self.settings = run, settings

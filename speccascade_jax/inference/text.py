@@ -255,12 +255,12 @@ class Cascade:
 
     @property
     def levels(self) -> int:
-        """How many of the models verify."""
+        """The number of models that verify."""
         return len(self.models) - 1
 
     @property
     def devices(self) -> int:
-        """How many share a batch's rows."""
+        """The number of devices that share a batch's rows."""
         return 1 if self.mesh is None else self.mesh.shape[AXIS]
 
     def sampler(
@@ -269,8 +269,8 @@ class Cascade:
         methods: tuple[tuple[Method, ...], ...] | None = None,
         verifications: Sequence[str] = (),
     ) -> tuple[Sampler, Any]:
-        """What decodes these settings, and its parameters; methods: those that rows choose from at each
-        level, where they are several; verifications likewise, the same at every level."""
+        """The sampler of these settings, and its parameters. methods: the methods that rows choose from at
+        each level, if there are several. verifications: likewise, the same at every level."""
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
@@ -353,7 +353,7 @@ class Cascade:
         return readings(self.foreign, texts, self.max_source_length, self.prompts)
 
     def prompts(self, texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
-        """What a model with this tokenizer reads for each text."""
+        """The tokens that a model with this tokenizer reads for each text."""
         texts = [self.prefix + text + self.suffix for text in texts]
         return as_user(texts, tokenizer, self.tokenizer) if self.chat else texts
 
@@ -663,7 +663,7 @@ class Cascade:
         return programs
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
-        """What decodes these settings: those that can share a program have one lane."""
+        """The lanes that decode these settings; settings that can share a program share a lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
             groups.setdefault(self.lane_of(settings), []).append(settings)

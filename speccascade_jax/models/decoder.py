@@ -186,7 +186,7 @@ class Affine(Linear):
 
 
 class Memory(NamedTuple):
-    """What queries attend to."""
+    """The keys and values that queries attend to."""
 
     keys: Array  # [B, H_kv, L, K], or as in a single row's cache
     values: Array
@@ -279,7 +279,7 @@ class Attention(nnx.Module):
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
     def keys_and_values(self, x: Array, turn: Turn) -> tuple[Array, Array]:
-        """What x [B, T, D] leaves in the cache: [B, H_kv, T, K] each."""
+        """The keys and values of x [B, T, D] for the cache: [B, H_kv, T, K] each."""
         new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
         if sharers() and self.config.num_kv_heads % sharers():
             return whole(new[0]), whole(new[1])
@@ -333,8 +333,8 @@ class Layer(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What every decoder-only network has around its layers: an embedding, a last norm, and a head unless the
-    embedding is the head. `dtype` is the matrix products'; sums and logits are float32."""
+    """The parts of every decoder-only network around its layers: an embedding, a final norm, and a head
+    unless the embedding is the head. `dtype` is that of matrix products; sums and logits are float32."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ log = logging.getLogger("speccascade_jax.serving")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server allows, and to whom."""
+    """The limits and permissions of a server."""
 
     seconds: float = 120.0  # a request, from its body to its last token
     body_bytes: int = 2**20
@@ -304,7 +304,7 @@ def unavailable(reason: str, code: str, seconds: int) -> Refused:
 
 
 class Errors:
-    """What becomes of exceptions: answers in the wire format, counted by their status."""
+    """Turns exceptions into answers in the wire format, and counts them by status."""
 
     def __init__(self, refused: Counter):
         self.refused = refused
@@ -386,7 +386,7 @@ def described(model: ServedModel) -> dict[str, Any]:
 
 
 def middleware(limits: Limits) -> list[Middleware]:
-    """What lets the pages of other origins send requests, where any may."""
+    """The middleware that lets pages of other origins send requests, if any may."""
     if not limits.origins:
         return []
     return [
