@@ -154,8 +154,8 @@ class Job:
         return self.number == 0
 
     def share(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in all: anything that JSON holds. A ValueError or OSError that it
-        raises is one in all."""
+        """Runs `make` in the first process and returns its JSON value in all processes. A ValueError or
+        OSError is raised in all of them, too."""
         return make()
 
     def tell(self, message: Any) -> None:
@@ -312,7 +312,7 @@ def _address() -> str:
 
 
 def _first_line(connection: socket.socket) -> str:
-    """What comes before the first end of a line, and nothing after it."""
+    """The text before the first line break."""
     line = b""
     while not line.endswith(b"\n") and (byte := connection.recv(1)):
         line += byte

@@ -120,7 +120,7 @@ def local_folder(path: str | Path) -> Path:
 
 
 def readers_of(folder: Path) -> tuple[Any, Any]:
-    """What reads a local folder, and what reads only its model's shape. Raises ValueError."""
+    """The functions that read a local folder, and only its model's config. Raises ValueError."""
     for name, readers in READERS.items():
         if exists(folder / name):
             return readers

@@ -1,5 +1,5 @@
-"""What the formats share: reading zarr arrays one at a time, making parameters from them, and errors in one
-line."""
+"""Code that all formats share: reading zarr arrays one at a time, converting them to parameters, and one-line
+errors."""
 
 import dataclasses
 import math
@@ -282,7 +282,7 @@ def put_parts(array: Stored, where: jax.sharding.Sharding, dtype: Any) -> jax.Ar
 
 
 def ends_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where a box begins and ends along each axis of an array."""
+    """The beginning and end of a box along each axis of an array."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: parsing flags, help texts, tables, errors and exit codes."""
+"""Code that the commands share: parsing flags, help texts, tables, errors and exit codes."""
 
 import argparse
 import ast

@@ -143,7 +143,7 @@ def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
 def resume_answers(
     path: str, settings: dict[str, Any], count: int
 ) -> tuple[dict[str, int], dict[str, dict[str, Any]], OutputFile]:
-    """Of each method in --output: how many answers stand there, and its figures; and the file, for more."""
+    """The number of answers and the figures of each method in --output, and the file for adding more."""
     answers: dict[str, int] = {}
     figures: dict[str, dict[str, Any]] = {}
 

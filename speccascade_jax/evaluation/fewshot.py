@@ -24,7 +24,7 @@ Example = dict[str, Any]
 
 
 class Marks(NamedTuple):
-    """What the answers to a task's examples are worth."""
+    """The scores of answers to a task's examples."""
 
     figures: dict[str, float]  # 0 to 100
     answers: list[Any]  # of each answer, in order; empty where only all together have a score
@@ -37,7 +37,7 @@ TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotTask:
-    """How an example and its answer are written in a prompt, and how a model's answer is read and scored."""
+    """The format of examples and answers in a prompt, and the reading and scoring of a model's answer."""
 
     name: str
     summary: str  # one sentence for people

@@ -1,4 +1,5 @@
-"""What a sweep measures of one split: the quality of every point, batched, and its latency, one at a time."""
+"""The measurements of a sweep on one split: every point's quality in batches, and its latency at batch size
+1."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

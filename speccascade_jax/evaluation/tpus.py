@@ -68,7 +68,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What is compiled: a drafter and a verifier of these shapes, and how they decode."""
+    """The programs to compile: the shapes of a drafter and a verifier, and their settings."""
 
     drafter: Config
     verifier: Config
@@ -310,7 +310,8 @@ def dtype_of(run: DecodeConfig) -> str:
 
 
 def attached_of(config: Config) -> checkpoints.Attached | None:
-    """What a drafter of that shape is, if it only works as a member of one network with its verifier."""
+    """The entry of a drafter with that config if it only works as a member of one network with its
+    verifier."""
     return checkpoints.ATTACHED.get(type(model_of(config)))
 
 
@@ -373,8 +374,8 @@ def buffers_of(tree: Any) -> list[Any]:
 
 
 def flops(jaxpr: Any) -> float:
-    """Of the matrix products of a jaxpr; a loop of unknown length counts once, and so does the most expensive
-    branch."""
+    """The FLOP of a jaxpr's matrix products. A loop of unknown length counts once, and of branches only the
+    most expensive one counts."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

@@ -346,10 +346,10 @@ def check_split(split: str, path: str) -> None:
 
 
 def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
-    """Where the run's best parameters go: the run's own folder and, if `ship`, one in the package.
+    """The folders for the run's best parameters: one in the run's folder and, if `ship`, one in the package.
 
-    A network's run is a checkpoint itself, and models that Hugging Face's format does not hold stay runs.
-    Raises FieldError for a config without a folder of the package's.
+    The run of a network is itself a checkpoint, and models that the Hugging Face format does not support
+    remain runs. Raises FieldError for a config without a folder in the package.
     """
     folders = []
     if config.export_dir is not None:
@@ -371,7 +371,7 @@ def holds(model: Config) -> bool:
 
 
 def shipped_at(config: TrainConfig | RouterConfig) -> Path:
-    """What --ship writes. Raises FieldError where the package ships nothing that this config makes."""
+    """The path that --ship writes. Raises FieldError if nothing in the package is made by this config."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
         raise FieldError(
             "ship",

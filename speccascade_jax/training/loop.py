@@ -158,7 +158,7 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
 
 
 def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None:
-    """What the run adds to its directory: its log and its saves."""
+    """Trains, and writes the log and the saves of the run to its folder."""
     run, task, judged = Path(config.output_dir), config.task, config
     rows = math.lcm(8, jax.device_count())
     validation_rows = rows * -(-32 // rows)

@@ -91,7 +91,7 @@ def split_adapters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def with_adapters(params: nnx.State, adapters: nnx.State) -> nnx.State:
-    """What split_adapters() has split."""
+    """Joins the parts that split_adapters() returns."""
     return nnx.from_flat_state(dict(nnx.to_flat_state(params)) | dict(nnx.to_flat_state(adapters)))
 
 

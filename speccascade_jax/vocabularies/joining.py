@@ -148,8 +148,8 @@ def readings(
 
 
 def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated, list[int]]]) -> Any:
-    """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `foreign_tokens`
-    of each row; one array for all if they read the same."""
+    """The inputs of each model of a nest: `tokens` [B, S] of the target, or a Source with the
+    `foreign_tokens` of each row; one array if all read the same tokens."""
 
     def input_of(model: Any) -> Any:
         if not isinstance(model, Translated):

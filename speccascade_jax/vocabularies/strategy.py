@@ -44,8 +44,7 @@ def refused_without_law(
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How a drafter of another vocabulary drafts for a verifier: the laws it drafts from, and their
-    limits."""
+    """A strategy for a drafter of another vocabulary: the laws that it drafts from, and its limits."""
 
     name: str
     summary: str  # for people
