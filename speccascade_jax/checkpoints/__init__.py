@@ -126,7 +126,7 @@ def readers_of(folder: Path) -> tuple[Any, Any]:
             return readers
     if exists(folder / "adapter_config.json"):
         raise ValueError(
-            f"{folder} holds an adapter without its model: merge it into the model it was "
+            f"{folder} is an adapter without its model: merge it into the model it was "
             f"trained on "
             "(peft's merge_and_unload), and save that."
         )

@@ -107,7 +107,7 @@ def requests(
             raise FieldError(
                 name,
                 value.shape,
-                f"give [{levels}], or [{rows}, {levels}] for a value a row.",
+                f"give [{levels}], or [{rows}, {levels}] for a value per row.",
                 f"{name} has shape {value.shape}, and this sampler has {levels} verifiers",
             )
         by_level[name] = jnp.broadcast_to(value, (rows, levels))

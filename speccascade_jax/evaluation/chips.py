@@ -167,7 +167,7 @@ def plans_by_rows(
                 raise FieldError(
                     "tensor_parallel",
                     chips.devices,
-                    "let more chips share the models, or take smaller ones or int8.",
+                    "share the models among more chips, or use smaller ones or int8.",
                     f"the models take {held / 1e9:.1f} GB of each of {chips.devices} chips, which has "
                     f"{chips.chip.memory / 1e9:.0f} GB",
                 )

@@ -52,7 +52,7 @@ class FewShotTask:
     max_new_tokens: int
     fields: dict[str, str]  # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
     fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
-    executes: bool = False  # the score runs what the models wrote, in a sandbox
+    executes: bool = False  # the score runs the models' programs, in a sandbox
     check: Callable[[Example], None] = lambda example: None  # raises ValueError where it cannot be scored
 
 

@@ -54,7 +54,7 @@ class Measurements:
         self.run, self.task, self.timed, self.trials, self.screen = run, task, timed, trials, screen
         examples = joined_examples(task, getattr(task, split))[:limit]
         if not examples:
-            raise FieldError("split", split, "name another --split.", f"the {split} split is empty")
+            raise FieldError("split", split, "choose another --split.", f"the {split} split is empty")
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)

@@ -90,12 +90,11 @@ def checked(name: str) -> Chip:
         raise FieldError(
             "tpu",
             name,
-            f"write the kind of chip, one of {', '.join(CHIPS)}, and how the "
-            "chips stand: v5e:2x2, v5p:2x2x1.",
+            f"give the kind of chip, one of {', '.join(CHIPS)}, and the topology: v5e:2x2, v5p:2x2x1.",
             f"--tpu is {name!r}",
         )
     if find_spec("libtpu") is None:
-        raise ValueError("--tpu needs TPU's compiler: pip install 'speccascade_jax[tpu]'.")
+        raise ValueError("--tpu needs the TPU compiler: pip install 'speccascade_jax[tpu]'.")
     return CHIPS[kind]
 
 
@@ -119,8 +118,8 @@ def devices_of(name: str) -> list[Any]:
         raise FieldError(
             "tpu",
             name,
-            "write chips that exist.",
-            f"--tpu is {name!r}, which TPU's compiler does not know ({said[:200]})",
+            "give an existing topology.",
+            f"--tpu is {name!r}, which the TPU compiler does not know ({said[:200]})",
         ) from None
 
 
@@ -361,8 +360,7 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
             )
         if not Path(folder).is_dir() and folder not in trained:
             raise ValueError(
-                f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
-                "with --preset."
+                f"{role}, {folder}, is missing, and no config has its shape: give both shapes with --preset."
             )
         configs.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
     return configs

@@ -162,7 +162,7 @@ def resume(
             raise FieldError(
                 "output",
                 str(path),
-                "name another place.",
+                "choose another place.",
                 f"cannot write {error.filename or path}: {error.strerror}",
             ) from None
         stack.pop_all()  # the caller closes the file
@@ -175,7 +175,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
             "output",
             str(path),
             f"{REMEDY}.",
-            f"{path} exists, without the {kept.name} that tells what it was made of",
+            f"{path} exists without {kept.name}, the record of its settings",
         )
     before = _settings_in(kept)
     if before != settings:
@@ -185,7 +185,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
             "output",
             str(path),
             f"{REMEDY}.",
-            f"{path} holds results of other settings (see {', '.join(names)} in {kept})",
+            f"{path} has results of other settings (see {', '.join(names)} in {kept})",
         )
 
 
@@ -210,7 +210,7 @@ def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None
                 "output",
                 str(path),
                 "move that file, or choose another --output.",
-                f"{kept}, where the settings of --output go, holds something else",
+                f"{kept}, the file for the settings of --output, is a different file",
             )
 
 
@@ -344,7 +344,7 @@ def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, s
                 raise FieldError(
                     _field(flag),
                     str(path),
-                    "name another one.",
+                    "choose another one.",
                     f"{flag} is {path}, the same file as {flags[name]}",
                 )
         flags |= dict.fromkeys(_names(path), flag)
@@ -376,5 +376,5 @@ def _check_writable(field: str, path: Path) -> None:
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
         raise FieldError(
-            field, str(path), "name another place.", f"cannot write {path}: {error.strerror}"
+            field, str(path), "choose another place.", f"cannot write {path}: {error.strerror}"
         ) from None

@@ -130,7 +130,7 @@ class Cascade:
                 raise FieldError(
                     "vocabulary",
                     self.vocabulary,
-                    "take vocabulary tli.",
+                    "use vocabulary tli.",
                     f"{self.vocabulary} drafts on the host, {self.model_free.name} does not",
                 )
             self.host_drafter = self.strategy.drafts(
@@ -317,7 +317,7 @@ class Cascade:
         raise FieldError(
             "sampler",
             model,
-            "make it of cascade.models, or give the model a params_from.",
+            "build it from cascade.models, or give the model a params_from.",
             "the sampler has a model that is not one of the cascade's",
         )
 
@@ -417,7 +417,7 @@ class Cascade:
             raise FieldError(
                 "max_new_tokens",
                 settings.max_new_tokens,
-                "load it with more.",
+                "load it with a larger limit.",
                 f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
                 f"most {self.max_new_tokens}",
             )
@@ -440,7 +440,7 @@ class Cascade:
             problem = (
                 f"{settings.name} asks the drafter for one token after another, and it writes several at once"
             )
-            raise FieldError("method", settings.name, "take a rule of --list, or verifier.", problem)
+            raise FieldError("method", settings.name, "choose a rule from --list, or verifier.", problem)
 
     def check_model_free(self, settings: Settings) -> None:
         """Raises FieldError for settings that cannot decode with drafts of no model."""
@@ -450,7 +450,7 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme and self.looks_up_alone and scheme.sampler(self.models).models == self.drafter:
             problem = f"{self.model_free.name} writes no text by itself"
-            raise FieldError("method", settings.name, "take another method.", problem)
+            raise FieldError("method", settings.name, "choose another method.", problem)
 
     def spans(self, settings: Settings) -> Spelled:
         """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""

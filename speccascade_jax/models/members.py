@@ -203,7 +203,7 @@ def member(model: Any, name: str | None, where: Any) -> Any:
         if name is None:
             return model
         raise ValueError(
-            f"{where} holds one model, not several with a {name!r} among them: name the folder "
+            f"{where} is a single model without a member {name!r}: give the folder "
             f"without @{name}, or fit exits to it with scripts/finetune.py."
         )
     name = model.names[-1] if name is None else name
@@ -234,8 +234,8 @@ def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
             continue
         if network != networks[n - 1] or params[n] is not params[n - 1]:
             raise ValueError(
-                "members of one network stand next to each other, and two networks of one "
-                f"shape do not go together: see models {networks.index(network)} and {n}."
+                "members of one network must be adjacent, and two networks of one "
+                f"shape cannot be combined: see models {networks.index(network)} and {n}."
             )
         if models[n - 1].number >= models[n].number:
             names = [network.names[models[k].number] for k in (n - 1, n)]

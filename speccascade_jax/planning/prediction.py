@@ -278,14 +278,14 @@ def predict(
             "block_sizes", list(block_sizes), f"{len(chosen)} models need {len(chosen) - 1} of them."
         )
     if any(not isinstance(size, int | np.integer) or size < 1 for size in block_sizes):
-        raise FieldError("block_sizes", list(block_sizes), "each is a whole number of at least 1.")
+        raise FieldError("block_sizes", list(block_sizes), "each must be an integer of at least 1.")
     sizes = tuple(map(int, block_sizes))
     widest, timed = max(reads(sizes, hand_over)), candidates.call_seconds.shape[1] - 1
     if widest > timed:
         raise FieldError(
             "block_sizes",
             list(block_sizes),
-            "time wider calls or take smaller blocks.",
+            "time wider calls or use smaller blocks.",
             f"block sizes {list(block_sizes)} need calls that read {widest} tokens, and {timed} is "
             "the most that was timed",
         )

@@ -82,15 +82,15 @@ class Reading(NamedTuple):
         try:
             content = parse_json(path, read(Path(path), JSON_BYTES))
         except ValueError as error:
-            raise refused("give a file that plan.py --acceptance-to has written.", f"({error})") from None
+            raise refused("give a file that plan.py --acceptance-to wrote.", f"({error})") from None
         if content.get("kind") != KIND:
-            raise refused("give a file that plan.py --acceptance-to has written.", "holds something else")
+            raise refused("give a file that plan.py --acceptance-to wrote.", "holds something else")
         if content.get("names") != list(names):
             raise refused(f"measure {', '.join(names)}.", f"is about the models {content.get('names')}")
         truncations = {name: getattr(settings, name) for name in TRUNCATIONS}
         if (content.get("temperature"), content.get("truncations")) != (settings.temperature, truncations):
             raise refused(
-                "give the same --temperature and truncations, or measure anew.",
+                "give the same --temperature and truncations, or measure again.",
                 f"was measured at temperature {content.get('temperature')} and other truncations",
             )
         try:
@@ -105,7 +105,7 @@ class Reading(NamedTuple):
         except (ValueError, TypeError, KeyError, IndexError, OverflowError):
             valid = False
         if not valid:
-            raise refused("measure anew with plan.py --acceptance-to.", "is damaged")
+            raise refused("measure again with plan.py --acceptance-to.", "is damaged")
         return cls(acceptance, probs, lengths)
 
 

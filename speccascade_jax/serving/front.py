@@ -112,7 +112,7 @@ class Front:
         if request.url.path.startswith("/v1/"):
             check_key(request, self.limits.keys)
         if self.draining:
-            raise unavailable("the server is about to stop.", "draining", LATER)
+            raise unavailable("the server is shutting down.", "draining", LATER)
         if not self.replicas.running:
             raise unavailable("no replica is ready: see /ready.", "not_ready", 2 * LATER)
         return Forwarded(self, await body_of(request, self.limits))
@@ -185,7 +185,7 @@ class Forwarded(Response):
                             passing.forget()
         except TimeoutError:
             raise unavailable(f"no replica has answered within {seconds:g} s.", "timeout", LATER) from None
-        raise unavailable("the replica that wrote this answer was lost.", "replica_lost", LATER)
+        raise unavailable("the replica that was writing this answer was lost.", "replica_lost", LATER)
 
     async def _refuse(self, passing: "Passing", refused: Refused) -> None:
         """Ends an answer with an error: a stream with an event, since its status has been sent. Any other

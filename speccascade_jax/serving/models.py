@@ -161,8 +161,8 @@ class ServedModel:
             raise FieldError(
                 "logprobs",
                 request.logprobs,
-                "leave it out, or take a lossless method.",
-                f"what {settings.name} writes with these models has no law by its prefix",
+                "leave it out, or use a lossless method.",
+                f"outputs of {settings.name} with these models have no distribution given the prefix alone",
             )
         # A chat template is a program, and may take its time.
         prompts = (

@@ -181,7 +181,7 @@ def replicas_on(
         raise FieldError(
             "replicas",
             count.low,
-            "give 1, and the replica decodes on all of them, or the address of a cluster.",
+            "use 1 replica, which decodes on all of them, or give the address of a cluster.",
             "this machine's accelerators all belong to one replica",
         )
     serve.start(proxy_location="Disabled")

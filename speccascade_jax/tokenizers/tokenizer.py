@@ -188,7 +188,7 @@ class Tokenizer:
         self.size: int = self.processor.get_piece_size()
         if self.eos_id < 0:
             raise ValueError(
-                f"the tokenizer {path} has no piece for the end of a sequence: take the model's own."
+                f"the tokenizer {path} has no piece for the end of a sequence: use the model's own."
             )
         pad = self.processor.pad_id()
         self.pad_id: int = self.eos_id if pad < 0 else pad  # without one, any token serves as padding

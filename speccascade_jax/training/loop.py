@@ -53,7 +53,7 @@ def locked(run: Path) -> Iterator[None]:
         raise FieldError(
             "output_dir",
             str(run),
-            "choose another.",
+            "choose another one.",
             f"output_dir is {run}, which cannot be written to ({error.strerror})",
         ) from None
     except ValueError:

@@ -64,7 +64,7 @@ def check_adapters(config: TrainConfig) -> None:
         raise FieldError(
             "lora_rank",
             config.lora_rank,
-            f"take at most {least}, or leave it out of lora_kernels.",
+            f"use at most {least}, or leave it out of lora_kernels.",
             f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}",
         )
 

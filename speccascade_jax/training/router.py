@@ -218,7 +218,7 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
             raise FieldError(
                 "split",
                 config.split,
-                "name another split.",
+                "choose another split.",
                 f"the {config.split} split has too few texts to learn from",
             )
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))

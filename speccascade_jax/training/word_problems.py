@@ -122,7 +122,7 @@ def parse(query: str) -> Problems:
             )
         if fields[name].type is int:
             if not text.isdecimal() or len(text) > 12:
-                raise FieldError(name, text, "write a whole number.")
+                raise FieldError(name, text, "give an integer.")
             values[name] = int(text)
         else:
             values[name] = text

@@ -264,7 +264,7 @@ class TextProposer:
     def __init__(self, drafter: TextDrafter, programs: Any, batch_size: int):
         if programs.devices > 1:
             raise FieldError(
-                "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
+                "vocabulary", "slem", "use vocabulary tli, or one device.", "slem decodes on one device"
             )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
         self.block_size = programs.plan.sampler.models[0].block_size

@@ -71,7 +71,7 @@ class Strategy:
             raise FieldError(
                 "block_size",
                 "adaptive",
-                "give a number, or take vocabulary tli.",
+                "give a number, or use vocabulary tli.",
                 f"block_size is 'adaptive', which {self.name}'s drafts are not",
             )
         if refused := self.refusal(name, methods[0] if methods else UNSTATED):
