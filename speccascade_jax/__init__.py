@@ -44,7 +44,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first used: importing the package takes no second of JAX's."""
+    """Imports names lazily, so that `import speccascade_jax` does not load JAX."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"speccascade_jax.{home}"), name)
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(config: str) -> "Cascade":
-    """The cascade of a config: a name in configs/ ("demo") or the path of such a file."""
+    """Loads the cascade of a config, given its name ("demo") or path."""
     from speccascade_jax import config as configs
     from speccascade_jax.inference.text import Cascade
 

@@ -77,7 +77,7 @@ def connect(cluster: str) -> None:
         raise FieldError(
             "cluster",
             cluster,
-            "name another.",
+            "choose another one.",
             f"cluster is {cluster!r}, but no host {host!r} is known here ({error})",
         ) from None
     if number:
@@ -138,8 +138,8 @@ def _join(host: str, port: int, processes: int, number: int) -> None:
     if answer != "go\n":
         raise ValueError(
             f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
-            f"or wants no process {number} of {processes}: start all at the same time, with the "
-            "same cluster but for their numbers, which differ."
+            f"or does not accept process {number} of {processes}: start all at the same time, with the "
+            "same cluster except for their numbers."
         )
 
 
@@ -154,8 +154,8 @@ class Job:
         return self.number == 0
 
     def share(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in all: anything that JSON holds. A ValueError or OSError that it
-        raises is one in all."""
+        """Runs `make` in the first process and returns its JSON value in all processes. A ValueError or
+        OSError is raised in all of them, too."""
         return make()
 
     def tell(self, message: Any) -> None:
@@ -163,7 +163,7 @@ class Job:
 
     def hear(self) -> Any:
         """The next message of the first process, in the others."""
-        raise RuntimeError("a single process has nobody to hear")
+        raise RuntimeError("a single process has no others to receive from")
 
     def agree(self, settings: dict[str, Any]) -> None:
         """Raises ValueError where another process has other settings."""
@@ -214,8 +214,8 @@ class Member(Job):
         return self.messages.get()
 
     def leave(self) -> None:
-        """Waits until all processes have come to the end of their work. The first one, which they are
-        connected with, ends last."""
+        """Waits until all processes have finished their work. The first process, which they are connected to,
+        exits last."""
         if not self.first:
             self._send("through")
         for _ in self.peers:
@@ -229,8 +229,8 @@ class Member(Job):
             listener.join(WORD)
 
     def fail(self, error: BaseException) -> None:
-        """Says to the others that this process ends, unless they know. Where another's end is the reason, it
-        ends here, with word of that."""
+        """Tells the others that this process is exiting, unless they know. If the cause is another process's
+        exit, this process exits here and reports it."""
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(WORD)
         known, self.failed = self.failed, True
@@ -242,11 +242,11 @@ class Member(Job):
     def _send(self, kind: str, content: Any = None) -> None:
         line = json.dumps([kind, content]).encode() + b"\n"
         for peer in self.peers.values():
-            with contextlib.suppress(OSError):  # who listens to it takes care of that
+            with contextlib.suppress(OSError):  # its listener handles that
                 peer.sendall(line)
 
     def _listen(self, number: int, peer: socket.socket) -> None:
-        """Takes what a process sends, until it ends."""
+        """Receives messages from a process until it exits."""
         address = peer.getpeername()[0].removeprefix("::ffff:")
         through, end = False, f"process {number} of {self.processes}, at {address}, has died"
         with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
@@ -312,7 +312,7 @@ def _address() -> str:
 
 
 def _first_line(connection: socket.socket) -> str:
-    """What comes before the first end of a line, and nothing after it."""
+    """The text before the first line break."""
     line = b""
     while not line.endswith(b"\n") and (byte := connection.recv(1)):
         line += byte

@@ -1,4 +1,4 @@
-"""What a run is made of: frozen dataclasses, and `load(name)` for the files in configs/."""
+"""Configs: frozen dataclasses for training and decoding, and `load(name)` for the files in configs/."""
 
 import contextlib
 import dataclasses
@@ -30,141 +30,194 @@ from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
 DTYPES = "float32", "bfloat16", "int8"
 LARGEST = 2**20
-"""Bytes of a config file."""
+"""The largest size of a config file, in bytes."""
 LARGEST_BITS = 256
-"""Of a whole number in a config: a float holds it, and it can be printed."""
+"""The largest size of an integer in a config: it fits a float and can be printed."""
 LONGEST_SOURCE = 2**17
-"""Tokens of an input."""
+"""The largest --max-source-length."""
 PREFIX_CACHE = 2**30
-"""Bytes of what prompts begin with."""
+"""The default memory for shared prompt prefixes, in bytes per device."""
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next(
     (folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()),
     PACKAGE / "configs",
 )
-"""The configs that come with the package: inside an installed one, next to it in a checkout."""
+"""The configs that come with the package: inside an installed package, next to it in a checkout."""
 DEMO = PACKAGE / "demo"
-"""The pairs that come with the repository; of these, the wheel holds the pair `demo` only."""
+"""The pairs that come with the repository; the wheel contains only the pair `demo`."""
 ONLY_IN_THE_REPOSITORY = (
-    "the package that pip installs holds only the pair demo; run this from a clone of the repository."
+    "the installed package contains only the pair demo; run this from a clone of the repository."
 )
 _SHARED = PACKAGE.parent.parent / "shared" / "data"
 DATA = os.environ.get("SPECCASCADE_DATA") or str(_SHARED if _SHARED.is_dir() else Path("data"))
-"""Where configs look for datasets: $SPECCASCADE_DATA, else ../shared/data next to the checkout where that
-exists, else ./data."""
+"""The folder of datasets: $SPECCASCADE_DATA, else ../shared/data next to the checkout if that exists, else
+./data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A dataset: .jsonl or .tsv files, gzipped or not, or hf:// and tfds:// names (data.read_examples)."""
+    """A dataset: .jsonl or .tsv files, optionally gzipped, or hf:// and tfds:// names."""
 
+    # The training split.
     train: str
+    # The validation split.
     validation: str
+    # The test split.
     test: str
-    source_field: str = "source"  # may be dotted: translation.en
+    # The field of the source text. Dots select nested fields: translation.en.
+    source_field: str = "source"
+    # The field of the target text. Dots select nested fields: translation.de.
     target_field: str = "target"
-    references_field: str = "targets"  # optional: all references of an example
-    metric: str = "bleu"  # of decoded texts: bleu, rouge1, rouge2, rougeLsum
-    prefix: str = ""  # put before every source
-    suffix: str = ""  # put after it: decoder-only models write the target after that
-    max_source_length: int = 80  # tokens, the end-of-sequence token included
+    # An optional field with a list of all references of an example.
+    references_field: str = "targets"
+    # The metric of decoded texts: bleu, rouge1, rouge2, rougeLsum or exact_match.
+    metric: str = "bleu"
+    # Text inserted before every source.
+    prefix: str = ""
+    # Text appended to every source. Decoder-only models write the target after it.
+    suffix: str = ""
+    # The most tokens of a source, including the end-of-sequence token.
+    max_source_length: int = 80
+    # The most tokens of a target, including the end-of-sequence token.
     max_target_length: int = 80
-    join: int = 1  # one to this many random examples are joined into one
+    # Join between one and this many random examples into one.
+    join: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ExitTraining:
-    """How a network's members are trained, where the model is one (models.exits, models.shared_encoder,
-    models.eagle).
+    """How the members of a network are trained: exits, a drafter on a shared encoder, or an EAGLE-3 head.
 
-    The small members learn from the full model as a drafter does from its teacher: `distillation`,
-    `divergence`, `method` and `alpha` of the run say how.
+    The small members learn from the full model as a drafter learns from its teacher: --distillation,
+    --divergence, --method and --alpha apply to them.
     """
 
-    frozen: bool = True  # the full model stays as it is; False: all train together (LayerSkip)
-    layer_dropout: float = 0.0  # how often the last decoder layer is left out, the ones below less often
-    exit_weight: float = 0.2  # weight of the exits' losses if the full model is trained, too
-    # the exits that train at a step: all, one in turn (rotational), the deepest first and more with time
-    # (gradual)
+    # Freeze the full model. Otherwise all members train together (LayerSkip).
+    frozen: bool = True
+    # How often the last decoder layer is skipped in training. Lower layers are skipped less often.
+    layer_dropout: float = 0.0
+    # The weight of the exits' losses if the full model is trained, too.
+    exit_weight: float = 0.2
+    # The exits that train at each step: `all`, `rotational` for one at a time in turn, or `gradual` to start
+    # with the deepest exit and add the others over time.
     curriculum: str = "all"
-    drafter: str | None = None  # checkpoint whose decoder one that reads its verifier's encoder begins as
-    # an EAGLE-3 head learns from drafts of its own up to this length (training-time test)
+    # A checkpoint whose decoder initialises a drafter that reads its verifier's encoder.
+    drafter: str | None = None
+    # The largest length of an EAGLE-3 head's own drafts that it learns from (training-time test).
     ahead: int = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One fine-tuning run, from scratch or from `init`."""
+    """One training run, from scratch or from --init."""
 
+    # The name of the run, for logs and plots.
     name: str
+    # The folder of the run: checkpoints, logs and the export.
     output_dir: str
+    # The model, and its size.
     model: AvoidSubcommands[TrainedConfig]
+    # The dataset: .jsonl or .tsv files, optionally gzipped, or hf:// and tfds:// names.
     task: Task
-    # its file (or at gs://), trained on the task where it is missing; None: that of `init`
+    # Tokenizer file, local or gs://. If it does not exist, it is trained on the task. None uses the tokenizer
+    # of --init.
     tokenizer: str | None = None
-    tokenizer_size: int = 4096  # pieces, if it has to be trained
-    tokenizer_pieces: str = "unigram"  # or bpe, char or word: tokenizer.PIECES; rare characters are bytes
-    init: str | None = None  # checkpoint to start from
-    teacher: str | None = None  # checkpoint to learn from, in addition to the data
-    distillation: float = 0.5  # weight of the divergence from the teacher; the rest is the data's loss
+    # The number of pieces of a tokenizer that is trained.
+    tokenizer_size: int = 4096
+    # The kind of a tokenizer that is trained: unigram, bpe, char or word. Rare characters are encoded as
+    # bytes.
+    tokenizer_pieces: str = "unigram"
+    # The checkpoint to start from. None trains from scratch.
+    init: str | None = None
+    # A checkpoint to learn from (distillation), in addition to the data.
+    teacher: str | None = None
+    # The weight of the divergence from the teacher; the data's loss has the remaining weight.
+    distillation: float = 0.5
     divergence: Annotated[
         str,
         tyro.conf.arg(
-            help="From the teacher's distribution. "
-            + ". ".join(f"{name}: {entry.summary}" for name, entry in DIVERGENCES.items())
+            help="The divergence from the teacher's distribution. "
+            + "; ".join(f"{name}: {entry.summary}" for name, entry in DIVERGENCES.items())
             + "."
         ),
     ] = "kl"
-    # the rule that will decode with the drafter, of decode.py --list: the drafter learns what its tokens are
-    # then verified against (at temperature 1) instead of the teacher's distribution
+    # The rule that will decode with the drafter (see --list of the decode command). The drafter learns the
+    # distribution that its tokens will be verified against at temperature 1, instead of the teacher's.
     method: str = "speculative"
-    alpha: float = 0.0  # that rule's lenience
-    # share of the batches whose targets the model samples itself: of them it learns the teacher's
-    # distributions alone
+    # The lenience of that rule.
+    alpha: float = 0.0
+    # The fraction of batches whose targets are sampled from the model itself. On these it learns from the
+    # teacher's distributions only.
     on_policy: float = 0.0
-    # .jsonl to train on instead of the targets: the teacher's own outputs, decoded once where the file is
-    # missing; those of the validation split, on which the loss is computed, are next to it
+    # A .jsonl file of the teacher's outputs to train on instead of the targets. If it does not exist, the
+    # teacher decodes it first. The outputs for the validation split, on which the loss is computed, are next
+    # to it.
     teacher_outputs: str | None = None
-    teacher_examples: int | None = None  # the most of them that are used
-    teacher_singles: bool = False  # each is of one example; they are joined again in every epoch
-    # split targets into the teacher's tokens, each spelled in the drafter's tokens: with tli, a drafter reads
-    # committed tokens in this form
+    # Use at most this many of the teacher's outputs. None uses all.
+    teacher_examples: int | None = None
+    # Decode one example per output and join outputs again in every epoch.
+    teacher_singles: bool = False
+    # Split targets into the teacher's tokens and spell each one in the drafter's tokens, the form in which a
+    # drafter of another vocabulary reads committed tokens with tli.
     teacher_tokens: bool = False
-    # the best parameters go here as a Hugging Face folder, bfloat16; None: to `export` in output_dir, where
-    # that format holds such a model
+    # The folder for the best parameters, in Hugging Face format and bfloat16. None uses `export` in
+    # --output-dir if that format supports the model.
     export_dir: str | None = None
     shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
+    # The number of optimizer steps.
     steps: int = 10_000
-    batch_tokens: int = 2048  # positions a batch, of the longer side, padding included
-    accumulate: int = 1  # batches a step
-    optimizer: str = "adafactor"  # or adamw or muon, whose updates are scaled by each array's RMS
+    # Positions per batch, counted on the longer of source and target, including padding.
+    batch_tokens: int = 2048
+    # Batches per optimizer step (gradient accumulation).
+    accumulate: int = 1
+    # The optimizer: adafactor, adamw or muon. The updates of muon are scaled by each array's RMS.
+    optimizer: str = "adafactor"
+    # The largest learning rate, reached after the warm-up.
     learning_rate: float = 1e-3
+    # Steps of linear warm-up.
     warmup_steps: int = 0
-    decay: str = "constant"  # or linear, to zero
-    weight_decay: float = 0.0  # adamw's
+    # The learning rate after the warm-up: `constant`, or `linear` decay to zero.
+    decay: str = "constant"
+    # The weight decay of adamw.
+    weight_decay: float = 0.0
+    # The probability mass of each target that is spread over all tokens.
     label_smoothing: float = 0.0
+    # The weight of the squared log normaliser of the logits in the loss.
     z_loss: float = 1e-4
-    clip_norm: float | None = None  # largest norm of a step's gradient
-    dtype: str = "bfloat16"  # of the matrix products; parameters stay float32
-    split_parameters: bool = False  # FSDP: parameters and optimizer state cut over the devices
-    remat: bool = False  # recompute each layer in the backward pass: less memory, slower
+    # Clip the gradient of a step to this norm. None does not clip.
+    clip_norm: float | None = None
+    # The dtype of matrix products: bfloat16 or float32. Parameters are float32.
+    dtype: str = "bfloat16"
+    # Split parameters and optimizer state over the devices (FSDP).
+    split_parameters: bool = False
+    # Recompute each layer in the backward pass, which takes less memory and more time.
+    remat: bool = False
+    # Steps between two evaluations.
     eval_every: int = 500
+    # Steps between two saves.
     save_every: int = 500
+    # Steps between two lines of the log.
     log_every: int = 50
-    validation_examples: int = 256  # decoded for task.metric at every evaluation; 0 for none
+    # The number of validation examples to decode for the metric at every evaluation. 0 decodes none.
+    validation_examples: int = 256
+    # The random seed.
     seed: int = 0
-    # of adapters, trained next to the parameters of `init`, which stay as they are; 0: all parameters are
-    # trained
+    # The rank of LoRA adapters; the parameters of --init remain frozen. 0 trains all parameters.
     lora_rank: int = 0
-    lora_alpha: float = 16.0  # what an adapter adds is multiplied by lora_alpha / lora_rank
-    # which matrices have an adapter, by their names in models/ (query, up, ...); empty: all of the layers'
+    # The contribution of an adapter is multiplied by lora_alpha / lora_rank.
+    lora_alpha: float = 16.0
+    # The matrices with an adapter, by name (query, up, ...). If empty, all matrices of the layers have one.
     lora_kernels: tuple[str, ...] = ()
-    lora_base: str = "float32"  # the dtype of `init`'s parameters in training; or bfloat16
+    # The dtype of the frozen parameters of --init: float32 or bfloat16.
+    lora_base: str = "float32"
+    # Training of the small members of a network (exits, a drafter on a shared encoder, or an EAGLE-3
+    # head). They learn from the full model as a drafter learns from its teacher: --distillation,
+    # --divergence, --method and --alpha apply to them.
     exits: ExitTraining = dataclasses.field(default_factory=ExitTraining)
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Every folder that its model may lie in."""
+        """Every folder that its model may be in."""
         export = self.export_dir or str(Path(self.output_dir, "export"))
         return (self.output_dir, export, *([] if self.shipped is None else [str(DEMO / self.shipped)]))
 
@@ -173,33 +226,47 @@ class TrainConfig:
 class RouterConfig:
     """How a learned method of a pair, `router` or `learned_mixture`, is trained."""
 
+    # The name of the run, for logs.
     name: str
-    output: str  # the .json file it is written to, which --router reads
-    pair: str  # the config of the two models
+    # The .json file to write; pass it to --router.
+    output: str
+    # The config of the two models.
+    pair: str
+    # The method to train.
     method: Literal[TRAINED] = TRAINED[0]
-    task: str | None = None  # the training config whose texts it learns from; None: the pair's
-    # train, validation or test. Texts that the models were trained on show too few of their errors
+    # The training config whose texts to learn from. None uses the pair's task.
+    task: str | None = None
+    # train, validation or test. Models make too few errors on texts that they were trained on.
     split: str = "validation"
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # a router learns to defer at each of these,
-    top_ps: tuple[float, ...] = (1.0, 0.3)  # with each of these truncations; a mixture at 1 and 1
-    places: int = 2  # of each text, where both models' tokens are tried (a router)
-    examples: int = 1000  # the most texts; every fifth of them is held out
-    dtype: str = "auto"  # of both models in training: float32, bfloat16, int8, or auto
-    width: int = 16  # hidden units
+    # Temperatures to train a router at, each combined with every --top-ps. A mixture is trained at
+    # temperature 1.
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    # Values of top_p to train a router at. A mixture is trained without truncation.
+    top_ps: tuple[float, ...] = (1.0, 0.3)
+    # Positions per text at which a router's training tries both models' tokens.
+    places: int = 2
+    # The most texts to learn from. Every fifth of them is held out.
+    examples: int = 1000
+    # The dtype of both models during training: float32, bfloat16, int8, or auto (float32 on CPUs, otherwise
+    # bfloat16).
+    dtype: str = "auto"
+    # The number of hidden units.
+    width: int = 16
+    # The number of optimizer steps.
     steps: int = 300
+    # The learning rate.
     learning_rate: float = 0.01
+    # The random seed.
     seed: int = 0
     shipped: Suppress[str | None] = None  # what `finetune.py --ship` writes, in speccascade_jax/demo
 
     def check(self) -> None:
-        """Raises FieldError for a value out of its range."""
+        """Raises FieldError for a value out of range."""
         check_usable(self)
         if not METHODS[self.method].defers:
             for field in ("temperatures", "top_ps", "places"):
                 if getattr(self, field) != getattr(type(self), field):
-                    raise FieldError(
-                        field, getattr(self, field), "leave it out: only a rule that defers reads it."
-                    )
+                    raise FieldError(field, getattr(self, field), "leave it out: only the router reads it.")
         for field in ("places", "examples", "width", "steps"):
             if not 1 <= getattr(self, field) <= 10**6:
                 raise FieldError(field, getattr(self, field), "it must be in [1, 1000000].")
@@ -213,48 +280,67 @@ class RouterConfig:
                 raise FieldError(
                     field,
                     values,
-                    "give one value or more, " + ("of at least 0." if high > 1 else "above 0 and at most 1."),
+                    "give one or more values " + ("of at least 0." if high > 1 else "above 0 and at most 1."),
                 )
         if self.split not in ("train", "validation", "test"):
             raise FieldError(
                 "split", self.split, "known: train, validation, test.", f"unknown split {self.split!r}"
             )
         if not self.output.endswith(".json"):
-            raise FieldError("output", self.output, "a router's file ends in .json.")
+            raise FieldError("output", self.output, "its name must end in .json.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Settings):
-    """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
+    """The models and how they decode. The fields of --config are the defaults."""
 
-    # checkpoint folder of the small model; FOLDER@NAME: a member of a network; lookup: no model, but what
-    # followed the last tokens in the source and the text; lookup+FOLDER: that or the model, round by round
+    # The small model's checkpoint folder. FOLDER@NAME selects one member of a network. `lookup` needs no
+    # model: it drafts whatever followed the last tokens earlier in the source or text. lookup+FOLDER picks
+    # one of the two in each round.
     drafter: str = ""
-    verifier: str = ""  # checkpoint folder of the large model
-    models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
-    # of --list, or verifier / drafter alone; or one a level. An object in its place moves to `samplers`
+    # The large model's checkpoint folder.
+    verifier: str = ""
+    # Use these models instead of --drafter and --verifier: one or more folders, smallest model first.
+    models: tuple[str, ...] = ()
+    # A method from --list of the decode command, or `verifier` or `drafter` to run one model alone. With
+    # three or more models, give one method, or one per verifier.
     method: Annotated[Choice | tuple[Choice, ...], arg(constructor=str | tuple[str, ...])] = "speculative"
-    max_new_tokens: int = 80  # the end-of-sequence token included
-    batch_size: int = 1  # inputs decoded side by side; from 2 on, on each device
-    max_source_length: int = 80  # tokens, the end-of-sequence token included
-    truncate: bool = False  # cut longer inputs instead of refusing them
-    prefix: str = ""  # put before every input
-    suffix: str = ""  # put after it, for decoder-only models: what their output follows
-    chat: bool = False  # each input is what a user says, in the models' own chat templates
-    tokenizer: str | None = None  # spiece.model or tokenizer.json, where the checkpoints have none
-    router: str | None = None  # the trained network's file, of the methods router and learned_mixture
-    vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
-    tensor_parallel: int = 1  # devices that share each model's parameters
-    # bytes on each device for what prompts begin with, so that decoder-only models read it once; 0: none
+    # The most tokens of an output, including the end-of-sequence token.
+    max_new_tokens: int = 80
+    # The number of inputs decoded together. Values above 1 count inputs per device.
+    batch_size: int = 1
+    # The most tokens of an input, including the end-of-sequence token.
+    max_source_length: int = 80
+    # Truncate longer inputs instead of rejecting them.
+    truncate: bool = False
+    # Text inserted before every input.
+    prefix: str = ""
+    # Text appended to every input (decoder-only models); the output starts right after it.
+    suffix: str = ""
+    # Treat each input as a user's message, formatted with the models' own chat templates.
+    chat: bool = False
+    # Tokenizer file (spiece.model or tokenizer.json) for checkpoints without one.
+    tokenizer: str | None = None
+    # The trained file that the methods `router` and `learned_mixture` read.
+    router: str | None = None
+    # How a drafter with another vocabulary drafts: tli, union, slem or slrs. auto is tli.
+    vocabulary: Vocabulary = "auto"
+    # The number of devices that share each model's parameters.
+    tensor_parallel: int = 1
+    # Bytes of memory per device for caching shared prompt prefixes, so that decoder-only models read them
+    # once. 0 disables the cache.
     prefix_cache_bytes: int = PREFIX_CACHE
-    dtype: str = "auto"  # of weights and products: float32, bfloat16, int8; auto: float32 on CPUs
-    # For configs only, no flags:
-    # Further names of methods: rules, samplers, or functions from the models, the smallest first, to one.
+    # The dtype of weights and matrix products: float32, bfloat16, int8, or auto (float32 on CPUs, otherwise
+    # bfloat16).
+    dtype: str = "auto"
+    # The following fields are for config files only; they are not flags.
+    # Further methods by name: rules, samplers, or functions from the models, smallest first, to a sampler.
+    # An object given as `method` is added here.
     samplers: Suppress[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    task: Suppress[str | None] = None  # the training config whose task it is scored on
-    missing: Suppress[str] = ""  # what to do where a checkpoint is missing, for people
-    examples: Suppress[tuple[str, ...]] = ()  # decoded when no input is given
-    planned_for: Suppress[tuple[str, ...]] = ()  # of a plan: the models that its block sizes are for
+    task: Suppress[str | None] = None  # the training config whose task scores the outputs
+    missing: Suppress[str] = ""  # a hint that is shown if a checkpoint is missing
+    examples: Suppress[tuple[str, ...]] = ()  # decoded if no input is given
+    planned_for: Suppress[tuple[str, ...]] = ()  # in a plan: the models that its block sizes are for
 
     def __post_init__(self) -> None:
         if not self.models and not (self.drafter and self.verifier):
@@ -265,18 +351,18 @@ class DecodeConfig(Settings):
 
     @property
     def roles(self) -> list[tuple[str, str]]:
-        """What each model is called, and its checkpoint, the smallest first."""
+        """The name and checkpoint of each model, smallest first."""
         if self.models:
             return [(f"model {n}", path) for n, path in enumerate(self.models)]
         return [("the drafter", self.drafter), ("the verifier", self.verifier)]
 
     @property
     def folders(self) -> list[tuple[str, str]]:
-        """The roles whose models are read from a checkpoint, and its folder."""
+        """The name and checkpoint folder of each model that is read from a checkpoint."""
         return [(role, folder) for role, path in self.roles if (folder := split_drafter(path)[1])]
 
     def record(self, *without: str) -> dict[str, Any]:
-        """Its fields as JSON holds them, without these: what an output was decoded by."""
+        """The fields as JSON values, without these: a record of how an output was decoded."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}
         samplers = {name: _described(made) for name, made in self.samplers.items()}
         del fields["samplers"]
@@ -284,7 +370,7 @@ class DecodeConfig(Settings):
 
     @property
     def settings(self) -> Settings:
-        """How each text is decoded."""
+        """The settings of each text."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
     @property
@@ -294,24 +380,25 @@ class DecodeConfig(Settings):
     def check(
         self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
     ) -> None:
-        """Raises ValueError for a value out of its range: what can be told before models are loaded."""
+        """Raises ValueError for a value out of range, as far as it can be checked before models are
+        loaded."""
         check_usable(self)
         levels, paths = len(self.roles) - 1, tuple(path for _, path in self.roles)
         if self.planned_for and paths != self.planned_for:
             raise FieldError(
                 "models",
                 paths,
-                "plan for these with scripts/plan.py.",
+                "plan for these models with scripts/plan.py.",
                 f"this is a plan for the models {', '.join(self.planned_for)}, not for {', '.join(paths)}",
             )
         for n, (role, path) in enumerate(self.roles):
             model_free, folder = split_drafter(path)
             field = "models" if self.models else role.removeprefix("the ")
             if model_free is not None and (n > 0 or levels == 0):
-                remedy = "name it before the models that verify its drafts."
-                raise FieldError(field, path, remedy, f"{role} is {path}, which only drafts")
+                remedy = "list it before the models that verify its drafts."
+                raise FieldError(field, path, remedy, f"{role} is {path}, which can only draft")
             if model_free is not None and folder and levels > 1:
-                remedy = f"name {model_free.name} and {folder} one after the other."
+                remedy = f"list {model_free.name} and {folder} as separate models."
                 raise FieldError(field, path, remedy, f"{path} drafts for one verifier, not for {levels}")
         super().check(vocab_size, levels, {**known, **self._known})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
@@ -337,7 +424,9 @@ class DecodeConfig(Settings):
             if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
                 field = "max_block_size" if self.adaptive else "block_size"
                 raise FieldError(
-                    field, block_size, f"lower it: a text has at most max_new_tokens, {self.max_new_tokens}."
+                    field,
+                    block_size,
+                    f"lower it: an output has at most max_new_tokens = {self.max_new_tokens} tokens.",
                 )
         if self.vocabulary not in VOCABULARIES:
             raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
@@ -346,7 +435,7 @@ class DecodeConfig(Settings):
 
 
 def _described(made: Any) -> str:
-    """A sampler or rule by the name of its function, with the values that are bound to it."""
+    """The name of a sampler's or rule's function, with the values that are bound to it."""
     function = made.target if isinstance(made, Method) else made
     if isinstance(function, functools.partial):
         return f"{_described(function.func)} {function.keywords}"
@@ -354,7 +443,7 @@ def _described(made: Any) -> str:
 
 
 def dtype_of(config: DecodeConfig) -> str:
-    """The dtype of a config's weights here. Raises ValueError for an unknown one."""
+    """The dtype of a config's weights on this machine. Raises ValueError for an unknown one."""
     if config.dtype == "auto":
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if config.dtype not in DTYPES:
@@ -363,7 +452,7 @@ def dtype_of(config: DecodeConfig) -> str:
 
 
 def available() -> dict[str, Path]:
-    """Name -> file of every config that comes with the package, and of those in ./configs."""
+    """The files, by name, of the configs in the package and in ./configs."""
     return {
         path.stem: path
         for folder in (CONFIGS, Path("configs"))
@@ -373,7 +462,7 @@ def available() -> dict[str, Path]:
 
 
 def in_the_repository_only(path: str | Path) -> bool:
-    """Whether `path`, of a file or folder that is missing here, is one that the repository has."""
+    """Whether `path`, which is missing here, exists in a clone of the repository."""
     return Path(path).is_relative_to(DEMO) and CONFIGS.parent == PACKAGE
 
 
@@ -382,7 +471,7 @@ class ConfigError(ValueError):
 
 
 def path_of(name: str | Path) -> Path:
-    """The file of a config: a name in configs/, or a path. Raises ConfigError with the nearest known one."""
+    """The file of a config, given its name or path. Raises ConfigError with the closest known name."""
     path = Path(name) if str(name).endswith(".py") else available().get(str(name))
     if path is None or not os.path.isfile(path):
         known = available()
@@ -393,9 +482,9 @@ def path_of(name: str | Path) -> Path:
 
 
 def load(name: str | Path, kind: Any = None) -> Any:
-    """The `config` of a file in configs/, or of the file at path `name`; a `kind` where one is asked for.
+    """The `config` of a file in configs/, or of the file at path `name`.
 
-    Raises ConfigError for whatever is wrong with it.
+    Raises ConfigError if it is not a valid config, or not a `kind`.
     """
     path = path_of(name)
     config = _run(path).get("config")
@@ -414,9 +503,9 @@ def load(name: str | Path, kind: Any = None) -> Any:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """What a config file defines. What it prints goes to stderr."""
+    """Runs a config file and returns its variables. Its output goes to stderr."""
     if path.stat().st_size > LARGEST:
-        raise ConfigError(f"{path} has {path.stat().st_size} bytes: it is no config.")
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes, which is too large for a config.")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return runpy.run_path(str(path))
@@ -436,8 +525,8 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _wrong_fields(config: Any) -> Iterator[str]:
-    """Each field of a dataclass, and of those within, that holds another type than it should, or what no
-    program can work with."""
+    """Describes each field of a dataclass, including nested ones, whose value has the wrong type or cannot be
+    used."""
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if unusable := _unusable(value):
@@ -452,18 +541,18 @@ def _wrong_fields(config: Any) -> Iterator[str]:
 
 
 def _unusable(value: Any) -> str:
-    """What is wrong with a text or a number that its type allows; nothing where it can be used."""
+    """Describes an unusable text or number; empty if it can be used."""
     values = value if isinstance(value, tuple) else (value,)
     for text in values:
         if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            return f"is {text[:50]!a}, which holds half a character: give whole ones"
+            return f"is {text[:50]!a}, which is not valid Unicode"
         if isinstance(text, int) and text.bit_length() > LARGEST_BITS:
-            return f"is a whole number of {text.bit_length()} bits: give a smaller one"
+            return f"is an integer of {text.bit_length()} bits, which is too large"
     return ""
 
 
 def check_usable(config: Any) -> None:
-    """Raises FieldError for a field's text or number that no program can work with."""
+    """Raises FieldError for an unusable text or number in a field."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if unusable := _unusable(value):
@@ -496,7 +585,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _other_kind(name: str, config: Any) -> str:
-    """What a config of the wrong kind is, and which one may be meant."""
+    """Describes a config of the wrong kind, and suggests another one."""
     if isinstance(config, RouterConfig):
         return f"trains a router; its pair is {config.pair}."
     if isinstance(config, DecodeConfig):

@@ -63,8 +63,8 @@ def gather_text(text: str) -> list[str]:
 
 
 def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> NamedSharding:
-    """Where an array of parameters or optimizer state lives: whole on every device, or (`split`,
-    FSDP: Zhao et al. 2023) cut along its longest axis that the devices divide. Vectors stay whole.
+    """The sharding of an array of parameters or optimizer state: replicated on every device, or (`split`,
+    FSDP: Zhao et al. 2023) split along its longest axis that the devices divide. Vectors are replicated.
     """
     devices = math.prod(mesh.shape.values())
     axes = [n for n, size in enumerate(shape) if size % devices == 0]
@@ -148,8 +148,8 @@ def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple
 
 
 def shared_by(params: Any) -> contextlib.AbstractContextManager[Any]:
-    """What to trace and compile models in whose parameters (or shapes of them) tensor_sharding() has cut:
-    there they know the mesh, and say how their activations and caches are divided."""
+    """A context for tracing and compiling models whose parameters (or their shapes) were split by
+    tensor_sharding(): in it, models know the mesh and constrain the sharding of activations and caches."""
     for x in jax.tree.leaves(params):
         where = getattr(x, "sharding", None)
         mesh = where.mesh if isinstance(where, NamedSharding) else None

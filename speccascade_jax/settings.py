@@ -1,7 +1,8 @@
-"""How a text is decoded: what a person may choose, declared once.
+"""Decoding settings: each option is declared once.
 
 A truncation is declared in core.transforms.TRUNCATIONS, a method with its knobs in core.rules.METHODS, a
-scheme in baselines: their fields here, and so flags, help, requests and checks, derive from those entries.
+scheme in baselines. Their fields here, and with them flags, help, requests and checks, derive from those
+entries.
 """
 
 import dataclasses
@@ -23,34 +24,38 @@ from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 
-MOST_TOKENS = 2**17  # a text's
+MOST_TOKENS = 2**17  # of a text
 MOST_MARKERS = 4  # of alpha_after
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
-"""What each name of --method stands for. A config's `samplers`, rules among them, are further names."""
+"""The methods by the names that --method takes. A config's `samplers`, which may be rules, add names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
-"""Numbers that some methods read in addition to alpha."""
+"""The numbers that some methods read in addition to alpha, by name."""
 Choice = str | Method | Scheme | Sampler
-"""What decodes: a name, or an object that stands where a name does. A function is called with the models, the
-smallest first, and returns a sampler."""
+"""A method: its name, or an object instead of a name. A function is called with the models, smallest first,
+and returns a sampler."""
 NO_FILE = "give its file with --router; scripts/finetune.py trains it."
-LOAD = "load"  # a server's rounds have the size that suits the number of its rows
-ADAPTIVE = "adaptive"  # each text's rounds end where more drafts are not worth their time
+LOAD = "load"  # a server adapts the block size to the number of its rows
+ADAPTIVE = "adaptive"  # each text's draft ends when another token is not worth its time
 
 
 def option(default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> Any:
-    """A field whose values lie in [low, high]; `low` is excluded with `above`. None, and values that are no
-    numbers, are not compared."""
+    """A field whose values lie in [low, high], or in (low, high] with `above`. None and other values that are
+    not numbers are not compared."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
 def _choices(table: Mapping[str, Any]) -> Any:
     """The help of a flag that takes a name of `table`, whose entries have a `summary`."""
-    return tyro.conf.arg(help="; ".join(f"{name}: {entry.summary}" for name, entry in table.items()) + ".")
+    return tyro.conf.arg(
+        help="How drafts are verified, at every level. "
+        + "; ".join(f"{name}: {entry.summary}" for name, entry in table.items())
+        + "."
+    )
 
 
 def _markers_of(words: list[str]) -> dict[str, Any]:
-    """The value of --alpha-after MARKER ALPHA MARKER ALPHA ..; a + joins the leniences of several verifiers.
-    What is no number stays a text, which Settings.check() refuses."""
+    """The value of --alpha-after MARKER ALPHA MARKER ALPHA ...; a + joins the leniences of several verifiers.
+    A word that is not a number remains a text, which Settings.check() refuses."""
 
     def lenience(word: str) -> float | tuple[float, ...] | str:
         try:
@@ -104,66 +109,74 @@ Declared: Any = _declared()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Declared):
-    """How one text is decoded. Configs extend it, flags are its fields, `Cascade.generate` takes it.
+    """How one text is decoded. Configs extend it, its fields are flags, and `Cascade.generate` takes it.
 
-    With more than two models, method, alpha and block_size are one value for all verifiers, or a tuple of
-    one for each, from the smallest up; "speculative+opt" is a tuple of methods, too. top_k, top_p and the
-    other truncations (core.transforms.TRUNCATIONS), and what single methods read besides alpha (KNOBS), are
-    fields as well.
+    With more than two models, method, alpha and block_size are one value for all verifiers, or a tuple with
+    one value per verifier, smallest first; "speculative+opt" is a tuple of methods, too. The truncations,
+    such as top_k and top_p (core.transforms.TRUNCATIONS), and the additional numbers of single methods
+    (KNOBS) are fields as well.
     """
 
-    method: Choice | tuple[Choice, ...] = "speculative"  # of --list, or verifier / drafter alone
-    alpha: float | tuple[float, ...] = 0.0  # lenience: larger defers less and is cheaper
-    # alpha after a marker's tokens have been written, such as "The answer is" 0.0; of several markers, the
-    # one written last decides
+    # A method from --list, or `verifier` or `drafter` to run one model alone.
+    method: Choice | tuple[Choice, ...] = "speculative"
+    # The lenience. A larger value defers to the verifier less often, which is cheaper. With three or more
+    # models, give one value, or one per verifier.
+    alpha: float | tuple[float, ...] = 0.0
+    # The lenience once a marker has been written, for example "The answer is" 0.0. If a text contains several
+    # markers, the last one counts.
     alpha_after: Markers = dataclasses.field(default_factory=dict, hash=False)
-    # the tokens drafted per verifier call; adaptive: up to max_block_size; load, of serve.py alone: up to the
-    # config's block_size, and fewer where that is faster for as many rows
+    # Tokens to draft per verifier call. `adaptive` drafts up to --max-block-size tokens. `load`, for servers
+    # only, drafts up to the config's block_size, and fewer tokens if that is faster for the current number of
+    # rows. With three or more models, give one number, or one per verifier.
     block_size: int | Literal["adaptive", "load"] | tuple[int, ...] = 5
-    max_block_size: int = option(12, 1)  # of adaptive blocks
-    # adaptive drafting stops when the estimated chance that the whole draft is accepted falls below this;
-    # 0: never, as with fixed blocks
+    # The largest adaptive block, in tokens.
+    max_block_size: int = option(12, 1)
+    # Adaptive drafting stops when the estimated probability that the whole draft is accepted falls below this
+    # value. 0 never stops early.
     stop_below: float = option(STOP_BELOW, 0, 1)
-    hand_over: HandOver = "need"  # need, truncate, keep: see core.samplers.Speculative; for three models on
-    verification: Annotated[str, _choices(VERIFICATIONS)] = TOKEN.name  # of drafts, at every level
-    temperature: float = option(0.0, 0)  # 0 is greedy
-    # together with the number of an input it determines the output, in any batch
+    # With three or more models, what a level does with surplus tokens: `need` drafts no more than requested,
+    # `truncate` drops the surplus, `keep` passes it on.
+    hand_over: HandOver = "need"
+    verification: Annotated[str, _choices(VERIFICATIONS)] = TOKEN.name
+    # The sampling temperature. 0 decodes greedily.
+    temperature: float = option(0.0, 0)
+    # The random seed. An output depends on the seed and on the input's index, not on the batch.
     seed: int = option(0, -(2**63), 2**63 - 1)
-    # the end-of-sequence token included; None: the cascade's limit
+    # The most tokens of an output, including the end-of-sequence token. None uses the cascade's limit.
     max_new_tokens: int | None = option(None, 1, MOST_TOKENS)
-    stop: tuple[str, ...] = ()  # pieces or texts that end an output, besides the end of the sequence
+    # Tokens or texts that end an output, in addition to the end-of-sequence token.
+    stop: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The method's name, or those of the levels with a + between them; that of an object without one is
-        `custom`."""
+        """The method's name, or the names of all levels joined by +; an object without a name is `custom`."""
         return self.method if isinstance(self.method, str) else "+".join(map(_name, _each(self.method)))
 
     @property
     def defers(self) -> bool:
-        """Whether there are deferrals to count: some method is a deferral rule, or no Method at all."""
+        """Whether deferrals are counted: some method is a deferral rule, or is not a Method at all."""
         return any(not isinstance(entry, Method) or entry.defers for entry in self._entries)
 
     @property
     def lossless(self) -> bool:
-        """Whether the outputs follow the largest model's distribution, by law."""
+        """Whether the outputs are guaranteed to follow the largest model's distribution."""
         return all(isinstance(entry, Method) and entry.lossless for entry in self._entries)
 
     @property
     def _entries(self) -> list[Method | Scheme | None]:
-        """What the method of each level stands for, None for an unknown name."""
+        """The entry of each level's method; None for an unknown name."""
         return [_entry(method, self._known) for method in _each(self.method)]
 
     @property
     def _known(self) -> Mapping[str, Any]:
-        """What names of methods stand for; a config has names of its own."""
+        """The entries by the names of methods; configs add their own."""
         return NAMED
 
     def of_levels(self, field: str, levels: int) -> tuple[Any, ...]:
-        """The value of method, alpha or block_size for each of `levels` verifiers, from the smallest up; none
-        for a model by itself.
+        """The value of method, alpha or block_size for each of `levels` verifiers, smallest first; empty for
+        a single model.
 
-        Raises ValueError where there are values for another number of them.
+        Raises ValueError if the number of values does not match.
         """
         values = _each(getattr(self, field)) if levels else ()
         if levels and len(values) not in (1, levels):
@@ -176,8 +189,8 @@ class Settings(Declared):
         return values * levels if len(values) == 1 else values
 
     def leniences_after(self, levels: int) -> dict[str, tuple[float, ...]]:
-        """The leniences of `levels` verifiers after each marker. Raises ValueError where there are values for
-        another number of them."""
+        """The leniences of `levels` verifiers after each marker. Raises ValueError if the number of values
+        does not match."""
         leniences = {}
         for marker, value in self.alpha_after.items():
             values = _each(value)
@@ -193,7 +206,7 @@ class Settings(Declared):
         return leniences
 
     def by(self, method: Any, known: Mapping[str, Any] = NAMED) -> Self:
-        """The settings with another method; without alpha_after where that reads no lenience."""
+        """The settings with another method, and without alpha_after if that method reads no lenience."""
         reads = any(_entry(one, known) is None or _reads_alpha(one, known) for one in _each(method))
         return dataclasses.replace(self, method=method, alpha_after=self.alpha_after if reads else {})
 
@@ -203,11 +216,11 @@ class Settings(Declared):
 
     @property
     def stops(self) -> float | None:
-        """stop_below, of adaptive blocks; those that never stop are fixed ones of max_block_size."""
+        """stop_below if blocks are adaptive. Adaptive blocks that never stop early are fixed ones."""
         return self.stop_below if self.adaptive and self.stop_below > 0 else None
 
     def block_sizes(self, levels: int) -> tuple[int, ...]:
-        """The most tokens that are drafted for each of `levels` verifiers."""
+        """The largest number of tokens drafted for each of `levels` verifiers."""
         return (
             dataclasses.replace(self, block_size=self.max_block_size).of_levels("block_size", levels)
             if self.adaptive
@@ -215,15 +228,15 @@ class Settings(Declared):
         )
 
     def scheme(self, levels: int) -> Scheme | None:
-        """What decodes in place of a method for each of `levels` verifiers; None where each has a method. A
-        model by itself is a verifier alone."""
+        """The scheme that decodes instead of a method per verifier; None if each of `levels` verifiers has a
+        method. A single model is a verifier alone."""
         entries = self._entries
         if len(entries) == 1 and isinstance(entries[0], Scheme):
             return entries[0]
         return VERIFIER if levels == 0 else None
 
     def rules(self, levels: int) -> tuple[Method, ...]:
-        """The Method of each of `levels` verifiers, its knobs set. Raises TypeError for a scheme."""
+        """The Method of each of `levels` verifiers, with its knobs set. Raises TypeError for a scheme."""
         return tuple(self._tuned(entry_of(method)) for method in self.of_levels("method", levels))
 
     def _tuned(self, entry: Method | Scheme | None) -> Method:
@@ -234,8 +247,8 @@ class Settings(Declared):
     def check(
         self, vocab_size: float = math.inf, levels: int | None = None, known: Mapping[str, Any] = NAMED
     ) -> None:
-        """Raises FieldError for a method that is not `known`, a value out of its range, or values for another
-        number of verifiers than `levels`; None: what can be told before models are loaded."""
+        """Raises FieldError for a method that is not `known`, a value out of range, or a number of values
+        that does not match `levels`. None checks whatever can be checked before models are loaded."""
         fields = ("method", "alpha", "block_size")
         depth = levels or max(len(_each(getattr(self, field))) for field in fields)
         for method, alpha, block_size in zip(
@@ -287,15 +300,15 @@ class Settings(Declared):
             )
         if block_size == LOAD:
             raise FieldError(
-                "block_size", LOAD, "give a number.", "block_size is load, which only serve.py knows"
+                "block_size", LOAD, "give a number.", "block_size is load, which only servers support"
             )
         if isinstance(block_size, str) and (block_size != ADAPTIVE or levels > 1):
-            raise FieldError("block_size", block_size, f"give a number, or of two models {ADAPTIVE!r}.")
+            raise FieldError("block_size", block_size, f"give a number, or {ADAPTIVE!r} with two models.")
         if not isinstance(block_size, str) and block_size < 1:
             raise FieldError("block_size", block_size, "it must be at least 1.")
 
     def _check_markers(self) -> None:
-        """Raises FieldError for what is no marker, or no lenience of any method."""
+        """Raises FieldError for an invalid marker, and for a lenience that is not a number."""
         spans = self.alpha_after
         if not isinstance(spans, Mapping) or not all(isinstance(marker, str) for marker in spans):
             raise FieldError("alpha_after", spans, 'give numbers by text, such as {"The answer is": 0.0}.')
@@ -303,7 +316,7 @@ class Settings(Declared):
             raise FieldError(
                 "alpha_after",
                 spans,
-                f"at most {MOST_MARKERS} are looked for.",
+                f"give at most {MOST_MARKERS}.",
                 f"alpha_after has {len(spans)} markers",
             )
         for marker, value in spans.items():
@@ -314,14 +327,14 @@ class Settings(Declared):
                 raise FieldError("alpha_after", value, "give a number.", where)
 
     def _check_spans(self, levels: int, known: Mapping[str, Any]) -> None:
-        """Raises FieldError for a lenience after a marker that these methods cannot take."""
+        """Raises FieldError for a lenience after a marker that these methods cannot use."""
         methods = self.of_levels("method", levels)
         if self.alpha_after and not any(_reads_alpha(method, known) for method in methods):
             raise FieldError(
                 "alpha_after",
                 self.alpha_after,
-                "leave it out, or take a rule of --list.",
-                f"alpha_after is for rules that read alpha at each position, and {self.name} does not",
+                "leave it out, or choose a rule from --list.",
+                f"alpha_after needs a rule that reads alpha at each position; {self.name} does not",
             )
         for marker, values in self.leniences_after(levels).items():
             for method, alpha in zip(methods, values, strict=True):
@@ -336,24 +349,26 @@ class Settings(Declared):
 
     def _check_scheme(self, scheme: Scheme, name: str, levels: int) -> None:
         if len(_each(self.method)) > 1:
-            raise FieldError("method", name, "give it alone.", f"{name} is no rule for one level of several")
+            raise FieldError(
+                "method", name, "give it alone.", f"{name} cannot be combined with other methods"
+            )
         if scheme.models is not None and levels + 1 != scheme.models:
             raise FieldError(
                 "method",
                 name,
-                "take a rule of --list.",
-                f"{name} is made of {scheme.models} models, not of {levels + 1}",
+                "choose a rule from --list.",
+                f"{name} needs {scheme.models} models, not {levels + 1}",
             )
         if scheme.greedy and self.temperature != 0:
             raise FieldError(
                 "temperature",
                 self.temperature,
-                f"{name} decodes greedily: make it 0, or take another method.",
+                f"{name} decodes greedily: set it to 0, or choose another method.",
             )
 
 
 def _entry(method: Any, known: Mapping[str, Any]) -> Method | Scheme | None:
-    """entry_of(), where a name is one of `known`."""
+    """entry_of(), with the names of `known`."""
     return known.get(method) if isinstance(method, str) else entry_of(method)
 
 
@@ -368,7 +383,7 @@ def _is_number(value: Any) -> bool:
 
 
 def entry_of(method: Any) -> Method | Scheme | None:
-    """What a name, or an object in place of a name, decodes as; None for anything else."""
+    """The entry of a method's name, or of an object instead of a name; None for anything else."""
     if isinstance(method, str):
         return NAMED.get(method)
     if isinstance(method, Method | Scheme):
@@ -379,8 +394,8 @@ def entry_of(method: Any) -> Method | Scheme | None:
 
 
 def named(objects: Mapping[str, Any]) -> dict[str, Method | Scheme]:
-    """A config's `samplers` by name. Raises FieldError for what does not decode, and for a name that is
-    taken."""
+    """A config's `samplers` by name. Raises FieldError for an object that cannot decode, and for a name that
+    is taken."""
     entries: dict[str, Method | Scheme] = {}
     for name, value in objects.items():
         entry = None if isinstance(value, str) else entry_of(value)
@@ -393,18 +408,21 @@ def named(objects: Mapping[str, Any]) -> dict[str, Method | Scheme]:
             )
         if name in NAMED:
             raise FieldError(
-                "samplers", name, "choose another name.", f"samplers names {name!r}, which is a method"
+                "samplers",
+                name,
+                "choose another name.",
+                f"samplers names {name!r}, which is the name of a method",
             )
         entries[name] = dataclasses.replace(entry, name=name)
     return entries
 
 
 def names_of(method: Any, objects: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A method, or a tuple of one a level, with a name in place of each object; and `objects`, by their
-    names, with these.
+    """Replaces each object in a method, or in a tuple with one method per level, by its name. Returns these
+    names, and `objects` by name with the replaced ones added.
 
-    An object without a name of its own is called `custom`. Raises FieldError where a name means another
-    object already.
+    An object without a name is called `custom`. Raises FieldError if a name already stands for another
+    object.
     """
     known = dict(objects)
 
@@ -418,7 +436,7 @@ def names_of(method: Any, objects: Mapping[str, Any]) -> tuple[Any, dict[str, An
             raise FieldError(
                 "method",
                 name,
-                "give each object a name, as Method(..., name='mine') does.",
+                "give each object its own name, for example Method(..., name='mine').",
                 f"method is an object called {name!r}, which is the name of another one",
             )
         return name
@@ -428,9 +446,9 @@ def names_of(method: Any, objects: Mapping[str, Any]) -> tuple[Any, dict[str, An
 
 
 def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:
-    """The settings with the objects that some names stand for: a trained network, a config's samplers.
+    """The settings with names replaced by their objects: a trained network, or a config's samplers.
 
-    Raises FieldError for a trained method whose file is missing, or is another one's.
+    Raises FieldError for a trained method whose file is missing or belongs to another method.
     """
     methods = _each(settings.method)
     names = [method for method in methods if isinstance(method, str)]
@@ -441,7 +459,7 @@ def resolved(settings: Settings, objects: Mapping[str, Any]) -> Settings:
             missing,
             NO_FILE,
             f"method {missing} is a trained network"
-            + (f", and the file of --router is of {trained[0]}" if trained else ""),
+            + (f", and --router is the file of {trained[0]}" if trained else ""),
         )
     if not any(name in objects for name in names):
         return settings

@@ -1,6 +1,6 @@
-"""The baselines that run differently: token, oracle and sequence cascades, and BiLD.
+"""Baselines with decoding loops of their own: token, oracle and sequence cascades, and BiLD.
 
-They write texts and cannot draft, because the verifier does not read the last tokens of a text.
+They cannot draft for another verifier, because their verifier does not read the last tokens of a text.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ PAIR: dict[str, Any] = {"models": 2, "low": 0}
 def _pair(
     kind: Callable[..., Sampler], *, drafts: bool = True, **fields: Any
 ) -> Callable[[Sequence[LanguageModel]], Sampler]:
-    """A Scheme's `sampler`: kind(drafter, verifier), the drafter as a sampler where it `drafts`."""
+    """A Scheme's `sampler`: kind(drafter, verifier), with the drafter as a sampler if `drafts`."""
 
     def sampler(models: Sequence[LanguageModel]) -> Sampler:
         drafter, verifier = models
@@ -39,26 +39,30 @@ def _sequence(summary: str, confidence: Callable[[np.ndarray], float]) -> Scheme
 
 BASELINES: dict[str, Scheme] = {
     "sequence": _sequence(
-        "the drafter's text, the verifier's where its probability < 1 - alpha", probability
+        "the drafter's text, or the verifier's if the probability of the former < 1 - alpha", probability
     ),
-    "sequence_mean": _sequence("as sequence, of the tokens' mean probability (geometric)", mean_probability),
-    "sequence_quantile": _sequence(f"as sequence, of the quantile at {QUANTILE} of the tokens'", quantile),
+    "sequence_mean": _sequence(
+        "sequence, by the geometric mean of the tokens' probabilities", mean_probability
+    ),
+    "sequence_quantile": _sequence(
+        f"sequence, by the {QUANTILE} quantile of the tokens' probabilities", quantile
+    ),
     "token_cascade": Scheme(
         _pair(TokenCascade),
-        f"drafter until max q < 1 - alpha or {CAP} tokens, then one of the verifier's",
+        f"the drafter until max q < 1 - alpha, {CAP} tokens at most, then one verifier token",
         1,
         **PAIR,
     ),
     "oracle": Scheme(
         _pair(Oracle, drafts=False),
-        "diff with both models at every token: for its quality, not its time",
+        "diff with both models at every token, to measure its quality (its time means nothing)",
         1,
         sweep=Sweep(timed=False),
         **PAIR,
     ),
     "bild": Scheme(
         _pair(Bild),
-        "greedy: drafter until max q < 0.6; back to the first token with -log p > alpha",
+        "greedy: the drafter until max q < 0.6; roll back to the first token with -log p > alpha",
         greedy=True,
         label="BiLD",
         sweep=Sweep(scale=10.0),
@@ -66,7 +70,7 @@ BASELINES: dict[str, Scheme] = {
     ),
     "bild_compat": Scheme(
         _pair(Bild, compat=True),
-        "as bild, with the deviations of its released code",
+        "bild, as in its released code",
         greedy=True,
         label="BiLD (as released)",
         sweep=Sweep(scale=10.0),

@@ -1,4 +1,5 @@
-"""What token cascades and BiLD share: a drafter that stops by itself, a verifier that reads what it wrote."""
+"""The parts that token cascades and BiLD share: a drafter that stops by itself, and a verifier that reads its
+tokens."""
 
 from collections.abc import Callable
 

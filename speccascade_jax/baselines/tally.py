@@ -1,4 +1,4 @@
-"""What baselines count: sums over a row's rounds. evaluation.rates computes rates from them."""
+"""The counters of baselines: sums over a row's rounds, from which evaluation.rates computes rates."""
 
 from typing import Any, NamedTuple
 

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,13 +120,13 @@ def local_folder(path: str | Path) -> Path:
 
 
 def readers_of(folder: Path) -> tuple[Any, Any]:
-    """What reads a local folder, and what reads only its model's shape. Raises ValueError."""
+    """The functions that read a local folder, and only its model's config. Raises ValueError."""
     for name, readers in READERS.items():
         if exists(folder / name):
             return readers
     if exists(folder / "adapter_config.json"):
         raise ValueError(
-            f"{folder} holds an adapter without its model: merge it into the model it was "
+            f"{folder} is an adapter without its model: merge it into the model it was "
             f"trained on "
             "(peft's merge_and_unload), and save that."
         )
@@ -142,19 +142,21 @@ def load(
     sharding: Sharding | None = None,
     config: Config | None = None,
     packed: bool = False,
+    track: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> Checkpoint:
-    """A run of scripts/finetune.py (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a
-    Gemma as DeepMind publishes it.
+    """Loads a training run (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a Gemma as
+    DeepMind publishes it.
 
-    FOLDER@4 is the exit after 4 layers of the network in FOLDER, FOLDER@drafter the drafter that reads its
-    verifier's encoder; the folder without a name is a network's full model. hf://ORGANISATION/NAME is fetched
-    from the hub; gs:// is read in place (T5X, or Orbax with gcsfs). Parameters come in `dtype`, each placed
-    by `sharding(path, shape)` where given. With `config` (a preset, say) the model must have that shape,
-    dropout aside. `packed` gives them the form that decoding reads fastest, which is of no other use. Raises
-    ValueError saying what is missing, damaged or does not fit.
+    FOLDER@4 is the exit after 4 layers of the network in FOLDER, and FOLDER@drafter is the drafter that reads
+    its verifier's encoder; the folder without a name is a network's full model. hf://ORGANISATION/NAME is
+    fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs). Parameters have this `dtype`, and
+    each is placed by `sharding(path, shape)` if given. With `config` (for example a preset), the model must
+    have that shape, except for dropout. `packed` parameters have the layout that decodes fastest, and cannot
+    be used otherwise. `track(arrays, their number)` shows progress. Raises ValueError saying what is missing,
+    damaged or does not fit.
     """
     path, name = split_member(path)
-    place = Placement(checked_dtype(dtype, LOADED), sharding, packed)
+    place = Placement(checked_dtype(dtype, LOADED), sharding, packed, track)
     if name is not None:  # before anything large is read
         member(model_for(config_of(path), dtype), name, path)
     loaded: tuple[Any, nnx.State]
@@ -178,10 +180,10 @@ def load_all(
     sharding: Callable[[str], Sharding | None] = lambda folder: None,
     decoding: bool = False,
 ) -> list[Checkpoint]:
-    """load() of each of `paths`; members of one folder share its parameters, which are read once.
+    """Loads each of `paths` as load() does; members of one folder share its parameters, which are read once.
 
-    sharding(folder): where the parameters of a folder go. decoding: parameters come in the form that decodes
-    fastest here, with kernels packed or layers stacked, and are of no other use.
+    sharding(folder): the sharding of a folder's parameters. decoding: parameters have the layout that decodes
+    fastest on this machine, with packed kernels or stacked layers, and cannot be used otherwise.
     """
     read: dict[str, Checkpoint] = {}
     places = [split_member(path) for path in paths]
@@ -217,8 +219,8 @@ ATTACHED: dict[type, Attached] = {
 def with_attached(
     read: dict[str, Checkpoint], places: list[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The `places` of models, the smallest first, where drafters of ATTACHED and their verifiers are members
-    of one network, which takes the verifier's place in `read`. Raises ValueError for a drafter of another
+    """Joins drafters of ATTACHED and their verifiers to networks, which replace the verifiers in `read`.
+    Returns the new `places` of all models, smallest first. Raises ValueError for a drafter of another
     verifier."""
     joined = list(places)
     for number, (folder, _) in enumerate(places):
@@ -230,8 +232,8 @@ def with_attached(
         verifier = None if above is None else read[above]
         if above is None or verifier is None or not isinstance(verifier.model, kind.verifier):
             raise ValueError(
-                f"{folder} holds {kind.name}, which only drafts for the {kind.verifier_name} that it was "
-                "trained with: name that model's folder right after it, as the verifier."
+                f"{folder} is {kind.name}, which only drafts for the {kind.verifier_name} that it was "
+                "trained with: list that model's folder right after it, as the verifier."
             )
         model = kind.joined(folder, drafter.model, verifier.model)
         params = beneath("verifier", verifier.params) | beneath("drafter", drafter.params)
@@ -268,7 +270,7 @@ def model_for(config: Config, dtype: Any) -> Model:
 
 
 def config_of(path: str) -> Config:
-    """A model's shape, without its parameters. Raises ValueError where no file of the folder tells it."""
+    """A model's config, read without its parameters. Raises ValueError if no file in the folder has it."""
     path, _ = split_member(path)
     if path.startswith("gs://"):
         return t5x.read_config(path) if t5x.exists_at(path) else native.read_config(native.remote(path))
@@ -288,12 +290,12 @@ def tokenizer_file(path: str) -> Path:
 def missing_tokenizer(path: str) -> str:
     return (
         f"{path} has no tokenizer: copy the model's spiece.model, tokenizer.model or tokenizer.json "
-        "there, or name the file with --tokenizer."
+        "there, or give the file with --tokenizer."
     )
 
 
 def check_shape(path: str, config: Config, expected: Config) -> None:
-    """Raises ValueError naming the fields, dropout's aside, in which two configs differ."""
+    """Raises ValueError with the fields in which two configs differ, except for dropout."""
     a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (config, expected))
     different = [
         f"{name} is {a[name]}, not {b.get(name)}"
@@ -302,7 +304,7 @@ def check_shape(path: str, config: Config, expected: Config) -> None:
     ]
     if different:
         raise ValueError(
-            f"{path} holds a model of a different shape from the requested one: {'; '.join(different)}."
+            f"{path} is a model of a different shape from the requested one: {'; '.join(different)}."
         )
 
 
@@ -313,25 +315,28 @@ def check_absent(path: str | Path) -> None:
         raise ValueError(f"{path} exists already: delete it or choose another folder.")
     parent = next(parent for parent in folder.parents if os.path.lexists(parent))
     if not parent.is_dir():
-        raise ValueError(f"cannot write {path}: {parent} is no folder.")
+        raise ValueError(f"cannot write {path}: {parent} is not a folder.")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write {path}: you may not write in {parent}.")
+        raise ValueError(f"cannot write {path}: no permission to write in {parent}.")
 
 
 def check_savable(config: Config, to: str) -> None:
-    """Raises FieldError where format `to` cannot hold a model of that shape."""
+    """Raises FieldError if format `to` does not support a model of that shape."""
     formats = MODEL_FAMILIES[config.family].formats
     if to not in formats:
-        known = f"{to} holds no {config.family} models" if to in FORMATS else f"there is no format {to!r}"
+        known = (
+            f"{to} does not support {config.family} models" if to in FORMATS else f"there is no format {to!r}"
+        )
         raise FieldError("to", to, f"choose one of: {', '.join(formats)}.", known)
     if to == "huggingface":
         MODEL_FAMILIES[config.family].describe(config)
 
 
 def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.float32) -> None:
-    """Writes a checkpoint in format `to` (a key of FORMATS) and `dtype`, its tokenizer along with it.
+    """Writes a checkpoint and its tokenizer in format `to` (a key of FORMATS) and `dtype`.
 
-    The folder appears when it is complete. Raises ValueError where it exists already or cannot be written.
+    The folder is created only once it is complete. Raises ValueError if it already exists or cannot be
+    written.
     """
     check_absent(path)
     check_savable(checkpoint.model.config, to)
@@ -342,7 +347,7 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
     ):
         raise ValueError(
             f"{checkpoint.path} was loaded for decoding (packed, or int8), which no format "
-            "holds: load it again in float32."
+            "supports: load it again in float32."
         )
     path = Path(path)
     beside = path.with_name(f".{path.name[:100]}.{os.getpid()}{UNFINISHED}")
@@ -354,8 +359,8 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
             if checkpoint.tokenizer is not None:
                 tokenizer_files.copy(checkpoint.tokenizer, beside)
             beside.rename(path)
-    except Exception as error:  # each format's library has its own kinds for a full disk
-        for pause in (0.1, 0.4):  # for threads of the format's library that still write
+    except Exception as error:  # each format's library has its own exceptions for a full disk
+        for pause in (0.1, 0.4):  # threads of the format's library may still write
             shutil.rmtree(beside, ignore_errors=True)
             time.sleep(pause)
         raise ValueError(f"cannot write {path}: {reason(error)}") from None

@@ -1,5 +1,5 @@
-"""What the formats share: reading zarr arrays one at a time, making parameters from them, and errors in one
-line."""
+"""Code that all formats share: reading zarr arrays one at a time, converting them to parameters, and one-line
+errors."""
 
 import dataclasses
 import math
@@ -20,11 +20,11 @@ from speccascade_jax.models.quantization import PackedKernel, pack, turned
 
 ParameterPath = tuple[Any, ...]
 Sharding = Callable[[ParameterPath, tuple[int, ...]], jax.sharding.Sharding]
-"""(path of a parameter, its shape) -> where its parts go."""
+"""(path of a parameter, its shape) -> its sharding."""
 
 
 def reason(error: Exception) -> str:
-    """An error's first line, without the spec that TensorStore adds to its own."""
+    """The first line of an error, without the spec that TensorStore appends."""
     return str(error).split(" [tensorstore_spec")[0].split("\n")[0]
 
 
@@ -150,16 +150,18 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How parameters are put on the devices: their dtype, where their parts go, and whether the kernels are
-    packed for decoding. With int8 they are, and everything else is bfloat16."""
+    """How parameters are placed on the devices: their dtype, their sharding, and whether the kernels are
+    packed for decoding. With int8 they are packed, and everything else is bfloat16."""
 
     dtype: Any = jnp.float32
     sharding: Sharding | None = None
     packed: bool = False
+    track: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
+    """Shows progress: track(arrays, their number) yields the arrays as they are read."""
 
     def takes_part(self, path: ParameterPath, shape: tuple[int, ...]) -> bool:
-        """Whether the devices of this process hold no more than a part of a parameter, and what is to be made
-        of that depends on nothing else."""
+        """Whether the devices of this process hold only a part of a parameter that can be converted without
+        the rest."""
         if self.sharding is None or jnp.dtype(self.dtype) == jnp.int8:  # its scales are whole columns'
             return False
         where = self.sharding(path, shape)
@@ -168,8 +170,8 @@ class Placement:
     def __call__(
         self, path: ParameterPath, array: np.ndarray | Stored, tied: bool
     ) -> jax.Array | PackedKernel:
-        """A host array on the devices; `tied`: the embedding is the logits' kernel, too. Whole numbers stay
-        what they are."""
+        """A host array on the devices. `tied`: the embedding is also the kernel of the logits. Integers are
+        not converted."""
         if isinstance(array, Stored):
             return self._parts(path, array, tied)
         if jnp.issubdtype(array.dtype, jnp.integer):
@@ -183,7 +185,7 @@ class Placement:
         return jax.tree.map(lambda x, to: put(x.astype(to.dtype, copy=False), to.sharding), made, wanted)
 
     def _parts(self, path: ParameterPath, array: Stored, tied: bool) -> jax.Array | PackedKernel:
-        """Those parts of an array that takes_part() is about, as __call__() makes them of the whole."""
+        """The parts of an array that this process holds (see takes_part()), converted as by __call__()."""
         wanted = self.described(path, array.shape, tied)
         if not isinstance(wanted, PackedKernel):
             return put_parts(array, wanted.sharding, wanted.dtype)
@@ -193,8 +195,8 @@ class Placement:
         return PackedKernel(put_parts(values, where.sharding, where.dtype), None, wanted.transposed)
 
     def described(self, path: ParameterPath, shape: tuple[int, ...], tied: bool) -> Any:
-        """What __call__() makes of an array of that shape, or of one with an axis of layers before it, in
-        shapes with their shardings."""
+        """The shapes and shardings of the result of __call__() for an array of that shape, or of one with a
+        leading axis of layers."""
         where = None if self.sharding is None else self.sharding(path, shape)
         every, whole = tuple(range(len(shape))), jnp.dtype(self.dtype) == jnp.int8
 
@@ -280,7 +282,7 @@ def put_parts(array: Stored, where: jax.sharding.Sharding, dtype: Any) -> jax.Ar
 
 
 def ends_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where a box begins and ends along each axis of an array."""
+    """The beginning and end of a box along each axis of an array."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 
@@ -309,7 +311,7 @@ def to_params(
     """
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))
-    for path, name, array in arrays:
+    for path, name, array in arrays if place.track is None else place.track(arrays, len(flat)):
         if jnp.issubdtype(flat[path].get_value().dtype, jnp.integer):
             WHOLE_NUMBERS[path[-1]](name, np.asarray(array), model.vocab_size)
         elif not jnp.issubdtype(array.dtype, jnp.floating):

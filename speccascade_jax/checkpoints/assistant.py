@@ -42,7 +42,7 @@ ALIKE = (
     "local_rope_theta",
     "rope_share",
 )
-"""What an assistant and its verifier must have in common."""
+"""The fields that must be equal for an assistant and its verifier."""
 
 
 def read_config(where: Path, content: dict[str, Any]) -> AssistantConfig:

@@ -64,7 +64,7 @@ FOUR_NORMS = {
 
 
 class Spelling(NamedTuple):
-    """How a family is written."""
+    """The names and layout of a family's checkpoints."""
 
     usual: DecoderConfig  # what config.json leaves out, and what is fixed in the family's code
     architecture: str
@@ -197,7 +197,7 @@ def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[
 
 
 def windows_of(where: Path, content: dict[str, Any], spelling: Spelling, layers: int) -> dict[str, Any]:
-    """How far each of the layers sees."""
+    """The attention window of each layer."""
     usual = spelling.usual
     window, types = content.get("sliding_window", usual.window), content.get("layer_types")
     if not spelling.windows or (
@@ -331,7 +331,7 @@ TEXT_PARTS = {
 
 
 SYNONYMS = {"gemma4_unified_assistant": "gemma4_assistant"}
-"""What transformers calls a model_type -> another that is the same for text."""
+"""Maps model_type names of transformers to others that are equivalent for text."""
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
                 name, expected = f"{prefix}{'/'.join(inside)}", shapes[(*path, *inside)]
                 if array.shape != expected:
                     raise ValueError(
-                        f"{folder}: {name} has shape {array.shape}, the other arrays ask for "
+                        f"{folder}: {name} has shape {array.shape}, the other arrays imply "
                         f"{expected}: fetch it again."
                     )
                 yield (*path, *inside), f"{folder}: {name}", array

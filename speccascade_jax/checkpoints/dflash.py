@@ -27,7 +27,7 @@ LAYERS = "target_layer_ids"  # each names a layer's output
 OWN = {"mask_id": "mask_token_id", "block_size": "block_size"}
 ARCHITECTURE = "DFlashDraftModel"
 ONLY = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""What other drafters of the authors change, and the value that changes nothing."""
+"""Fields that the authors' other drafters change, and their neutral values."""
 
 
 def as_drafter(content: dict[str, Any]) -> dict[str, Any]:

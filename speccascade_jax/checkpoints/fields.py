@@ -38,7 +38,7 @@ def check_fields(
 
 
 def needed(name: str, kind: Any, value: Any, vocab_size: Any) -> str | None:
-    """What the field `name` of type `kind` must be; None if `value` is valid."""
+    """Describes valid values of the field `name` of type `kind`; None if `value` is valid."""
     parts: tuple[Any, ...] = tuple(
         option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)
     )

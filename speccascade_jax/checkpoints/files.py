@@ -14,7 +14,7 @@ from typing import Any
 MEGABYTE = 2**20
 JSON_BYTES = 64 * MEGABYTE  # the index of a model of 400 billion parameters takes one
 HEADERS = ".z", "_", "manifest"
-"""How the names of those files of zarr, Orbax and TensorStore begin that hold no arrays."""
+"""Prefixes of the names of zarr, Orbax and TensorStore files without arrays."""
 
 
 def shown(value: Any) -> str:

@@ -50,7 +50,7 @@ USUAL = dataclasses.replace(
     logit_softcap=None,
     local=(1, 1, 1, 1, 1, 0),
 )
-"""What config.json leaves out."""
+"""The fields that config.json omits."""
 PER_LAYER = "per_layer_config"
 OTHER_SENSES = "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."
 
@@ -123,7 +123,7 @@ def rope_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds_of(where: Path, content: dict[str, Any], layers: int) -> list[int]:
-    """Which layers are local. The last is global, whatever is said of it."""
+    """A list of which layers are local. The last layer is always global."""
     types = content.get("layer_types")
     if types is None:
         types = [LOCAL if USUAL.is_local(layer) else EVERYTHING for layer in range(layers)]
@@ -182,7 +182,7 @@ def check(where: Any, config: Gemma4Config) -> None:
 
 
 def wrong_sizes(config: Gemma4Config) -> list[str]:
-    """What neither a Gemma 4 nor an assistant can have."""
+    """Describes sizes that neither a Gemma 4 nor an assistant can have."""
     c, wrong = config, list[str]()
     for heads in (c.num_kv_heads, c.num_kv_heads_global):
         if c.num_heads % heads:

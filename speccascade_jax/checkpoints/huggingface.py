@@ -75,7 +75,7 @@ def weight_files(folder: Path) -> list[str]:
     for file in sorted(files):
         if not exists(folder / file) and exists(folder / "adapter_config.json"):
             raise ValueError(
-                f"{folder} holds an adapter without its model: merge it into the model it was "
+                f"{folder} is an adapter without its model: merge it into the model it was "
                 "trained on (peft's merge_and_unload), and save that."
             )
         if not exists(folder / file):
@@ -135,7 +135,7 @@ def place_arrays(
     for name in sorted(headers.keys() - {stored for _, _, stored, _ in places} - family.unused(config)):
         raise ValueError(
             f"{folder}: {name} has no place in the model that config.json describes: "
-            "fetch both again from one place."
+            "fetch both again from one source."
         )
     return places
 
@@ -154,7 +154,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
         if headers[stored][1] != expected:
             raise ValueError(
                 f"{folder}: {name} has shape {headers[stored][1]}, config.json says {expected}: "
-                "fetch both again from one place."
+                "fetch both again from one source."
             )
 
     def read() -> Iterator[tuple[ParameterPath, str, np.ndarray | Stored]]:

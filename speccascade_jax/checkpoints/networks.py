@@ -23,7 +23,7 @@ def of(config: T5Config | DecoderConfig) -> Any:
 
 
 def refuse(where: Any, *_: Any) -> NoReturn:
-    """What other formats do with a network."""
+    """Rejects a network, which other formats do not support."""
     raise ValueError(
         f"{where}: a network of several models can only be saved in our own format (model.json)."
     )

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder are its tokenizer."""
+"""The tokenizer files of a checkpoint folder."""
 
 from pathlib import Path
 

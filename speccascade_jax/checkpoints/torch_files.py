@@ -32,14 +32,14 @@ DICTIONARY, TENSOR, PARAMETER = (
     "torch._utils _rebuild_parameter",
 )
 BROKEN = zipfile.BadZipFile, StopIteration, NotImplementedError, RuntimeError, EOFError, struct.error
-"""What is raised by a damaged archive."""
+"""The exceptions that a damaged archive raises."""
 VALUES = "BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"
 CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Name(NamedTuple):
-    """What a pickle calls by its module and name."""
+    """A function that a pickle refers to by module and name."""
 
     text: str
 
@@ -172,7 +172,7 @@ def tensors_of(pickled: bytes) -> dict[str, Any]:
 
 
 def made(name: Name, values: tuple[Any, ...]) -> Any:
-    """What a pickle makes by a call. Raises ValueError for another than dictionaries and tensors."""
+    """The result of a call in a pickle. Raises ValueError for anything except dictionaries and tensors."""
     if name.text == DICTIONARY and not values:
         return {}
     if name.text == PARAMETER:

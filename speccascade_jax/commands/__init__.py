@@ -1,4 +1,4 @@
-"""What scripts/ and `speccascade` run: one module a command."""
+"""The commands of scripts/ and `speccascade`, one module per command."""
 
 import contextlib
 import importlib
@@ -13,20 +13,20 @@ from types import FrameType
 from typing import Any
 
 COMMANDS = {
-    "new": "set up your own task: from a file of pairs to the configs of its two models",
+    "new": "set up your own task: write the configs of its two models from a file of examples",
     "finetune": "train the model of a config, or the learned rule of a pair",
-    "decode": "decode texts with a pair, coloured by which model wrote them",
+    "decode": "decode texts with a pair, coloured by the model that wrote each token",
     "evaluate": "score methods on a task's test split",
-    "tradeoff": "sweep methods and leniences: quality against time, and a config for the best point",
-    "plan": "measure which models and block sizes are fastest on this machine",
-    "benchmark": "time decoding here, or compile a pair for TPUs and tell what it needs",
-    "serve": "serve a pair over HTTP in OpenAI's format, with a page to try it",
-    "load": "put load on a running server and measure its answers",
+    "tradeoff": "sweep methods and leniences: plot quality against time, and write the best point's config",
+    "plan": "find the fastest models and block sizes on this machine",
+    "benchmark": "time decoding on this machine, or compile a pair for TPUs and report what it needs",
+    "serve": "serve a pair over HTTP in OpenAI's format, with a page for trying it",
+    "load": "load-test a server: throughput, latency and refusals",
     "fewshot": "score a pair on few-shot tasks such as GSM8K and MBPP",
-    "report": "run the experiments behind the tables and pictures of docs/results, and draw these",
+    "report": "run the experiments behind docs/results and regenerate their tables and figures",
     "convert": "convert a checkpoint into another format",
 }
-"""What each command does, for people."""
+"""A description of each command, for its help."""
 NAMES = tuple(COMMANDS)
 USAGE = "usage: speccascade COMMAND [--FLAGS]"
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {said}", file=sys.stderr)
         return 2
     try:
-        with interrupted_by(end):  # that is why commands are imported here and no earlier
+        with interrupted_by(end):  # the reason for importing commands only here
             command = importlib.import_module(f"speccascade_jax.commands.{name}")
         with interrupted_by(interrupt), terminated_by(terminate):
             return command.main(flags)
@@ -62,23 +62,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What `speccascade --help` prints, as wide as the terminal."""
+    """The output of `speccascade --help`, as wide as the terminal."""
     width, indent = shutil.get_terminal_size().columns, max(map(len, NAMES)) + 4
     lines = [USAGE, "", "Commands:"]
     for name, what in COMMANDS.items():
         lines += textwrap.wrap(
             what, width, initial_indent=f"  {name}".ljust(indent), subsequent_indent=" " * indent
         )
-    lines += ["", *textwrap.wrap("speccascade COMMAND --help lists the flags of a command.", width)]
+    lines += ["", *textwrap.wrap("Run speccascade COMMAND --help for the flags of a command.", width)]
     return "\n".join(lines)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come: the work ends as after an interrupt."""
+    """Raised on SIGTERM; the work ends as after an interrupt."""
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """Raises Terminated; a little later within what JAX does at a collection of garbage (see interrupt)."""
+    """Raises Terminated, or postpones it during JAX's garbage-collection callback (see interrupt)."""
     if frame is None or frame.f_code.co_name != "_xla_gc_callback":
         raise Terminated
     threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
@@ -86,7 +86,7 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def terminated_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Within, SIGTERM calls `handler`, unless somebody else handles it."""
+    """In this context, SIGTERM calls `handler`, unless it already has a handler."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -102,7 +102,7 @@ def terminated_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[N
 
 @contextlib.contextmanager
 def interrupted_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Within, an interrupt calls `handler`, where it would call Python's own."""
+    """In this context, an interrupt calls `handler`, if it would otherwise call Python's default handler."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -117,15 +117,15 @@ def interrupted_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[
 
 
 def end(*_: Any) -> None:
-    """Ends the process at once, with one word. As an exception, libraries that are just being loaded would
-    turn an interrupt into an ImportError."""
+    """Ends the process immediately, with a one-word message. Libraries that are being imported could turn an
+    exception into an ImportError."""
     os.write(2, b"interrupted.\n")
     os._exit(130)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Python's own, or, in what JAX does at a collection of garbage, where an exception is printed and lost,
-    a little later."""
+    """Raises KeyboardInterrupt. During JAX's garbage-collection callback, where an exception would be printed
+    and lost, it is postponed a little."""
     if frame is None or frame.f_code.co_name != "_xla_gc_callback":
         signal.default_int_handler(number, frame)
     threading.Timer(0.01, os.kill, (os.getpid(), number)).start()

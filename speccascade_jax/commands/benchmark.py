@@ -1,12 +1,13 @@
-"""What a cascade costs: its parts, and whole decodings against the verifier alone and other libraries.
+"""Times the parts of a cascade, and whole decodings against the verifier alone and other libraries.
 
-    python scripts/benchmark.py                                      # parts of a round, the demo's weights
-    python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large   # random weights of these sizes
+    python scripts/benchmark.py    # the parts of a round of the demo pair
+    python scripts/benchmark.py --preset t5_1_1_small t5_1_1_large
     python scripts/benchmark.py --input sentences.jsonl --join 4 --vs hf
-    python scripts/benchmark.py --tpu=v5e:2x2 --config=wmt_small_large   # by TPU's compiler, without a TPU
+    python scripts/benchmark.py --tpu=v5e:2x2 --config=wmt_small_large
 
-With --input every contestant decodes every input, in turn, one at a time; inputs whose verifier output is
-shorter than --min-tokens are left out. Compilation comes first and is not timed.
+With --preset, the weights are random. With --tpu, programs are compiled for TPUs, which need not be present.
+With --input, all decoders take turns on every input, one input at a time; inputs whose verifier output is
+shorter than --min-tokens are skipped. Compilation is not timed.
 """
 
 import dataclasses
@@ -19,14 +20,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.checkpoints.families import PRESETS
 from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands import compiling
-from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, program
+from speccascade_jax.commands.commandline import at_least, at_most, exit_code, flag_of, parsed
 from speccascade_jax.commands.reporting import Report
 from speccascade_jax.config import DecodeConfig, Task, dtype_of
 from speccascade_jax.core import loop
@@ -56,57 +56,60 @@ from speccascade_jax.vocabularies import Vocabulary
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     config: str = "demo"
-    """A name in configs/ or the path of such a file."""
+    """A config name or path."""
     preset: tuple[str, str] | None = None
-    """Two presets, drafter and verifier, with random weights in place of the config's."""
+    """Two presets, drafter and verifier, with random weights, instead of the config's models."""
     tpu: str | None = None
-    """Compile for these chips, v5e:2x2 say, with TPU's own compiler, and tell what each program needs, reads
-    and does wrong. No TPU is needed, nothing is run and no weights are read."""
+    """Compile for these chips (for example v5e:2x2) with the TPU compiler, and report each program's memory,
+    the bytes it reads, and any unwanted copies or transfers. This needs no TPU, runs nothing and reads no
+    weights."""
     tensor_parallel: tuple[int, ...] = ()
-    """How many of these chips, or of the devices of --cluster, share each model's parameters (default: the
-    config's)."""
+    """With --tpu or --cluster: the number of chips or devices that share each model's parameters. Default:
+    the config's."""
     cluster: str | None = None
-    """Time --input on the devices of several processes as if they were one machine's: `auto` on TPU pods and
-    Slurm, else HOST:PORT,PROCESSES,NUMBER in each. The first process reads and prints."""
+    """Time --input on the devices of several processes: `auto` on TPU pods and Slurm, otherwise
+    HOST:PORT,PROCESSES,NUMBER in each process. The first process reads and prints."""
     source_length: tuple[int, ...] = ()
-    """Tokens of a source for --tpu, several to compile for each (default: the config's)."""
+    """With --tpu: source lengths in tokens; each one is compiled. Default: the config's."""
     new_tokens: int | None = None
-    """Tokens of an output for --tpu (default: the config's)."""
+    """With --tpu: the output length in tokens. Default: the config's."""
     acceptance: float = 0.8
-    """For --tpu: the chance that a drafted token is accepted, for the time that a token takes."""
+    """With --tpu: the assumed acceptance probability, used to bound the time per token."""
     input: str | None = None
-    """Decode these: .jsonl with a field `source`, gzipped or not. Without it the parts are timed."""
+    """A .jsonl file, optionally gzipped, with a field `source`: decode these inputs. Default: time the parts
+    of a round."""
     vs: tuple[Literal["hf", "ctranslate2"], ...] = ()
-    """Other libraries that decode the same inputs with the same weights, in the same turns; with --preset,
+    """Other libraries that decode the same inputs with the same weights, in turn. With --preset, they decode
     --tokens tokens with each of the two models alone."""
     tokens: int = 80
-    """Tokens that each contestant writes for --preset with --vs."""
+    """With --preset and --vs: the number of tokens that each decoder writes."""
     repetitions: int = 5
-    """How often each contestant decodes."""
+    """With --preset and --vs: the number of times that each decoder decodes."""
     join: int = 1
     """Join between one and this many random inputs into one, as in the training of the demo pair."""
     limit: int = 300
-    """How many inputs to read."""
+    """The number of inputs to read."""
     min_tokens: int = 20
-    """The fewest tokens of a verifier output that counts."""
+    """Skip inputs whose verifier output has fewer tokens than this."""
     method: str = "speculative"
     """The method to time."""
     alpha: float = 0.0
-    """The lenience of the timed method."""
+    """The lenience of the method."""
     verification: str = TOKEN.name
-    """How drafts are verified, as in decode.py."""
+    """How drafts are verified: token or block (see the decode command)."""
     block_sizes: tuple[int, ...] = (5,)
     """The block sizes to time."""
     batch_sizes: tuple[int, ...] = (1,)
-    """Batch sizes for the timing of the parts."""
+    """The batch sizes to time the parts at."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """The sampling temperature. 0 decodes greedily."""
     vocabulary: Vocabulary | None = None
-    """How a drafter of another vocabulary drafts (default: the config's)."""
+    """How a drafter with another vocabulary drafts. Default: the config's."""
     dtype: str | None = None
-    """Of weights and products: float32, bfloat16 or int8 (the config's own; with --preset float32)."""
+    """The dtype of weights and matrix products: float32, bfloat16 or int8. Default: the config's, or float32
+    with --preset."""
     output: str | None = None
-    """Append one JSON line for each figure here."""
+    """A .jsonl file to which one line per figure is appended."""
 
 
 def quartiles(values: Sequence[float]) -> str:
@@ -121,7 +124,8 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> str:
 def time_parts(
     arguments: Arguments, run: DecodeConfig, report: Report, models: tuple[Any, Any], params: tuple[Any, Any]
 ) -> None:
-    """The parts of a round, a table for each batch size and block size, and what the whole program takes."""
+    """Prints the times of a round's parts, in a table for each batch size and block size, and the compile
+    times of the whole program."""
     drafter, verifier = models
     bandwidth = [profiling.read_bandwidth()]
     for batch_size in arguments.batch_sizes:
@@ -200,12 +204,12 @@ def timed_elsewhere(
 def decoders_elsewhere(
     arguments: Arguments, run: DecodeConfig, cascade: Cascade
 ) -> dict[str, other_libraries.Decode]:
-    """Other libraries' decoders, on float32 exports of the pair."""
+    """The decoders of other libraries, with float32 exports of the pair."""
     return other_libraries.decoders(arguments.vs, run, cascade, arguments.block_sizes[0])
 
 
 def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: str, dtype: str) -> None:
-    """One model of random weights and the same in other libraries, each writing --tokens tokens."""
+    """Times one model with random weights here and in other libraries, each writing --tokens tokens."""
     whole = profiling.random_model(name, PRESETS[name])
     model, params, _, _ = profiling.as_decoded(whole, dtype)
     count, source = arguments.tokens, list(range(3, 33))
@@ -241,7 +245,7 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
             if repetition:  # the first compiles and warms up
                 seconds[other].append(spent)
     figures: dict[str, Any] = {
-        f"{other}, ms a token": quartiles([1e3 * s / count for s in spent])
+        f"{other}, ms per token": quartiles([1e3 * s / count for s in spent])
         for other, spent in seconds.items()
     }
     figures |= {f"times as fast as {other}": ratios(seconds[other], seconds["here"]) for other in others}
@@ -259,7 +263,7 @@ def read_texts(path: str, join: int, limit: int) -> list[str]:
 
 
 def with_widths(texts: Sequence[str], cascade: Cascade) -> list[tuple[str, int]]:
-    """The texts that the cascade reads whole, without blank ones, each with its padded width."""
+    """The texts that fit the cascade, without blank ones, each with its padded width."""
     lengths = map(len, cascade.encode(texts, truncate=True)[0])
     return [
         (text, cascade.bucket(n))
@@ -271,7 +275,7 @@ def with_widths(texts: Sequence[str], cascade: Cascade) -> list[tuple[str, int]]
 def time_decodings(
     arguments: Arguments, run: DecodeConfig, cascade: Cascade, texts: Sequence[str], report: Report
 ) -> None:
-    """Whole decodings of --input: every block size against the verifier alone and other libraries."""
+    """Times whole decodings of --input: every block size against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
     base = Settings(
         temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
@@ -302,7 +306,7 @@ def time_decodings(
             "limit",
             arguments.limit,
             "raise --limit or --join.",
-            f"only {len(kept)} inputs have outputs of {least} tokens or more",
+            f"only {len(kept)} inputs have outputs of at least {least} tokens",
         )
     seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
     outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
@@ -330,7 +334,7 @@ def time_decodings(
         figures = {
             "times as fast as the verifier alone": ratios(seconds["verifier"], seconds[name]),
             **{f"as {other}": ratios(seconds[other], seconds[name]) for other in others},
-            "ms an input, median": 1e3 * float(np.median(seconds[name])),
+            "ms per input, median": 1e3 * float(np.median(seconds[name])),
             **rounds_of(
                 arguments, cascade, block_size, outputs[name], widths, seconds[name], step["verifier"]
             ),
@@ -359,7 +363,7 @@ def rounds_of(
     seconds: Sequence[float],
     verifier_step: float,
 ) -> dict[str, Any]:
-    """What a round costs in decodings with one block size, as measured and as predicted from its parts."""
+    """The cost of a round for one block size, as measured and as predicted from its parts."""
     method = METHODS[arguments.method]
     rates = summarize([o.counts for o in outputs])
     per_call = sum(o.counts["emitted"] for o in outputs) / sum(o.counts["rounds"] for o in outputs)
@@ -367,7 +371,7 @@ def rounds_of(
     acceptance = position_acceptance([o.origin for o in outputs])
     counted = {
         "acceptance_rate": rates["acceptance_rate"],
-        "acceptance a tested position": acceptance,
+        "acceptance per tested position": acceptance,
         "tokens_per_verifier_call": per_call,
         "round, ms": 1e3 * round_seconds,
         "relative cost without prefill, measured": round_seconds / per_call / verifier_step,
@@ -398,7 +402,7 @@ def rounds_of(
     return counted | {
         "predicted, a scoring call as one step": predicted,
         f"predicted, with {profiling.scoring(block_size)} and the rules as timed": with_parts,
-        "the same, by the tokens a call as counted":  # without ends of texts and dependent acceptances
+        "the same, with the counted tokens per call":  # without ends of texts and dependent acceptances
         with_parts * expected_tokens(acceptance, block_size) / per_call,
         "and with whole rounds as timed":  # what both models in one round cost besides their parts
         part["round"] / per_call,
@@ -406,7 +410,7 @@ def rounds_of(
 
 
 def check(arguments: Arguments) -> DecodeConfig:
-    """The config that is measured. Raises ValueError for what cannot be, before anything is read or made."""
+    """The config to measure. Raises ValueError for invalid arguments, before anything is read or written."""
     a = arguments
     if a.vs and a.input is None and a.preset is None:
         raise FieldError(
@@ -414,7 +418,10 @@ def check(arguments: Arguments) -> DecodeConfig:
         )
     if a.preset is not None and a.input is not None:
         raise FieldError(
-            "preset", a.preset, "give --preset or --input.", "random weights write nothing worth timing"
+            "preset",
+            a.preset,
+            "give --preset or --input.",
+            "--input needs trained weights; outputs of random weights say nothing about speed",
         )
     if a.cluster is not None and (a.input is None or a.vs or a.tpu):
         raise FieldError(
@@ -458,14 +465,14 @@ def check(arguments: Arguments) -> DecodeConfig:
             "config",
             a.config,
             "give --input alone, or time each model's calls with scripts/plan.py.",
-            f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu take two",
+            f"config {a.config} has {len(run.roles)} models; parts, other libraries and --tpu need two",
         )
     for name in a.preset or ():
         if name not in PRESETS:
             raise FieldError("preset", name, f"known: {', '.join(PRESETS)}.", f"unknown preset {name!r}")
         if a.vs and not isinstance(PRESETS[name], T5Config):
-            raise FieldError("vs", a.vs, f"{name} is another one.", "--vs compares T5 models")
-    other_libraries.check_installed(a.vs)  # last: nobody installs them for what cannot be compared
+            raise FieldError("vs", a.vs, f"{name} is not a T5.", "--vs compares T5 models only")
+    other_libraries.check_installed(a.vs)  # last: invalid arguments need no installation
     check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
     return run
 
@@ -488,7 +495,7 @@ def benchmark(arguments: Arguments) -> None:
 
 
 def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
-    """Times what the flags ask for, on the devices of all processes of a job."""
+    """Runs the measurement that the flags select, on the devices of all processes of a job."""
     report = Report(arguments.output, dtype_of(run), quiet=not job.first)
     if arguments.preset is not None and arguments.vs:
         for name in arguments.preset:
@@ -514,8 +521,8 @@ def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
                 "config",
                 arguments.config,
                 "give --input alone.",
-                f"config {arguments.config} has a drafter of another vocabulary; parts and "
-                "other libraries are timed of models of one",
+                f"config {arguments.config} has a drafter with another vocabulary; parts and other libraries "
+                "are only timed for models that share one",
             )
         if cascade.model_free is not None and (texts is None or arguments.vs):
             raise FieldError(
@@ -523,7 +530,7 @@ def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
                 arguments.config,
                 "give --input alone.",
                 f"config {arguments.config} drafts by {cascade.model_free.name}; parts and other "
-                "libraries are timed of models",
+                "libraries are only timed for drafters that are models",
             )
         if texts is not None:
             time_decodings(arguments, run, cascade, texts, report)
@@ -532,6 +539,4 @@ def measure(job: Job, arguments: Arguments, run: DecodeConfig) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(
-        lambda: benchmark(tyro.cli(Arguments, args=argv, prog=program("benchmark"), description=__doc__))
-    )
+    return exit_code(lambda: benchmark(parsed(Arguments, argv, "benchmark", __doc__)))

@@ -1,4 +1,4 @@
-"""What plan.py --tpu does: a plan for chips that are not at hand, and how many of them a load needs."""
+"""plan.py --tpu: a plan for TPUs elsewhere, and the number of chips that a load needs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,22 +13,23 @@ from speccascade_jax.commands.commandline import at_least, console, table_of, wh
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import tpus
-from speccascade_jax.evaluation.chips import ChipPlan, Chips, DescribedModel, plans_by_rows
+from speccascade_jax.evaluation.chips import ROWS, ChipPlan, Chips, DescribedModel, plans_by_rows
+from speccascade_jax.inference.progress import track
 from speccascade_jax.planning.prediction import even_acceptance
 from speccascade_jax.planning.readings import Reading
 from speccascade_jax.planning.simulation import Fleet, SimulatedServer, fewest, rounds_of_texts
 from speccascade_jax.serving.engine import MAX_QUEUE, ROUNDS
 
-REQUESTS = 4000  # that are simulated
+REQUESTS = 4000  # the number of simulated requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What clients send, and what they are promised."""
+    """The load from clients, and the latency that they are promised."""
 
     requests_per_second: float
-    tokens: int | None  # of an answer, on average; None: as many as the texts of the measurement have
-    first_token_ms: float  # for 99 of 100 requests
+    tokens: int | None  # mean tokens per answer; None: that of the measured texts
+    first_token_ms: float  # for 99% of requests
 
     def check(self) -> None:
         for name in ("requests_per_second", "first_token_ms"):
@@ -37,7 +38,7 @@ class Demand:
         at_least(1, tokens=self.tokens)
 
     def texts(self, reading: Reading) -> Int[np.ndarray, " N"]:
-        """The tokens of the simulated answers: the lengths of the measured texts, stretched to the mean."""
+        """The lengths of simulated answers: those of the measured texts, scaled to the mean."""
         mean = float(np.mean(reading.lengths))
         stretch = 1.0 if self.tokens is None else self.tokens / mean
         drawn = np.random.default_rng(0).choice(reading.lengths, REQUESTS)
@@ -45,7 +46,7 @@ class Demand:
 
 
 def fleet_of(choice: ChipPlan, load: Demand, reading: Reading) -> Fleet | None:
-    """The fewest servers that decode as chosen and bear the load."""
+    """The smallest fleet of servers that handles the load with this plan; None if no number suffices."""
     tokens = load.texts(reading)
     server = SimulatedServer(choice.rows, choice.round_seconds, choice.prompt_seconds, MAX_QUEUE, ROUNDS)
     rounds = rounds_of_texts(choice.emitted, tokens)
@@ -60,10 +61,11 @@ def plan_for_chips(
     max_block: int,
     load: Demand | None,
 ) -> ChipPlan:
-    """Prints the plans for each batch size that fits, and what the compiler says of the best of them: with a
-    load the one that needs the fewest chips, else the one at the config's batch size. Returns it."""
+    """Prints the plans for each batch size that fits, and the compiler's figures for the best one. With a
+    load, that is the plan that needs the fewest chips, otherwise the plan at the config's batch size. Returns
+    it."""
     screen = console()
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot keep what is compiled for others
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot store programs for other devices
     reading = Reading.load(acceptance, names, run.settings)
     chips = Chips(
         topology, run.tensor_parallel, tpus.dtype_of(run), run.max_source_length, run.max_new_tokens
@@ -78,13 +80,16 @@ def plan_for_chips(
                 "models" if run.models else "drafter",
                 name,
                 "compile the pair with scripts/benchmark.py --tpu.",
-                f"{attached.name} drafts from what its verifier has read, and such a plan is of models that "
-                "read by themselves",
+                f"{attached.name} reads its verifier's states; --tpu can only plan with independent models",
             )
     tpus.check_vocabularies(shapes)
     members = [DescribedModel(config, chips) for config in shapes]
-    plans = list(plans_by_rows(members, names, reading, max_block, run.hand_over))
-    fleets = [None if load is None else fleet_of(choice, load, reading) for choice in plans]
+    by_rows = plans_by_rows(members, names, reading, max_block, run.hand_over)
+    plans = list(track(by_rows, "planning, batch sizes", len(ROWS)))
+    fleets = [
+        None if load is None else fleet_of(choice, load, reading)
+        for choice in track(plans, "simulating, batch sizes")
+    ]
     show(plans, fleets, chips, load, screen)
     if load is None:
         best = [choice for choice in plans if choice.rows <= run.batch_size][-1]
@@ -94,13 +99,13 @@ def plan_for_chips(
             raise FieldError(
                 "first_token_ms",
                 load.first_token_ms,
-                "allow more, or name faster chips.",
-                "no number of these chips keeps that promise",
+                "raise it, or choose faster chips.",
+                "no number of these chips meets that target",
             )
         fleet, best = min(borne, key=lambda pair: (pair[0].servers, pair[1].rows))
         screen.print(
-            f"Chips needed: {fleet.servers * chips.devices} (servers of {chips.devices}: {fleet.servers}; "
-            f"rows of each: {best.rows}).",
+            f"Chips needed: {fleet.servers * chips.devices} (servers with {chips.devices} each: "
+            f"{fleet.servers}; rows per server: {best.rows}).",
             soft_wrap=True,
         )
     if len(best.plan.models) == 2:
@@ -115,8 +120,8 @@ def show(
     load: Demand | None,
     screen: Console,
 ) -> None:
-    columns = "rows", "models", "block sizes", "verified by", "ms a token of each row", "tokens a second"
-    times = whole_words(*columns, title=f"least times on {chips.devices} of {chips.topology}")
+    columns = "rows", "models", "block sizes", "verified by", "ms per token of a row", "tokens per second"
+    times = whole_words(*columns, title=f"lower bounds of times on {chips.devices} chips of {chips.topology}")
     for choice in plans:
         plan = choice.plan
         times.add_row(
@@ -131,7 +136,7 @@ def show(
     if load is None:
         return
     headings = "rows", "chips", "busy rows", "first token, ms: p50, p99", "last token, ms: p50, p99"
-    table = whole_words(*headings, title=f"{load.requests_per_second:g} requests a second, simulated")
+    table = whole_words(*headings, title=f"simulation of {load.requests_per_second:g} requests per second")
     for choice, fleet in zip(plans, fleets, strict=True):
         table.add_row(str(choice.rows), *cells_of(fleet, chips))
     screen.print(table)
@@ -139,7 +144,7 @@ def show(
 
 def cells_of(fleet: Fleet | None, chips: Chips) -> list[str]:
     if fleet is None:
-        return ["no number is enough", "-", "-", "-"]
+        return ["no number suffices", "-", "-", "-"]
     said = fleet.served.summary()
     return [
         str(fleet.servers * chips.devices),
@@ -156,7 +161,8 @@ def confirm(
     described: list[Any],
     screen: Console,
 ) -> None:
-    """Compiles the plan's programs, and prints those that do not fit, and what a round reads."""
+    """Compiles the plan's programs, and prints the bytes that a round reads and any program that does not
+    fit."""
     drafter, verifier = (members[names.index(name)].config for name in choice.plan.models)
     pair = names.index(choice.plan.models[0]), names.index(choice.plan.models[1])
     [size] = choice.plan.block_sizes
@@ -174,5 +180,5 @@ def confirm(
     )
     acceptance = round(even_acceptance(choice.candidates.survival[pair][: size + 1]), 3)
     for title, figures in tpus.figures(tpus.Pair(shapes, described), chips.topology, acceptance):
-        if not figures.get("fits", False):  # a program that fits is not worth a table
+        if not figures.get("fits", False):  # a program that fits needs no table
             screen.print(table_of(figures, title))

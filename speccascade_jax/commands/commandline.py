@@ -1,39 +1,46 @@
-"""What the scripts share: a config's fields as flags, and how they end."""
+"""Code that the commands share: parsing flags, help texts, tables, errors and exit codes."""
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from speccascade_jax import cluster
 from speccascade_jax import config as configs
-from speccascade_jax.commands import Terminated
+from speccascade_jax.commands import NAMES, Terminated
 from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
+T = TypeVar("T")
 FLAGS = {
     field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
 }
-"""The fields that are flags of some command."""
+"""The fields of configs, which are flags of commands."""
 
 
 def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[str, Any]:
-    """The name after --config in argv (or `default`), and that config, which must be a `kind`.
+    """The value of --config in argv (or `default`), and that config, which must be a `kind`.
 
-    Found before the rest of the command line is parsed: its fields are the other flags' defaults. Where only
-    --help is asked for, there may be none.
+    It is read before the rest of the command line, because its fields are the defaults of the other flags.
+    With --help, it may be missing.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default=default)
@@ -44,19 +51,20 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
         raise FieldError(
             "config",
             None,
-            f"give --config=NAME, one of: {', '.join(configs.available())}.",
+            f"give --config=NAME; known: {', '.join(configs.available())}.",
             "--config is missing",
         )
     return name, configs.load(name, kind)
 
 
 TRAINED = TrainConfig | RouterConfig
-"""What finetune takes."""
+"""The configs that finetune trains."""
 
 
 def table_of_configs(kind: Any, title: str) -> Table:
-    """Every config that is a `kind`, with the first paragraph of its docstring; broken ones, too."""
-    table = Table("config", "what it is", title=title, title_justify="left")
+    """A table of all configs that are a `kind`, with the first paragraph of their docstrings, and of broken
+    ones."""
+    table = Table("config", "description", title=title, title_justify="left")
     for name, path in configs.available().items():
         try:
             if isinstance(configs.load(path), kind):
@@ -68,37 +76,129 @@ def table_of_configs(kind: Any, title: str) -> Table:
 
 
 def keep_compilations() -> None:
-    """Compiled programs outlive the process, in $JAX_COMPILATION_CACHE_DIR, else in the user's cache
-    directory: the second start of a script compiles nothing."""
+    """Keeps compiled programs in $JAX_COMPILATION_CACHE_DIR, or else in the user's cache directory, so that a
+    second start of a command compiles nothing."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "speccascade_jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def program(command: str) -> str:
-    """What `command` was called as, for its help: a script, or the installed command."""
-    script = Path(sys.argv[0]).name
-    return script if script == f"{command}.py" else f"speccascade {command}"
+def is_script() -> bool:
+    """Whether a file of scripts/ runs, and not the installed command `speccascade`."""
+    return Path(sys.argv[0]).name in {f"{name}.py" for name in NAMES}
+
+
+def called(command: str) -> str:
+    """The words that run `command`: those of a script if this process runs one."""
+    return f"python scripts/{command}.py" if is_script() else f"speccascade {command}"
+
+
+def parsed(kind: type[T], argv: list[str], command: str, about: str | None, default: Any = None) -> T:
+    """The arguments of `command`, a `kind`. For --help, prints `about` and the help of each field, in
+    paragraphs as wide as the terminal.
+
+    default: the values of flags that are not given (by default, those of `kind`).
+    """
+    shown = _Captured()
+    program = f"{command}.py" if is_script() else f"speccascade {command}"
+    try:
+        with contextlib.redirect_stdout(shown):
+            return tyro.cli(
+                kind,
+                **({} if default is None else {"default": default}),
+                args=argv,
+                prog=program,
+                description=_PLACE,
+                registry=_in_paragraphs(),
+            )
+    finally:
+        text = shown.getvalue().replace("show this help message", "Show this help message")
+        text = re.sub(r"^│ *│\n", "", text, flags=re.MULTILINE)  # below a help text that fills its last line
+        print(text.replace(_PLACE, description(about or "")), end="")
+
+
+_PLACE = "DESCRIPTION"
+
+
+class _Captured(io.StringIO):
+    """Text on its way to stdout. It is formatted for stdout, in colour on a terminal."""
+
+    encoding = str(getattr(sys.__stdout__, "encoding", None))
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def description(about: str) -> str:
+    """A docstring as the terminal shows it: paragraphs wrapped, indented lines as they are, and examples that
+    call the command as the user has."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = [
+        paragraph
+        if paragraph.startswith(" ")
+        else textwrap.fill(" ".join(paragraph.split()), width, break_on_hyphens=False)
+        for paragraph in about.strip().split("\n\n")
+    ]
+    text = "\n\n".join(paragraphs)
+    return text if is_script() else re.sub(r"python scripts/(\w+)\.py", r"speccascade \1", text)
+
+
+def _in_paragraphs() -> ConstructorRegistry:
+    """A registry whose help texts have no line breaks of the source, and no default that says nothing."""
+    registry, within = ConstructorRegistry(), list[StructTypeInfo]()
+
+    @registry.struct_rule
+    def flowing(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if within:  # for the next rule, which makes the fields
+            return None
+        within.append(info)
+        try:
+            made = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            within.clear()
+        if not isinstance(made, StructConstructorSpec) or not dataclasses.is_dataclass(info.type):
+            return None
+        return dataclasses.replace(made, fields=tuple(map(_flowing, made.fields)))
+
+    return registry
+
+
+def _flowing(field: StructFieldSpec) -> StructFieldSpec:
+    def text() -> str | None:
+        written = field.helptext() if callable(field.helptext) else field.helptext
+        return None if written is None else " ".join(written.split())
+
+    if dataclasses.is_dataclass(field.default):  # not a flag, but a group of flags
+        return dataclasses.replace(field, helptext=text)
+    kind: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint=_default_of)]
+    return dataclasses.replace(field, type=kind, helptext=text)
+
+
+def _default_of(label: str) -> str:
+    """The hint on a default; empty for an empty one, which the help text explains."""
+    if label.startswith("["):  # of a field that takes names or objects
+        label = " ".join(map(str, ast.literal_eval(label)))
+    return "" if label in ("None", "", "''") else f"(default: {label})"
 
 
 def console(**options: Any) -> Console:
-    """One that prints every text as it is: names and sentences may hold what Rich takes for markup."""
+    """A console that prints texts verbatim, because names and sentences may look like Rich's markup."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
-    """work(), and 0; 2 where it raises a ValueError (bad input) or an OSError (a full disk), or where memory
-    is too small, said in one sentence; 130 when interrupted, 143 when terminated."""
+    """Runs work() and returns the exit code: 0; 2 for a ValueError (bad input), an OSError (a full disk) or
+    too little memory, which are reported in one sentence; 130 if interrupted, 143 if terminated."""
     keep_compilations()
-    for stream in (sys.stdout, sys.stderr):  # a text that the terminal's encoding lacks stops nothing
+    for stream in (sys.stdout, sys.stderr):  # characters outside the terminal's encoding must not fail
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     errors = console(stderr=True)
     try:
         work()
         return 0
-    except BrokenPipeError:  # the reader of our output has left: `decode.py | head`
+    except BrokenPipeError:  # the reader of the output has exited: `decode.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Terminated:
@@ -119,13 +219,14 @@ def exit_code(work: Callable[[], None], interrupted: str = "") -> int:
 
 
 def sentence(error: Exception) -> str | None:
-    """The message that the command line prints for an error; None if the error is a bug of the program."""
+    """The message that the command line prints for an error; None if the error is a bug in this package."""
     if isinstance(error, FieldError) and error.field in FLAGS:
         return error.sentence(flag_of(error.field))
     if isinstance(error, ValueError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.filename or 'writing'}: {error.strerror or error}; what was saved before stays whole."
+        where, what = error.filename or "writing", error.strerror or error
+        return f"{where}: {what}; files that were already saved are intact."
     if isinstance(error, MemoryError) or (
         isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     ):
@@ -139,21 +240,21 @@ def flag_of(field: str) -> str:
 
 
 def at_least(least: int, **values: int | None) -> None:
-    """Raises FieldError for a flag's value below `least`; None is a flag that is not there."""
+    """Raises FieldError for a flag's value below `least`; None is a flag that was not given."""
     for name, value in values.items():
         if value is not None and value < least:
             raise FieldError(name, value, f"it must be at least {least}.", f"{flag_of(name)} is {value}")
 
 
 def at_most(largest: int, **values: int) -> None:
-    """Raises FieldError for a flag's value beyond what can be done in any time or memory."""
+    """Raises FieldError for a flag's value above `largest`, which no machine could process."""
     for name, value in values.items():
         if value > largest:
             raise FieldError(name, value, f"it must be at most {largest}.", f"{flag_of(name)} is {value}")
 
 
 def check_summary(path: str | None, field: str) -> None:
-    """Raises ValueError where a file for summaries holds something else; `field` is one of a summary's."""
+    """Raises ValueError if `path` exists and is not a summary file; `field` is a field of summaries."""
     if path is None or not os.path.isfile(path):
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -166,13 +267,13 @@ def check_summary(path: str | None, field: str) -> None:
         raise FieldError(
             "summary",
             path,
-            "name another file.",
-            f"--summary is {path}, which holds something else than summaries",
+            "choose another file.",
+            f"--summary is {path}, which is not a summary file",
         )
 
 
 def table_of(summary: dict[str, Any], title: str) -> Table:
-    """Names and values, printed as they are."""
+    """A table of names and values, printed verbatim."""
     table = Table(Column(), Column(Text(title)), show_header=True)
     for name, value in summary.items():
         for row, figure in enumerate(value) if name == "levels" else [(None, value)]:
@@ -186,16 +287,16 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
 
 
 def whole_words(*columns: str, title: str) -> Table:
-    """A table that never cuts a word off: where the terminal is narrow, a long one continues below."""
+    """A table that never truncates a word: on a narrow terminal, a long word continues on the next line."""
     return Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
 
 
 def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: int | None) -> Task:
-    """The task that the pair of `config` is scored on."""
+    """The task that scores the pair of `config`."""
     name = task or run.task
     if name is None:
         raise FieldError(
-            "task", None, f"name the training config whose task {config} is scored on.", "--task is missing"
+            "task", None, f"give the training config whose task scores {config}.", "--task is missing"
         )
     at_least(1, join=join)
     training = configs.load(name, TrainConfig)

@@ -1,4 +1,4 @@
-"""What benchmark.py --tpu does: compiles a pair's programs for TPUs and tells what they need."""
+"""benchmark.py --tpu: compiles a pair's programs for TPUs and reports what they need."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,12 @@ from speccascade_jax.models import Config
 
 
 def check(arguments: Any) -> None:
-    """Raises ValueError for flags of benchmark.py that do not go with --tpu, or are out of range."""
+    """Raises ValueError for flags of benchmark.py that --tpu excludes, or that are out of range."""
     a = arguments
     if a.input is not None or a.vs:
-        raise FieldError("tpu", a.tpu, "leave --input and --vs out.", "--tpu compiles and runs nothing")
+        raise FieldError(
+            "tpu", a.tpu, "leave --input and --vs out.", "--tpu only compiles and does not run anything"
+        )
     if not 0 <= a.acceptance <= 1:
         raise FieldError("acceptance", a.acceptance, "it must be in [0, 1].")
     at_least(
@@ -31,10 +33,10 @@ def check(arguments: Any) -> None:
 
 
 def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config] | None) -> None:
-    """Tables for every number of chips, source length, batch size and block size; without shapes, of the
-    config's models.
+    """Prints tables for every number of chips, source length, batch size and block size. Without `shapes`,
+    the models are those of the config.
 
-    Raises ValueError before anything is compiled where one of them cannot be.
+    Raises ValueError before compiling anything if one of the combinations cannot be compiled.
     """
     a, dtype = arguments, tpus.dtype_of(run)
     drafter, verifier = shapes or tpus.shapes_of(run)
@@ -59,8 +61,9 @@ def compile_for_tpus(arguments: Any, run: DecodeConfig, shapes: Sequence[Config]
     described = tpus.devices_of(a.tpu)
     for case in each:
         tpus.check_pair(case, described)
-    jax.config.update("jax_enable_compilation_cache", False)  # what compiling takes is told
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are reported
     report = Report(a.output, dtype, device=a.tpu)
-    for case in each:
-        for title, figures in tpus.figures(tpus.Pair(case, described), a.tpu, a.acceptance):
+    for number, case in enumerate(each, 1):
+        name = "compiling" if len(each) == 1 else f"compiling {number} of {len(each)}"
+        for title, figures in tpus.figures(tpus.Pair(case, described), a.tpu, a.acceptance, name):
             report.table(title, figures)

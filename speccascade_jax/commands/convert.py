@@ -1,38 +1,47 @@
-"""Converts a checkpoint of any format into another.
+"""Converts a checkpoint into another format.
 
-    python scripts/convert.py gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000 small \\
-        --to=huggingface
+    python scripts/convert.py \\
+        gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000 \\
+        small --to=huggingface
     python scripts/convert.py runs/wmt_small OUT --to=t5x --dtype=bfloat16
 
-The folder OUT appears when it is complete; IN's tokenizer goes along.
+OUT is created only once the conversion has finished; the tokenizer is copied with it.
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import tyro
 
 from speccascade_jax import checkpoints
-from speccascade_jax.commands.commandline import exit_code, program
+from speccascade_jax.commands.commandline import console, exit_code, parsed
+from speccascade_jax.inference.progress import track
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """A folder (Hugging Face, T5X, a run of finetune.py), gs://BUCKET/PATH or hf://ORGANISATION/NAME."""
+    """The checkpoint to read: a folder (Hugging Face, T5X or a training run), gs://BUCKET/PATH or
+    hf://ORGANISATION/NAME."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """A folder that does not exist yet."""
+    """The folder to write, which must not exist yet."""
     to: Literal["huggingface", "t5x", "native"]
-    """native is a run directory such as finetune.py writes."""
+    """The format to write. native is the format of training runs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in OUT."""
+    """The dtype of the weights in OUT."""
 
 
 def convert(arguments: Arguments) -> None:
     checkpoints.check_absent(arguments.out)  # better now than after minutes of loading
     checkpoints.check_savable(checkpoints.config_of(arguments.source), arguments.to)
-    checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype))
+
+    def reading(arrays: Iterable[Any], total: int) -> Iterable[Any]:
+        return track(arrays, "reading", total)
+
+    checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype), track=reading)
+    console(stderr=True).print(f"writing {arguments.out}", soft_wrap=True)
     checkpoints.save(arguments.out, checkpoint, arguments.to, jnp.dtype(arguments.dtype))
     print(f"{arguments.out}: {arguments.to}, {arguments.dtype}, {checkpoint.model.config}")
     if checkpoint.tokenizer is None:
@@ -40,6 +49,4 @@ def convert(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(
-        lambda: convert(tyro.cli(Arguments, args=argv, prog=program("convert"), description=__doc__))
-    )
+    return exit_code(lambda: convert(parsed(Arguments, argv, "convert", __doc__)))

@@ -1,10 +1,11 @@
-"""Decode texts with a speculative cascade.
+"""Decode texts with a speculative cascade, coloured by the model that wrote each token.
 
 Examples:
 
-    python scripts/decode.py                                    # the demo: English to German
-    python scripts/decode.py --text "Where is the station?" --method token_v3 --alpha 0.3
-    python scripts/decode.py --config=wmt_small_large --input news.txt.gz --output news.jsonl
+    python scripts/decode.py    # the demo: English to German
+    python scripts/decode.py --text "Where is he?" --method opt --alpha 0.3
+    python scripts/decode.py --config=wmt_small_large --input news.txt.gz \\
+        --output news.jsonl
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of,
     table_of_configs,
 )
@@ -71,42 +72,43 @@ COLOURS = {"draft": "green", "correction": "bold red", "bonus": "cyan", "model":
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Translate, summarise or continue texts with a small drafter and a large verifier."""
+    """Arguments of the command."""
 
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     text: str | None = None
-    """Decode this one text."""
+    """The text to decode."""
     input: str | None = None
-    """Decode this file: .txt (a line each), .jsonl (field `source`), either gzipped; - for stdin."""
+    """The texts to decode: a .txt file with one text per line, or a .jsonl file with a field `source`,
+    optionally gzipped. - reads standard input. Default: the config's examples."""
     output: str | None = None
-    """Write JSON lines here. An existing file is resumed."""
+    """The .jsonl file to write. If it exists, decoding resumes where it ends."""
     summary: str | None = None
-    """Write the figures of the run to this JSON file."""
+    """A JSON file to write the run's figures to."""
     limit: int | None = None
-    """Decode only this many inputs, the first ones."""
+    """Decode only the first inputs, this many."""
     cluster: str | None = None
-    """Decode on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
-    else HOST:PORT,PROCESSES,NUMBER in each. The first process reads, writes and prints."""
+    """Decode on the devices of several processes: `auto` on TPU pods and Slurm, otherwise
+    HOST:PORT,PROCESSES,NUMBER in each process. The first process reads, writes and prints."""
     ray: str | None = None
-    """Decode on the Ray cluster at this address, or `local`; --input may be a pattern such as 'news-*.txt',
-    and --output is a folder."""
+    """Decode on the Ray cluster at this address, or `local` for this machine. --input may then be a pattern
+    such as 'news-*.txt', and --output is a folder."""
     ray_workers: int | None = None
-    """With --ray: the number of decoding processes; by default one on each machine."""
+    """With --ray: the number of decoding processes. Default: one per machine."""
     shard_size: int = 256
-    """With --ray: inputs in each file of --output."""
+    """With --ray: the number of inputs per file of --output."""
     precompile: bool = False
-    """Compile all programs of these settings, keep them for later runs, and stop."""
+    """Compile all programs for these settings, cache them for later runs, and exit."""
     profile: str | None = None
-    """Write a trace of the decoding to this new folder, for XProf, TensorBoard or Perfetto."""
+    """A new folder for a trace of the run, which XProf, TensorBoard and Perfetto can open."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """List the configs to decode and to train with and the methods, and stop."""
+    """List all configs and methods, and exit."""
 
 
 def print_list(screen: Console) -> None:
-    screen.print(table_of_configs(DecodeConfig, "--config, to decode with"))
-    screen.print(table_of_configs(TRAINED, "--config of finetune, to train with"))
+    screen.print(table_of_configs(DecodeConfig, "--config of decode and the other commands"))
+    screen.print(table_of_configs(TRAINED, "--config of finetune"))
     table = Table("method", "target distribution", "alpha", title="--method", title_justify="left")
     for name, entry in NAMED.items():
         table.add_row(name, entry.summary, f"{entry.low} .. {entry.high}" if entry.low > -math.inf else "")
@@ -128,7 +130,7 @@ def read_inputs(arguments: Arguments) -> Sequence[str]:
 
 
 def checked_inputs(arguments: Arguments) -> list[str]:
-    """The texts to decode. Raises ValueError where they, or what is to be written, cannot be used."""
+    """The texts to decode. Raises ValueError if they, or the output files, cannot be used."""
     texts = [*read_inputs(arguments)[: arguments.limit]]
     check_paths(arguments)
     check_profile(arguments.profile)
@@ -136,7 +138,7 @@ def checked_inputs(arguments: Arguments) -> list[str]:
 
 
 def check_paths(arguments: Arguments) -> None:
-    """Raises ValueError where a file could not be written, or would be lost: before hours of decoding."""
+    """Raises ValueError if an output file cannot be written, or would replace another file."""
     output, summary, run = arguments.output, arguments.summary, arguments.run
     config = configs.path_of(arguments.config)
     check_targets(
@@ -155,7 +157,7 @@ def check_paths(arguments: Arguments) -> None:
 
 
 def coloured(output: Output, tokenizer: Tokenizer) -> Text:
-    """The text, each token in the colour of the model that wrote it."""
+    """The text, with each token in the colour of the model that wrote it."""
     line, shown = Text(), ""
     for n, origin in enumerate(output.origin, 1):
         text = tokenizer.decode(output.tokens[:n])
@@ -198,7 +200,7 @@ def show(output: Output, tokenizer: Tokenizer, screen: Console) -> None:
 def summary_of(
     run: DecodeConfig, outputs: Sequence[Output], resumed: int, cascade: Cascade
 ) -> dict[str, Any]:
-    """The figures of a run whose first `resumed` outputs an earlier run decoded."""
+    """The figures of a run; the first `resumed` outputs are from an earlier run."""
     summary: dict[str, Any] = summarize([output.counts for output in outputs])
     if not run.defers:
         summary["deferral_rate"] = None
@@ -216,7 +218,7 @@ def summary_of(
 def precompile(run: DecodeConfig, cascade: Cascade, screen: Console) -> None:
     cascade.precompile(run.settings, batch_size=run.batch_size)
     screen.print(
-        f"{cascade.clock.compilations} programs, {cascade.clock.compile_seconds:.1f} s; kept in "
+        f"compiled {cascade.clock.compilations} programs in {cascade.clock.compile_seconds:.1f} s; cached in "
         f"{jax.config.values['jax_compilation_cache_dir']}"
     )
 
@@ -233,8 +235,8 @@ def decode(arguments: Arguments) -> None:
         raise FieldError(
             "profile",
             arguments.profile,
-            "leave it out, or the other.",
-            "--profile traces what this process decodes, not --ray or --precompile",
+            "leave out one of the two.",
+            "--profile traces the decoding of this process, not --ray or --precompile",
         )
     if arguments.ray is not None:
         if arguments.cluster is not None:
@@ -246,7 +248,7 @@ def decode(arguments: Arguments) -> None:
 
 
 def decode_with(job: Job, arguments: Arguments) -> None:
-    """Decodes what the first process reads, on the devices of all; that one writes."""
+    """Decodes the inputs of the first process on the devices of all; the first process writes the outputs."""
     run, screen = arguments.run, console(quiet=not job.first)
     job.agree(settings_of(run))
     mesh = decoding_mesh(run.tensor_parallel, run.batch_size > 1)
@@ -296,7 +298,7 @@ def decode_with(job: Job, arguments: Arguments) -> None:
 
 
 def decode_on_ray(arguments: Arguments, address: str) -> None:
-    """Writes --output/part-00000.jsonl and so on; files that are complete are left as they are."""
+    """Writes --output/part-00000.jsonl and so on; complete files are kept."""
     run, screen = arguments.run, console()
     at_least(1, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.input is None or arguments.output is None or arguments.summary is not None:
@@ -304,18 +306,18 @@ def decode_on_ray(arguments: Arguments, address: str) -> None:
             "ray",
             address,
             "give both, and leave --summary out.",
-            "--ray reads --input and writes --output, and takes no --summary",
+            "--ray needs --input and --output, and does not support --summary",
         )
     check_address(address)
     texts = read_shards(arguments.input, arguments.limit)
     settings = settings_of(run)
     shards = cut(texts, arguments.shard_size, arguments.output)
     todo = [shard for shard in shards if finished(shard, settings) is None]
-    screen.print(f"{len(shards)} shards, {len(shards) - len(todo)} of them done before", soft_wrap=True)
+    screen.print(f"{len(shards)} shards, {len(shards) - len(todo)} of them already complete", soft_wrap=True)
     if not todo:
         return
     for number, first in enumerate(on_ray(address, arguments.ray_workers, run, settings, todo), 1):
-        screen.print(f"{number} of {len(todo)}: inputs from {first} on", soft_wrap=True)
+        screen.print(f"{number} of {len(todo)}: inputs from number {first}", soft_wrap=True)
 
 
 def settings_of(run: DecodeConfig) -> dict[str, Any]:
@@ -324,11 +326,9 @@ def settings_of(run: DecodeConfig) -> dict[str, Any]:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """The command line over the fields of its --config."""
+    """The arguments; the fields of --config are their defaults."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog=program("decode"), description=__doc__
-    )
+    return parsed(Arguments, argv, "decode", __doc__, Arguments(run, config=name))
 
 
 def main(argv: list[str]) -> int:

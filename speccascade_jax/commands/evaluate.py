@@ -1,9 +1,10 @@
-"""The quality of a cascade's methods on a task's test split, decoded on all devices.
+"""Scores methods on a task's test split, decoding on all devices.
 
     python scripts/evaluate.py --config=demo --methods verifier drafter token_v3
-    python scripts/evaluate.py --config=demo --methods verifier --join 1 --output texts
+    python scripts/evaluate.py --config=demo --methods verifier --output texts
 
-Quality comes with its 95% bootstrap interval. With --output the same command resumes a run that was killed.
+Quality is printed with its 95% bootstrap interval. With --output, running the same command again resumes an
+interrupted run.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from speccascade_jax.commands.commandline import (
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of,
     task_of,
 )
@@ -56,32 +57,33 @@ from speccascade_jax.training.data import joined_examples
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     task: str | None = None
-    """The training config that defines the task (default: the one that the config names)."""
+    """The training config that defines the task. Default: the task of --config."""
     split: str = "test"
-    """train, validation or test."""
+    """The split to score: train, validation or test."""
     methods: tuple[str, ...] = ("verifier", "drafter")
-    """Methods to decode with, one after the other, all with the same alpha, temperature and so on."""
+    """Methods to evaluate, one after the other, all with the same alpha, temperature and other settings."""
     join: int | None = None
-    """Join between one and this many examples into one (default: the task's number)."""
+    """Join between one and this many examples into one. Default: the task's number."""
     limit: int | None = None
-    """Decode only this many examples, the first ones."""
+    """Decode only the first examples, this many."""
     output: str | None = None
-    """A folder for the decoded texts, METHOD.jsonl. An existing file is resumed."""
+    """A folder for the outputs, METHOD.jsonl. If a file exists, decoding resumes where it ends."""
     summary: str | None = None
-    """Add one JSON line with the figures of each method to this file."""
+    """A .jsonl file to which one line with the figures of each method is appended."""
     cluster: str | None = None
-    """Share the examples with other processes, or with --tensor-parallel the models: `auto` on TPU pods and
-    Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+    """Distribute the examples over several processes (with --tensor-parallel, the models): `auto` on TPU pods
+    and Slurm, otherwise HOST:PORT,PROCESSES,NUMBER in each process."""
     ray: str | None = None
-    """Decode on the Ray cluster at this address, or `local`, in shards that --output keeps."""
+    """Decode on the Ray cluster at this address, or `local` for this machine. Needs --output, which keeps the
+    shards."""
     ray_workers: int | None = None
-    """With --ray: the number of decoding processes; by default one on each machine."""
+    """With --ray: the number of decoding processes. Default: one per machine."""
     shard_size: int = 256
-    """With --ray: examples in each shard."""
+    """With --ray: the number of examples per shard."""
     profile: str | None = None
-    """Write a trace of the decoding to this new folder, for XProf, TensorBoard or Perfetto."""
+    """A new folder for a trace of the run, which XProf, TensorBoard and Perfetto can open."""
 
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, 
 def output_file(
     arguments: Arguments, method: str, first: int, texts: Sequence[str], part: str = ""
 ) -> tuple[OutputFile, list[Output]]:
-    """--output's file of a method's outputs, and those that are there already."""
+    """The file in --output for a method's outputs, and the outputs that it already has."""
     path = Path(arguments.output or "") / f"{method}{part}.jsonl"
     return open_output(path, settings_of(arguments, method, first), texts, first)
 
@@ -103,8 +105,8 @@ def output_file(
 def decode_share(
     job: Job, arguments: Arguments, cascade: Cascade, method: str, sources: Sequence[str]
 ) -> str:
-    """Decodes this process's share of `sources` to JSON lines, which --output keeps as they come. Processes
-    that share the models decode all, and the first one has the lines."""
+    """Decodes this process's share of `sources` to JSON lines, and writes them to --output. Processes that
+    share the models decode all sources, and the first process returns the lines."""
     run, together = arguments.run, shares_models(arguments)
     begin, end = (0, len(sources)) if together else own_share(len(sources))
     texts = list(sources[begin:end])
@@ -130,12 +132,12 @@ def decode_share(
 
 
 def shares_models(arguments: Arguments) -> bool:
-    """Whether the processes of a cluster share each model, and not only the examples."""
+    """Whether the processes of a cluster share each model, rather than only the examples."""
     return arguments.cluster is not None and arguments.run.tensor_parallel > 1
 
 
 def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequence[str]) -> str:
-    """The JSON lines of `sources`, decoded by a cluster; shards that are complete are left as they are."""
+    """The JSON lines of `sources`, decoded by a Ray cluster; complete shards are kept."""
     run, settings = arguments.run.by(method), settings_of(arguments, method)
     shards = cut(sources, arguments.shard_size, Path(arguments.output or "") / f"{method}-shards")
     todo = [shard for shard in shards if finished(shard, settings) is None]
@@ -150,7 +152,7 @@ def decode_on_ray(arguments: Arguments, address: str, method: str, sources: Sequ
 def figures_of(
     metric: str, outputs: list[Output], references: Sequence[Sequence[str]], baseline: np.ndarray | None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """The figures shown for one method, and its statistics; `baseline`: those of the first method."""
+    """The figures and statistics of one method; `baseline` is the first method's statistics."""
     check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
     texts, entry = [o.text for o in outputs], METRICS[metric]
     sums = statistics(metric, texts, references)
@@ -164,9 +166,9 @@ def figures_of(
 
 
 def check(arguments: Arguments, task: Task) -> None:
-    """Raises ValueError for mistakes that would otherwise show only after hours of decoding."""
+    """Raises ValueError for mistakes that would otherwise surface only after hours of decoding."""
     if not arguments.methods:
-        raise FieldError("methods", (), "give one or more.", "--methods names none")
+        raise FieldError("methods", (), "give one or more.", "--methods is empty")
     for method in arguments.methods:
         arguments.run.by(method).check()
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
@@ -175,8 +177,8 @@ def check(arguments: Arguments, task: Task) -> None:
             raise FieldError(
                 "ray",
                 arguments.ray,
-                "give --output, and no --cluster.",
-                "--ray keeps its shards in --output, which is missing",
+                "give --output, and leave --cluster out.",
+                "--ray needs a folder for its shards, and --output is missing",
             )
         raise FieldError("ray", arguments.ray, "give one.", "--ray and --cluster exclude each other")
     written: dict[str, str | Path | None] = {}
@@ -215,7 +217,7 @@ def evaluate(arguments: Arguments) -> None:
 
 
 def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
-    """Decodes with all processes of a job; the first one scores."""
+    """Decodes with all processes of a job; the first process scores."""
     run, screen = arguments.run, console(quiet=not job.first)
     job.agree(settings_of(arguments, "", 0) | {"methods": arguments.methods, "batch_size": run.batch_size})
     examples = joined_examples(task, getattr(task, arguments.split))[: arguments.limit]
@@ -277,10 +279,8 @@ def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("evaluate"), description=__doc__
-    )
+    return parsed(Arguments, argv, "evaluate", __doc__, Arguments(run, name))
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: evaluate(parse(argv)), "; with --output the same command resumes")
+    return exit_code(lambda: evaluate(parse(argv)), "; with --output, the same command resumes")

@@ -1,9 +1,11 @@
-"""Few-shot tasks: quality and rejection rate of a cascade's methods (the paper's Gemma 2 protocol).
+"""Scores methods on few-shot tasks: quality and rejection rate (the paper's Gemma 2 protocol).
 
 Examples:
 
-    python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k --methods verifier speculative token_v3
-    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp --execute-code --output mbpp.jsonl
+    python scripts/fewshot.py --config=gemma2_2b_27b --task=gsm8k \\
+        --methods verifier speculative token_v3
+    python scripts/fewshot.py --config=gemma2_2b_27b --task=mbpp \\
+        --execute-code --output mbpp.jsonl
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import tyro
 
 from speccascade_jax import config as configs
 from speccascade_jax.cluster import Job, joined
-from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, program, table_of
+from speccascade_jax.commands.commandline import at_least, config_of, console, exit_code, parsed, table_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.fewshot import (
@@ -48,46 +50,51 @@ EXECUTED = ", ".join(name for name, task in TASKS.items() if task.executes)
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     task: Annotated[
-        str, tyro.conf.arg(help="; ".join(f"{name}: {task.summary}" for name, task in TASKS.items()) + ".")
+        str,
+        tyro.conf.arg(
+            help="The task. " + "; ".join(f"{name}: {task.summary}" for name, task in TASKS.items()) + "."
+        ),
     ]
     config: str = "gemma2_2b_9b"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     methods: tuple[str, ...] = ("verifier", "drafter")
-    """Methods to decode with, one after the other, all with the same alpha, temperature and so on."""
+    """Methods to evaluate, one after the other, all with the same alpha, temperature and other settings."""
     inputs: str | None = None
-    """The examples with the questions, in place of the task's file."""
+    """A file with the questions. Default: the task's file."""
     shot_pool: str | None = None
-    """The examples that are shown, in place of the task's file."""
+    """A file with the examples to show in prompts. Default: the task's file."""
     shots: int | None = None
-    """How many examples are shown, in place of the task's number."""
+    """The number of examples to show in a prompt. Default: the task's number."""
     shot_seed: int = 0
-    """Which examples of the pool are shown."""
+    """The seed that selects the examples to show."""
     limit: int | None = None
-    """Ask only this many examples, the first ones."""
+    """Ask only the first questions, this many."""
     execute_code: Annotated[
         bool,
-        tyro.conf.arg(help=f"Run what the models wrote, in a sandbox (bubblewrap). Needed for {EXECUTED}."),
+        tyro.conf.arg(
+            help=f"Run the programs that the models write, in a sandbox (bubblewrap). {EXECUTED} needs this."
+        ),
     ] = False
     cluster: str | None = None
-    """Decode on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
-    else HOST:PORT,PROCESSES,NUMBER in each. The first process reads, scores and writes."""
+    """Decode on the devices of several processes: `auto` on TPU pods and Slurm, otherwise
+    HOST:PORT,PROCESSES,NUMBER in each process. The first process reads, scores and writes."""
     output: str | None = None
-    """Write JSON lines here: each method's answers, then its figures. An existing file is resumed."""
+    """The .jsonl file to write: each method's answers, then its figures. If it exists, the run resumes."""
 
 
 ROW = {"method", "index", "output", "answer", "result", "counts"}
-"""The fields of an answer's line in --output."""
+"""The fields of an answer in --output."""
 
 
 def chosen_task(arguments: Arguments) -> FewShotTask:
-    """The task with the files and the shots of the command line. Raises FieldError where it cannot be run."""
+    """The task with the files and shots of the command line. Raises FieldError if it cannot run."""
     task = task_of(arguments.task)
     if task.executes and not arguments.execute_code:
         raise FieldError(
             "execute_code",
             False,
-            "allow that, in a sandbox, with --execute-code.",
-            f"{task.name} is scored by running what the models wrote",
+            "allow that with --execute-code, which uses a sandbox.",
+            f"{task.name} is scored by running the programs that the models write",
         )
     if task.executes:
         check_sandbox()
@@ -103,12 +110,12 @@ def chosen_task(arguments: Arguments) -> FewShotTask:
 
 
 def part_of(output: str, method: str) -> Path:
-    """Where a method's outputs are kept until all of them are there and can be scored."""
+    """The file that keeps a method's outputs until all are complete and can be scored."""
     return Path(f"{output}.{method}.part")
 
 
 def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
-    """Raises ValueError for mistakes that would otherwise show only after hours of decoding."""
+    """Raises ValueError for mistakes that would otherwise surface only after hours of decoding."""
     if not arguments.methods:
         raise FieldError("methods", (), "give one or more.", "--methods names none")
     for method in arguments.methods:
@@ -136,7 +143,7 @@ def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
 def resume_answers(
     path: str, settings: dict[str, Any], count: int
 ) -> tuple[dict[str, int], dict[str, dict[str, Any]], OutputFile]:
-    """Of each method in --output: how many answers stand there, and its figures; and the file, for more."""
+    """The number of answers and the figures of each method in --output, and the file for adding more."""
     answers: dict[str, int] = {}
     figures: dict[str, dict[str, Any]] = {}
 
@@ -296,13 +303,7 @@ def figures_of(marks: Marks, outputs: list[Output]) -> dict[str, Any]:
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "gemma2_2b_9b")
-    return tyro.cli(
-        Arguments,
-        default=Arguments(run, tyro.MISSING, name),
-        args=argv,
-        prog=program("fewshot"),
-        description=__doc__,
-    )
+    return parsed(Arguments, argv, "fewshot", __doc__, Arguments(run, tyro.MISSING, name))
 
 
 def main(argv: list[str]) -> int:

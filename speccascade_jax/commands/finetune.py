@@ -1,11 +1,12 @@
-"""Fine-tunes (or trains from scratch) the model of a config, or the router or learned mixture of a pair.
+"""Trains the model of a config, from scratch or from a checkpoint, or the router or learned mixture of a
+pair.
 
     python scripts/finetune.py --config=demo_verifier
     python scripts/finetune.py --config=demo_router
     python scripts/finetune.py --config=demo_mixture
 
-Killed and started again, it resumes from its last save. The best parameters are exported to the run's folder
-(`export` in it); those that come with the package are replaced with --ship only.
+If a run is interrupted, the same command resumes from its last save. The best parameters are exported to
+`export` in the run's folder; the weights bundled with the package change only with --ship.
 """
 
 import dataclasses
@@ -17,10 +18,11 @@ import tyro
 from speccascade_jax.cluster import connect
 from speccascade_jax.commands.commandline import (
     TRAINED,
+    called,
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     table_of_configs,
 )
 from speccascade_jax.commands.profiles import check_profile, profiled
@@ -38,34 +40,35 @@ SHOWN = "demo_verifier"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """A run; every field of its config is a flag."""
+    """Arguments for training a model; every field of the config is a flag."""
 
     run: tyro.conf.OmitArgPrefixes[TrainConfig]
     config: str
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     cluster: str | None = None
-    """Train with other processes: `auto` on TPU pods and Slurm, else HOST:PORT,PROCESSES,NUMBER in each."""
+    """Train with several processes: `auto` on TPU pods and Slurm, otherwise HOST:PORT,PROCESSES,NUMBER in
+    each process."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """List the configs to train with, and stop."""
+    """List the training configs, and exit."""
     ship: bool = False
-    """Also replace the weights of this name that come with the package (speccascade_jax/demo)."""
+    """Also replace the weights of this name that are bundled with the package (speccascade_jax/demo)."""
     profile: str | None = None
-    """Write a trace of the training to this new folder, for XProf, TensorBoard or Perfetto."""
+    """A new folder for a trace of the run, which XProf, TensorBoard and Perfetto can open."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterArguments:
-    """A router or a learned mixture; every field of its config is a flag."""
+    """Arguments for training a learned rule; every field of the config is a flag."""
 
     run: tyro.conf.OmitArgPrefixes[RouterConfig]
     config: str
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     ship: bool = False
-    """Also replace the network of this name that comes with the package (speccascade_jax/demo)."""
+    """Also replace the network of this name that is bundled with the package (speccascade_jax/demo)."""
 
 
 def check_router(config: str, run: RouterConfig, ship: bool) -> None:
-    """Raises ValueError where the network could not be written, or something else would be lost."""
+    """Raises ValueError if the network cannot be written, or would replace another file."""
     run.check()
     output = Path(run.output)
     check_folder("output", str(output.parent))
@@ -79,33 +82,27 @@ def check_router(config: str, run: RouterConfig, ship: bool) -> None:
 
 
 def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
-    arguments = tyro.cli(
-        RouterArguments,
-        default=RouterArguments(run, config),
-        args=argv,
-        prog=program("finetune"),
-        description=__doc__,
-    )
+    arguments = parsed(RouterArguments, argv, "finetune", __doc__, RouterArguments(run, config))
     run = arguments.run
     check_router(config, run, arguments.ship)
     screen = console()
     figures = train_router(run, replaced)
     for what, figure in figures.items():
-        screen.print(f"on texts held out: {what}: {figure:.4f}")
+        screen.print(f"on held-out texts, {what}: {figure:.4f}")
     if not improves(figures):
-        worse = f"on texts held out this {run.method} is no better than the rule it corrects"
+        worse = f"on held-out texts this {run.method} is no better than the rule it is meant to improve"
         if arguments.ship:
-            raise FieldError("ship", True, "nothing that comes with the package was replaced.", worse)
+            raise FieldError("ship", True, "the bundled files were not replaced.", worse)
         screen.print(
-            f"{worse}: decode without it. More examples (--examples) may help. Written for a closer look: "
-            f"{run.output}",
+            f"{worse}: decode without it. More examples (--examples) may help. For inspection, it was "
+            f"written to {run.output}.",
             soft_wrap=True,
         )
         return
     if arguments.ship:
         write_whole(shipped_at(run), Path(run.output).read_text(encoding="utf-8"))
     screen.print(
-        f"written: {run.output}. Decode with it: python scripts/decode.py --config={run.pair} "
+        f"written: {run.output}. Decode with it: {called('decode')} --config={run.pair} "
         f"--method {run.method} --alpha 0.1 --router {run.output}",
         soft_wrap=True,
     )
@@ -123,9 +120,7 @@ def finetune(argv: list[str]) -> None:
     if run is tyro.MISSING:  # of --help; without a config, no flag has a default
         run = load(SHOWN, TrainConfig)
         about = f"{__doc__}\nThe defaults shown are those of --config={SHOWN}.\n"
-    arguments = tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("finetune"), description=about
-    )
+    arguments = parsed(Arguments, argv, "finetune", about, Arguments(run, name))
     metric = arguments.run.task.metric
     if metric not in METRICS:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")

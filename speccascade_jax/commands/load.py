@@ -1,20 +1,20 @@
-"""Load scripts/serve.py and compare, in one run: figures for sizing, and ratios that hold elsewhere.
+"""Load-tests a server: throughput and latency for sizing, and ratios that carry over to other machines.
 
-    python scripts/load.py --config=demo --rows=8 --minutes=10 --output=load.json
+    python scripts/load.py --config=demo --minutes=10 --output=load.json
 
-Measured in turn, three times: decode.py's loop over the same texts; the server saturated; one with a single
-row, that is one request at a time; and, with --vs-transformers, a server that answers with transformers, one
-request after the other. Then the server at half of its load and at 90% (times to the first token), and at
-120% (memory, refusals). Next to each stands what a simulation of the scheduler predicts from the times of a
-round and of a prompt alone.
+This measures, three times in turn, decoding of the same texts by the decode command, the server at
+saturation, a server with one row (one request at a time) and, with --vs-transformers, a server that answers
+with transformers, one request at a time. Then it measures the server at 50% and 90% load (time to first
+token) and at 120% load (memory and refusals). Each measurement is printed next to the scheduler simulation's
+prediction, which uses only the times of a round and of a prompt.
 
     python scripts/load.py --config=demo --replicas=2
 
-measures replicas on a Ray cluster instead, and kills some of them, and
+This measures replicas on a Ray cluster instead, and kills some of them.
 
     python scripts/load.py --config=demo --by-load 1 4 8 16 32
 
-compares blocks that follow the load with fixed ones and the verifier alone.
+This compares block sizes that adapt to the load with fixed ones and with the verifier alone.
 """
 
 import asyncio
@@ -37,11 +37,10 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
-import tyro
 
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
-from speccascade_jax.commands.commandline import at_least, console, exit_code, program
+from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
@@ -55,36 +54,37 @@ from speccascade_jax.planning import simulation
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ROUNDS
 
-TIMED = 50  # rounds that a round's time is the median of
-PASSES = 3  # over the texts, of each server in turn
+TIMED = 50  # the number of rounds whose median time is taken
+PASSES = 3  # the number of passes of each server over the texts
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Load scripts/serve.py and compare."""
+    """Arguments of the command."""
 
     config: str = "demo"
-    """A name in configs/, or the path of such a file."""
+    """A config name or path."""
     input: str | None = None
-    """Texts, .txt or .jsonl (default: the config's examples)."""
+    """A .txt or .jsonl file with texts. Default: the config's examples."""
     requests: int = 400
-    """How many requests measure the throughput of each server."""
+    """The number of requests for measuring the throughput of each server."""
     rows: int = 8
-    """The batch size of the server and of decode.py."""
+    """The batch size of the server and of the decode command."""
     clients: int = 32
-    """How many clients send at the same time to saturate the server."""
+    """The number of concurrent clients that saturate the server."""
     minutes: float = 1.0
-    """How many minutes to run at 120% load. At 50% and 90%, for times to the first token, at most one."""
+    """Minutes at 120% load. The measurements at 50% and 90% load take at most one minute each."""
     vs_transformers: bool = False
-    """Measure a server of transformers, too (T5 only; needs torch and transformers)."""
+    """Also measure a server that decodes with transformers (T5 only; needs torch and transformers)."""
     replicas: int | None = None
-    """Measure serve.py --ray=local instead: one replica next to this many, and what clients see while one of
-    them is killed whenever all run, for so many minutes."""
+    """Measure serve.py --ray=local instead: compare one replica with this many, then kill replicas for
+    --minutes and record what clients see."""
     by_load: tuple[int, ...] = ()
-    """Batch sizes: for each, compare a server's --block-size=load with the config's fixed blocks and with the
-    verifier alone, losslessly, in this process and without HTTP, and measure nothing else."""
+    """Batch sizes. For each one, compare --block-size=load of a server with the config's fixed block size and
+    with the verifier alone, and measure nothing else. Decoding is lossless, in this process and without
+    HTTP."""
     output: str | None = None
-    """Write the figures to this JSON file."""
+    """A JSON file to write the figures to."""
 
 
 class Server:
@@ -114,14 +114,14 @@ class Server:
             self.url = self.process.stdout.readline().strip()
         while True:
             if self.process.poll() is not None:
-                raise ValueError("the server did not start: run scripts/serve.py to see why.")
+                raise ValueError("the server did not start; run scripts/serve.py to see why.")
             with contextlib.suppress(URLError):
                 if urlopen(self.url + "/ready").status == 200:
                     return
             time.sleep(0.5)
 
     def megabytes(self) -> float:
-        """Resident memory."""
+        """The resident memory of the server."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -140,7 +140,7 @@ def served(config: str, rows: int, queue: int, *flags: str) -> Iterator[Server]:
 
 
 class Alone:
-    """decode.py's loop over the texts, in this process."""
+    """The loop of the decode command over the texts, in this process."""
 
     def __init__(self, run: DecodeConfig, rows: int, texts: Sequence[str]):
         self.cascade, self.settings = Cascade.from_config(run), run.settings
@@ -157,7 +157,8 @@ class Alone:
         return float(self.tokens.sum() / seconds)
 
     def simulated(self, times: dict[str, float], queue: int, rate: float, seconds: float) -> dict[str, Any]:
-        """What clients of a server of these rows would see, by its scheduler's rules and the times alone."""
+        """The latencies that clients of such a server should see, simulated from its scheduler's rules and
+        the times."""
         server = simulation.SimulatedServer(
             self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, ROUNDS
         )
@@ -166,7 +167,7 @@ class Alone:
         return simulation.simulate(server, tokens, rounds, rate).summary()
 
     def times(self) -> dict[str, float]:
-        """The milliseconds of a round, and of reading a prompt, in a full batch as a server's."""
+        """The milliseconds of a round and of reading a prompt, in a full batch."""
         cascade, settings = self.cascade, self.settings
         [lane] = cascade.lanes([settings]).values()
         scheduler = cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
@@ -197,7 +198,8 @@ class Alone:
 
 @contextlib.contextmanager
 def transformers_server(run: DecodeConfig) -> Iterator[str]:
-    """A server that answers with transformers' greedy verifier, one request after the other: its URL."""
+    """Runs a server that answers with transformers' greedy verifier, one request at a time. Yields its
+    URL."""
     cascade = Cascade.from_config(run)
     with tempfile.TemporaryDirectory() as folder:
         verifier = exported(checkpoints.load(run.roles[-1][1]), Path(folder) / "verifier")
@@ -231,7 +233,7 @@ def transformers_server(run: DecodeConfig) -> Iterator[str]:
 
 
 def counters(url: str, *names: str) -> dict[str, float]:
-    """A front's own counters."""
+    """The counters of a front."""
     with urlopen(url + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return {
@@ -246,7 +248,7 @@ Say = Callable[[str, dict[str, Any]], None]
 
 
 def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequence[Body], say: Say) -> None:
-    """Throughput of one replica and of `count` that serve a method, and what clients see while some are
+    """Measures the throughput of one replica and of `count` replicas, and what clients see while some are
     killed."""
     rows, clients, queue = arguments.rows, arguments.clients, 2 * arguments.clients
     with contextlib.ExitStack() as stack:
@@ -308,7 +310,7 @@ def load(arguments: Arguments) -> None:
 def measure_server(
     arguments: Arguments, run: DecodeConfig, texts: Sequence[str], bodies: Sequence[Body], say: Say
 ) -> None:
-    """The server next to decode.py's loop, to a server of one row, and to transformers."""
+    """Measures the server, the loop of the decode command, a server with one row, and transformers."""
 
     def body_of(number: int) -> Body:
         return bodies[number % len(bodies)]
@@ -364,7 +366,8 @@ def measure_server(
 def blocks_by_load(
     run: DecodeConfig, rows: Sequence[int], texts: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """load_blocks.compared() for each batch size; losslessly, so that all decoders write texts of one law."""
+    """Runs load_blocks.compared() for each batch size, losslessly, so that all outputs have one
+    distribution."""
     cascade, figures = Cascade.from_config(run), dict[str, Any]()
     settings = dataclasses.replace(run.settings, method="speculative", alpha=0.0, alpha_after={})
     for count in rows:
@@ -373,11 +376,11 @@ def blocks_by_load(
             shown = ", ".join(f"{field} {value:.4g}" for field, value in of_rows[name].items())
             say(f"{count} rows, {name}: {shown}")
         say(
-            f"{count} rows: by load, {of_rows['ratio']:.2f} times the better of the others "
-            f"({of_rows['ratio_least']:.2f} to {of_rows['ratio_most']:.2f})"
+            f"{count} rows: by load, {of_rows['ratio']:.2f} times the throughput of the better "
+            f"of the others ({of_rows['ratio_least']:.2f} to {of_rows['ratio_most']:.2f})"
         )
     return figures
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: load(tyro.cli(Arguments, args=argv, prog=program("load"), description=__doc__)))
+    return exit_code(lambda: load(parsed(Arguments, argv, "load", __doc__)))

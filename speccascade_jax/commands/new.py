@@ -1,14 +1,14 @@
-"""Sets up your own task: from a file of pairs to the three configs that train and decode a pair.
+"""Sets up your own task: writes the configs that train and decode a pair, from a file of examples.
 
     speccascade new dates --data dates.jsonl
     speccascade finetune --config=dates_verifier
     speccascade finetune --config=dates_drafter
     speccascade decode --config=dates
 
-Writes configs/NAME_verifier.py, configs/NAME_drafter.py and configs/NAME.py, with sizes, steps and rates that
-suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the data. 5% of the
-sources, 500 at most, are held out for validation, and as many for the test. Nothing that exists is
-overwritten.
+This writes configs/NAME_verifier.py, configs/NAME_drafter.py and configs/NAME.py, with model sizes, steps and
+learning rates that suit the data, and the folder data/NAME, with the splits and a tokenizer trained on the
+data. 5% of the sources, at most 500, are held out for validation, and the same number for testing. Existing
+files are never overwritten.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from speccascade_jax.commands.commandline import console, exit_code, program
+from speccascade_jax.commands.commandline import console, exit_code, parsed
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.training.checks import check_folder
@@ -31,7 +31,7 @@ from speccascade_jax.training.new_task import (
     write,
 )
 
-CONFIGS = Path("configs")  # where --config=NAME looks for a file, next to the package's own
+CONFIGS = Path("configs")  # --config=NAME looks for a file here and in the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Arguments:
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """The name of the task: lower-case letters, digits and underscores."""
     data: str
-    """The pairs: a .jsonl file (a line is an object, or a list of two texts) or a .tsv file of two columns,
-    gzipped or not."""
+    """The examples: a .jsonl file (each line an object, or a list of two texts) or a .tsv file with two
+    columns, optionally gzipped."""
     source_field: str | None = None
-    """The field of a line's source; guessed from the first line unless given."""
+    """The field with the source text. Default: guessed from the first line."""
     target_field: str | None = None
-    """The field of a line's target; guessed from the first line unless given."""
+    """The field with the target text. Default: guessed from the first line."""
     metric: str | None = None
-    """The metric of decoded texts. The default is exact_match where most targets have three words or
-    fewer, else bleu."""
+    """The metric of decoded texts. Default: exact_match if most targets have at most three words, otherwise
+    bleu."""
 
 
 def new(arguments: Arguments) -> None:
@@ -66,12 +66,12 @@ def new(arguments: Arguments) -> None:
     counts = ", ".join(f"{len(pairs):,} for {split}" for split, pairs in splits.items())
     source, target = splits["train"][0]
     lines = [
-        f"{data}: {counts}; the first: {source[:60]!r} -> {target[:60]!r}",
-        f"scored by {metric}; at most {choices['source_length']} tokens a source and "
-        f"{choices['target_length']} a target",
+        f"{data}: {counts}; first pair: {source[:60]!r} -> {target[:60]!r}",
+        f"scored by {metric}; at most {choices['source_length']} tokens per source and "
+        f"{choices['target_length']} per target",
     ]
     if choices["left_out"]:
-        lines.append(f"{choices['left_out']:,} pairs are longer than that; training leaves them out.")
+        lines.append(f"{choices['left_out']:,} pairs are longer; training skips them.")
     lines += [f"written: {path}" for path in task.files]
     lines += ["", "Next:"]
     lines += [
@@ -90,4 +90,4 @@ def new(arguments: Arguments) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(lambda: new(tyro.cli(Arguments, args=argv, prog=program("new"), description=__doc__)))
+    return exit_code(lambda: new(parsed(Arguments, argv, "new", __doc__)))

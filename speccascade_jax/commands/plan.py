@@ -1,14 +1,16 @@
-"""Which models draft for the verifier, and how many tokens: the plan of least predicted time on this machine.
+"""Plans the fastest lossless decoding: which models draft for the verifier, and how many tokens.
 
     python scripts/plan.py --config=demo --check --output plan.py
     python scripts/plan.py --config=demo --models SMALL MIDDLE LARGE
     python scripts/decode.py --config=plan.py
 
-Every call is timed, and how often each model accepts another's tokens is read off the largest one's texts.
-With --acceptance-to this is written to a file, from which a plan for TPUs that are not at hand can be made:
+The command times every model's calls and measures, on texts written by the largest model, how often each
+model accepts another's tokens. With --acceptance-to, it writes these acceptances to a file, which suffices to
+plan for TPUs elsewhere:
 
     python scripts/plan.py --config=demo --acceptance-to demo.json
-    python scripts/plan.py --config=demo --tpu=v5e:2x2 --acceptance-from demo.json --requests-per-second 500
+    python scripts/plan.py --config=demo --tpu=v5e:2x2 \\
+        --acceptance-from demo.json --requests-per-second 500
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ from speccascade_jax.commands.commandline import (
     console,
     exit_code,
     flag_of,
-    program,
+    parsed,
     task_of,
     whole_words,
 )
@@ -63,53 +65,58 @@ from speccascade_jax.training.data import joined_examples
 from speccascade_jax.vocabularies import VOCABULARIES
 
 PLANNED = "Planned by scripts/plan.py"
-STEP = "a token of the verifier's"
-CHOSEN, PAIR, ALONE = "the plan", "best pair", "verifier alone"  # what is compared, by name
-TRIALS = 3  # times that a text is decoded where plans are compared
-BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # what a planned config says of them
+STEP = "one verifier token"
+CHOSEN, PAIR, ALONE = "the plan", "best pair", "verifier alone"  # the names of compared decodings
+TRIALS = 3  # the number of times that each text is decoded to compare plans
+BLOCKS = ("block_size", "max_block_size", "stop_below", "hand_over")  # the fields of a planned config
 Runs = dict[str, tuple[PlannedHierarchy, Settings]]
-"""By name: a chain of models and how it decodes."""
-STOPS = (0.25, 0.12, 0.06)  # stop_below of the adaptive blocks that are compared with them
+"""Chains of models and their settings, by name."""
+STOPS = (0.25, 0.12, 0.06)  # the values of stop_below that are compared with fixed blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags. All its
-    models are candidates; the last is the verifier, whose distribution the output follows."""
+    """A config name or path. Its fields are the defaults of the other flags. All its models are candidates;
+    the last one is the verifier, whose distribution the output follows."""
     input: str | None = None
-    """Texts to plan for (see decode.py); else the validation split of the config's task, or its examples."""
+    """Texts to plan for (a file as for the decode command). Default: the validation split of the config's
+    task, or else the config's examples."""
     limit: int = 64
-    """How many of these texts to use."""
+    """The number of texts to use."""
     max_block: int = 15
-    """The most tokens that a model drafts; of one that drafts in one pass, at most what that writes."""
+    """The largest block size to consider. A block drafter is never asked for more tokens than it writes in
+    one pass."""
     most_models: int | None = None
-    """The most models of a plan."""
+    """The largest number of models in a plan. Default: no limit."""
     repetitions: int = 9
-    """How often each call is timed."""
+    """The number of times that each call is timed."""
     check: bool = False
-    """Decode with the plan, the best pair, also in adaptive blocks, and the verifier alone, and print their
-    times."""
+    """Decode with the plan, with the best pair (also with adaptive blocks) and with the verifier alone, and
+    print their times."""
     output: str | None = None
-    """The config file to write for the plan; with adaptive blocks if --check finds them surely faster."""
+    """The config file to write for the plan. It has adaptive blocks if --check finds them significantly
+    faster."""
     acceptance_to: str | None = None
-    """Write how often the models accept each other's tokens to this JSON file, for --acceptance-from."""
+    """A JSON file to write the measured acceptances to; pass it to --acceptance-from."""
     acceptance_from: str | None = None
-    """With --tpu: what --acceptance-to has written of these models, on any machine."""
+    """With --tpu: the file that --acceptance-to wrote for these models, on any machine."""
     tpu: str | None = None
-    """Plan for these chips, v5e:2x4 say, with times that TPU's compiler and the chips' public figures bound
-    from below. No TPU is needed, and no weights are read; --tensor-parallel chips share each model."""
+    """Plan for these chips, for example v5e:2x4. Times are lower bounds from the TPU compiler and the chips'
+    published figures. This needs no TPU and reads no weights; --tensor-parallel chips share each model."""
     requests_per_second: float | None = None
-    """With --tpu: simulate servers under this load, and tell how many chips it needs."""
+    """With --tpu: simulate servers under this load, and print the number of chips that it needs."""
     tokens: int | None = None
-    """With --requests-per-second: the tokens of an answer, on average (default: the measured texts')."""
+    """With --requests-per-second: the mean number of tokens per answer. Default: that of the measured
+    texts."""
     first_token_ms: float = 1000.0
-    """With --requests-per-second: within this time 99 of 100 requests have their first tokens."""
+    """With --requests-per-second: the time in milliseconds within which 99% of requests must have their first
+    token."""
 
     @property
     def demand(self) -> Demand | None:
-        """What servers have to bear."""
+        """The load on servers, if there is one to simulate."""
         if self.requests_per_second is None:
             return None
         return Demand(self.requests_per_second, self.tokens, self.first_token_ms)
@@ -128,19 +135,19 @@ def read_inputs(arguments: Arguments) -> list[str]:
             "input",
             None,
             "give --input.",
-            f"config {arguments.config} has neither a task whose texts are here nor examples",
+            f"config {arguments.config} has no examples, and the texts of its task were not found",
         )
     return list(run.examples[:limit])
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for what cannot be planned, before models are loaded."""
+    """Raises ValueError for arguments that cannot be planned for, before models are loaded."""
     a, run = arguments, arguments.run
     run.check()
     at_least(1, limit=a.limit, max_block=a.max_block, most_models=a.most_models, repetitions=a.repetitions)
     at_most(max(WIDTHS) - 1, max_block=a.max_block)
     if not run.lossless:
-        raise FieldError("method", run.name, "give --method speculative: a plan is of lossless decoding.")
+        raise FieldError("method", run.name, "give --method speculative: plans are for lossless decoding.")
     if VOCABULARIES[run.vocabulary].drafts is not None:
         raise FieldError(
             "vocabulary",
@@ -152,39 +159,41 @@ def check(arguments: Arguments) -> None:
         raise FieldError(
             "models" if run.models else "drafter",
             run.roles[0][1],
-            "time it with scripts/benchmark.py.",
+            "time this pair with scripts/benchmark.py.",
             f"a plan needs every drafter's distribution, which {model_free.name} does not have",
         )
     check_chips(a)
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":
-            raise FieldError("output", str(path), "a config file's name ends in .py.", f"--output is {path}")
+            raise FieldError(
+                "output", str(path), "a config file's name must end in .py.", f"--output is {path}"
+            )
         if path.is_file() and not path.read_bytes().startswith(f"# {PLANNED}".encode()):
             raise FieldError(
                 "output",
                 str(path),
-                "delete it or name another.",
-                f"--output is {path}, which holds something else",
+                "delete it or choose another name.",
+                f"--output is {path}, which plan.py did not write",
             )
     written = {"--output": a.output, "--acceptance-to": a.acceptance_to}
     check_targets(written, {"--config": configs.path_of(a.config)})
 
 
 def check_chips(a: Arguments) -> None:
-    """Raises FieldError for flags of plans for other machines that do not go together."""
+    """Raises FieldError for flags of plans for TPUs that exclude or need each other."""
     if a.tpu is None:
         for name in ("acceptance_from", "requests_per_second"):
             if getattr(a, name) is not None:
-                raise FieldError(name, getattr(a, name), "give --tpu, too.", f"{flag_of(name)} is for --tpu")
+                raise FieldError(name, getattr(a, name), "give --tpu, too.", f"{flag_of(name)} needs --tpu")
     else:
         tpus.checked(a.tpu)
         if a.acceptance_from is None:
             raise FieldError(
                 "acceptance_from",
                 None,
-                "give a file that --acceptance-to has written.",
-                "--tpu runs no model, so it cannot see how often drafts are accepted",
+                "give a file that --acceptance-to wrote.",
+                "--tpu runs no model, so it cannot measure how often drafts are accepted",
             )
         for name in ("input", "acceptance_to"):
             if getattr(a, name) is not None:
@@ -198,8 +207,8 @@ def check_chips(a: Arguments) -> None:
 
 
 def check_members(arguments: Arguments, cascade: Cascade, names: tuple[str, ...]) -> None:
-    """Raises FieldError for a drafter that reads what its verifier leaves, next to other models than that,
-    and where a file for other machines is to be written."""
+    """Raises FieldError for a drafter that reads its verifier's states if it is combined with other models,
+    or if its acceptances are to be written for other machines."""
     networks = [network_of(model) for model in cascade.models]
     reads = [not getattr(network, "by_prefix", True) for network in networks[:-1]]
     if not any(reads):
@@ -209,24 +218,23 @@ def check_members(arguments: Arguments, cascade: Cascade, names: tuple[str, ...]
         raise FieldError(
             "models",
             list(names),
-            f"name {drafter} and its verifier.",
-            f"{drafter} drafts from what its own verifier has read",
+            f"give only {drafter} and its verifier.",
+            f"{drafter} reads the states of its own verifier",
         )
     if arguments.acceptance_to is not None:
         raise FieldError(
             "acceptance_to",
             arguments.acceptance_to,
             "leave it out.",
-            f"{names[0]} drafts from what its verifier has read, and plans for TPUs take models that read by "
-            "themselves",
+            f"{names[0]} reads its verifier's states; --tpu can only plan with independent models",
         )
 
 
 def measured(
     arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
 ) -> tuple[Candidates, Contestant]:
-    """The candidates with their costs here and their acceptances on `texts`; and what tells the machine's
-    pace later: how long the verifier takes for a call of one token."""
+    """The candidates, with their costs on this machine and their acceptances on `texts`; and a function that
+    measures the machine's pace later: the verifier's time for a call of one token."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
@@ -276,12 +284,14 @@ def text_seconds(
     step: Contestant,
     screen: Console,
 ) -> tuple[float, Float[np.ndarray, " M"]]:
-    """Seconds of a text besides its calls: the verifier's, and how much more it is with each drafter. That is
-    what is left of a text's time when its calls, as counted, are taken off: reading the source, entering from
-    Python, and that the first rounds of a text are slower than those that are timed for long.
+    """The machine's pace and the fixed cost of a text.
 
-    And the machine's pace meanwhile: how many times as long as in `seconds` a `step` takes, one token of the
-    verifier's. By that all calls are corrected.
+    The fixed cost is in seconds: the verifier's, and the additional cost of each drafter. It is a text's time
+    minus the time of its counted calls: reading the source, entering from Python, and the first rounds of a
+    text, which are slower than those that are timed for long.
+
+    The pace is the time of a `step` (one verifier token) during this measurement, relative to its time in
+    `seconds`. All calls are corrected by it.
     """
     block = min(4, seconds.shape[1] - 2)
     alone: Contestant = partial(decode, of_models(cascade, names, names[-1:]), settings_of((), settings))
@@ -318,19 +328,19 @@ def text_seconds(
 
 def show_candidates(candidates: Candidates, screen: Console) -> None:
     names, calls = candidates.names, candidates.call_seconds
-    table = whole_words("tokens read", *names, title="ms of a call, and of a text besides its calls")
+    table = whole_words("tokens read", *names, title="ms per call, and fixed cost of a text in ms")
     for tokens in (n for n in WIDTHS if n < calls.shape[1]):
         table.add_row(str(tokens), *(f"{1e3 * seconds:.2f}" for seconds in calls[:, tokens]))
-    table.add_row("a text besides", *(f"{1e3 * once:.2f}" for once in candidates.text_seconds))
+    table.add_row("fixed, per text", *(f"{1e3 * once:.2f}" for once in candidates.text_seconds))
     screen.print(table)
     show_pairs(
-        "ms of a round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2, screen
+        "ms per round besides its calls", "drafts of", "read by", names, 1e3 * candidates.besides, 2, screen
     )
     show_pairs("acceptance", "tokens of", "accepted by", names, candidates.acceptance, 3, screen)
     for j, i, k, excess in triangle_violations(candidates.acceptance):
         screen.print(
-            f"the acceptances of {names[j]}, {names[i]} and {names[k]} break the triangle "
-            f"inequality by {excess:.3f}: measured on too few texts."
+            f"the acceptances of {names[j]}, {names[i]} and {names[k]} violate the triangle "
+            f"inequality by {excess:.3f}: use more texts (--limit)."
         )
 
 
@@ -350,14 +360,14 @@ def show_pairs(
 
 
 def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
-    """The settings of a cascade with these block sizes; without any, of the verifier alone."""
+    """The settings of a cascade with these block sizes, or of the verifier alone without any."""
     if not block_sizes:
         return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=block_sizes)
 
 
 def of_models(cascade: Cascade, names: tuple[str, ...], models: Sequence[str]) -> Cascade:
-    """Those of a cascade's models."""
+    """A cascade with only the given ones of its models."""
     chosen = [names.index(name) for name in models]
     return dataclasses.replace(
         cascade,
@@ -375,7 +385,7 @@ def decode(cascade: Cascade, settings: Settings, index: int, text: str) -> tuple
 def in_turn_here(
     contestants: dict[str, Contestant], cascade: Cascade, texts: list[str], screen: Console
 ) -> dict[str, tuple[Float[np.ndarray, " texts"], list[Output]]]:
-    """Of each contestant: seconds for each text, the median of TRIALS, and the outputs."""
+    """The seconds per text, as medians of TRIALS, and the outputs of each contestant."""
     shapes = {
         cascade.bucket(len(row)): text
         for text, row in zip(texts, cascade.encode(texts, truncate=True)[0], strict=True)
@@ -399,7 +409,7 @@ def in_turn_here(
 
 
 def runs_of(plans: dict[str, PlannedHierarchy], settings: Settings) -> Runs:
-    """How each plan decodes."""
+    """The models and settings of each plan."""
     return {
         name: (plan, dataclasses.replace(settings_of(plan.block_sizes, settings), hand_over=plan.hand_over))
         for name, plan in plans.items()
@@ -407,7 +417,7 @@ def runs_of(plans: dict[str, PlannedHierarchy], settings: Settings) -> Runs:
 
 
 def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) -> Runs:
-    """The pair in adaptive blocks of at most `most` tokens."""
+    """The pair with adaptive blocks of at most `max_block` tokens."""
     lossless = dataclasses.replace(
         settings, method="speculative", alpha=0.0, block_size="adaptive", max_block_size=max_block
     )
@@ -415,7 +425,7 @@ def adaptive_runs(pair: PlannedHierarchy, settings: Settings, max_block: int) ->
 
 
 def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, ...]) -> Runs:
-    """A config's samplers and lossless rules, over all the models: they are timed next to the plans, and not
+    """A config's samplers and lossless rules, over all the models. They are timed next to the plans, but not
     predicted."""
     whole = dataclasses.replace(target, models=names, block_sizes=())
     return {
@@ -426,17 +436,17 @@ def sampler_runs(run: DecodeConfig, target: PlannedHierarchy, names: tuple[str, 
 
 
 class Measured(NamedTuple):
-    """How long a run takes."""
+    """The measured times of a run."""
 
-    seconds: Float[np.ndarray, " texts"]  # of each text
+    seconds: Float[np.ndarray, " texts"]
     per_token: float
-    speedup: tuple[float, float]  # quartiles over texts: how many times as fast as the verifier
+    speedup: tuple[float, float]  # over the verifier: quartiles over texts
 
 
 def measured_times(
     runs: Runs, cascade: Cascade, names: tuple[str, ...], texts: list[str], step: Contestant, screen: Console
 ) -> tuple[float, dict[str, Measured]]:
-    """The seconds of a `step` meanwhile, and each run's."""
+    """The seconds of a `step` during the measurement, and the times of each run."""
     contestants = {STEP: step}
     for name, (plan, settings) in runs.items():
         contestants[name] = partial(decode, of_models(cascade, names, plan.models), settings)
@@ -452,16 +462,19 @@ def measured_times(
 def show_runs(
     runs: Runs, plans: Collection[str], pace: float, times: dict[str, Measured], screen: Console
 ) -> None:
-    """`pace`: how many times as long as in the plans a call took when `times` were measured. Predictions are
-    at that pace: what is left between the two is not the machine's. Only `plans` have one, not adaptive
-    blocks and a config's samplers."""
+    """Prints measured and predicted times.
+
+    `pace` is the time of a call while `times` were measured, relative to its time during planning.
+    Predictions are scaled by it, so that remaining differences are not due to the machine's load. Only
+    `plans` are predicted, not adaptive blocks and a config's samplers.
+    """
     table = whole_words(
         "plan",
         "models",
         "block sizes",
         *(("measured", "speedup (quartiles)") if times else ()),
         "predicted (ratio)",
-        title="ms a token, and how many times as fast as the verifier alone",
+        title="ms per token, and speedup over the verifier alone",
     )
     whole = runs[ALONE][0].seconds_per_token
     for name, (plan, settings) in runs.items():
@@ -481,15 +494,15 @@ def show_runs(
     screen.print(table)
     if times:
         screen.print(
-            f"While plans were compared, {STEP} took {pace:.2f} times as long as when they were "
-            "made: predictions are at that pace.",
+            f"During the comparison {STEP} took {pace:.2f} times as long as during planning; the predictions "
+            "are scaled accordingly.",
             soft_wrap=True,
         )
 
 
 def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, float]:
     """The knobs of the method lookahead for a pair: its acceptance, which depends on how drafts are verified,
-    and a round's time in verifier steps."""
+    and the time of a round in verifier steps."""
     if len(plan.models) != 2:
         return {}
     drafter, verifier = map(candidates.names.index, plan.models)
@@ -506,7 +519,7 @@ def of_lookahead(candidates: Candidates, plan: PlannedHierarchy) -> dict[str, fl
 
 
 def told(plan: PlannedHierarchy, settings: Settings) -> str:
-    """A plan in words: its models and its blocks."""
+    """Describes a plan: its models and its blocks."""
     if len(plan.models) == 1:
         return f"{plan.models[0]} alone"
     sizes = ", ".join(map(str, plan.block_sizes))
@@ -524,7 +537,7 @@ def write_config(
     heading: str,
     changes: dict[str, Any],
 ) -> None:
-    """A config file that loads `config` with the plan's models and with `changes`."""
+    """Writes a config file that loads `config` with the plan's models and with `changes`."""
     loaded = configs.load(arguments.config)
     models = tuple(paths[name] for name in plan.models)
     chosen = dataclasses.replace(
@@ -546,8 +559,8 @@ def write_config(
 
 
 def fastest(runs: Runs, times: dict[str, Measured]) -> str:
-    """The plan; adaptive blocks where they are surely faster than it and the best pair were
-    (95%, paired over texts), the fastest of those."""
+    """The name of the run to write a config for: the plan, or the fastest adaptive blocks that are
+    significantly faster than the plan and the best pair (95%, paired over texts)."""
 
     def surely(name: str) -> bool:
         drawn = resamples(len(times[name].seconds))
@@ -589,14 +602,14 @@ def plan(arguments: Arguments) -> None:
         now, times = measured_times(runs, cascade, names, texts, step, screen)
     show_runs(runs, plans, now / candidates.call_seconds[-1, 1], times, screen)
     if len(plans[CHOSEN].models) == 1:
-        screen.print("No drafter is worth its time here: the verifier alone is predicted to be fastest.")
+        screen.print("No drafter pays off on this machine: the verifier alone is predicted to be fastest.")
     if arguments.output is not None:
         name = fastest(runs, times)
         chosen, settings = runs[name]
         time = (
-            f"{1e3 * times[name].per_token:.3f} ms a token measured"
+            f"{1e3 * times[name].per_token:.3f} ms per token measured"
             if times
-            else f"{1e3 * chosen.seconds_per_token:.3f} ms a token predicted"
+            else f"{1e3 * chosen.seconds_per_token:.3f} ms per token predicted"
         )
         write_config(
             arguments.output,
@@ -614,7 +627,7 @@ def plan(arguments: Arguments) -> None:
 
 
 def plan_for(arguments: Arguments, topology: str) -> None:
-    """A plan for chips that are not at hand."""
+    """Plans for TPUs that are not attached to this machine."""
     run = arguments.run
     paths = short_names([path for _, path in run.roles])
     choice = plan_for_chips(
@@ -640,7 +653,7 @@ def plan_for(arguments: Arguments, topology: str) -> None:
 
 
 def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
-    """The best pair, where the verifier alone is better."""
+    """The best pair, for the case that the verifier alone is faster."""
     names = candidates.names
     return min(
         (
@@ -653,8 +666,8 @@ def _any_pair(candidates: Candidates, max_block: int) -> PlannedHierarchy:
 
 
 def short_names(paths: list[str]) -> dict[str, str]:
-    """Name -> path: the paths' last parts, without an ending that all share (runs/NAME/export), or the whole
-    paths where those are not all different."""
+    """The paths by short names: their last parts without a common ending (as in runs/NAME/export), or the
+    whole paths if those are not unique."""
     parts = [Path(path).parts for path in paths]
     while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
         parts = [part[:-1] for part in parts]
@@ -665,9 +678,7 @@ def short_names(paths: list[str]) -> dict[str, str]:
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
     run = dataclasses.replace(run.by("speculative"), alpha=0.0, block_size=1, planned_for=())
-    return tyro.cli(
-        Arguments, default=Arguments(run, name), args=argv, prog=program("plan"), description=__doc__
-    )
+    return parsed(Arguments, argv, "plan", __doc__, Arguments(run, name))
 
 
 def main(argv: list[str]) -> int:

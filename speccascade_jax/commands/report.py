@@ -1,12 +1,12 @@
-"""The evidence: runs the experiments behind the pages of docs/results, and draws their tables and pictures.
+"""Runs the experiments behind docs/results and regenerates their tables and figures.
 
     python scripts/report.py --list
-    python scripts/report.py                          # all of them, which takes hours
-    python scripts/report.py lossless verification    # experiments, or all of a page
-    python scripts/report.py lossless --quick         # a small trial, which leaves docs/results as it is
+    python scripts/report.py                    # all experiments, for hours
+    python scripts/report.py lossless lookup    # experiments, or pages
+    python scripts/report.py lossless --quick   # a trial outside docs/results
 
-What is measured is kept in --output, and the same command resumes there. A whole experiment writes
-docs/results/NAME.json and draws the page's tables and pictures anew.
+Measurements are kept in --output, and the same command resumes from there. A complete experiment writes
+docs/results/NAME.json and regenerates the page's tables and figures.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from speccascade_jax.commands.commandline import at_least, console, exit_code, program
+from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
 from speccascade_jax.config import PACKAGE
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import records
@@ -31,28 +31,29 @@ from speccascade_jax.inference.outputs import append_line, write_whole
 
 DOCS = PACKAGE.parent / "docs"
 RUNS = "runs.jsonl"
-"""When, where and at which commits an experiment's measurements were made."""
+"""The file with the dates, machines and commits of an experiment's measurements."""
 QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1, "choices": 2}
-"""How much --quick measures."""
+"""The sizes of --quick."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Experiments, or pages of docs/results, whose experiments run then. By default all that can run here."""
+    """Experiments to run, or results pages whose experiments to run. Default: everything that can run
+    here."""
     list: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """List the experiments, and stop."""
+    """List the experiments, and exit."""
     limit: int | None = None
-    """A small trial: at most so many inputs."""
+    """Run a small trial with at most this many inputs."""
     quick: bool = False
-    """A smaller trial: a few inputs, one seed, one trial, and two of each list of settings, to see that
-    everything runs."""
+    """Run an even smaller trial to check that everything works: a few inputs, one seed, one trial, and two
+    entries of each list of settings."""
     output: str = "runs/report"
-    """The folder for what is measured, and for the records and pictures of trials."""
+    """The folder for measurements, and for the records and figures of trials."""
 
 
 def chosen(names: Sequence[str]) -> list[Experiment]:
-    """The experiments that `names` name, or whose record they name; all where there are none."""
+    """The experiments with these names, or with records of these names; all experiments without names."""
     found: dict[str, Experiment] = {}
     for name in names or EXPERIMENTS:
         several = {e.name: e for e in EXPERIMENTS.values() if name in (e.name, e.record)}
@@ -69,7 +70,7 @@ def show_list(screen: Console) -> None:
     for experiment in EXPERIMENTS.values():
         missing = lacking(experiment)
         said = [experiment.summary, f"Page: {experiment.record}."]
-        said += [f"It cannot run here: {missing}"] if missing else []
+        said += [f"Cannot run here: {missing}"] if missing else []
         text = textwrap.fill(
             " ".join(said),
             screen.width,
@@ -81,7 +82,7 @@ def show_list(screen: Console) -> None:
 
 
 def lacking(experiment: Experiment) -> str | None:
-    """What an experiment lacks to run here, in a sentence; None where it can run."""
+    """A sentence on what prevents an experiment from running here; None if it can run."""
     try:
         experiment.measurement.check()
     except ValueError as error:
@@ -90,7 +91,7 @@ def lacking(experiment: Experiment) -> str | None:
 
 
 def source(experiment: Experiment, runs: Sequence[dict[str, Any]], flags: str) -> dict[str, Any]:
-    """How an experiment's measurements were made, for its record."""
+    """The entry of an experiment's record on how it was measured."""
     seen = {field: list(dict.fromkeys(run[field] for run in runs)) for field in ("commit", "machine", "date")}
     loads = [run["load"] for run in runs]
     return {
@@ -106,7 +107,8 @@ def source(experiment: Experiment, runs: Sequence[dict[str, Any]], flags: str) -
 
 
 def run(experiment: Experiment, place: Path, screen: Console, flags: str) -> tuple[Findings, dict[str, Any]]:
-    """What an experiment finds, and how its measurements, which are kept in `place`, were made."""
+    """Runs an experiment, keeps its measurements in `place`, and returns its findings and how it was
+    measured."""
     place.mkdir(parents=True, exist_ok=True)
     now = {
         "commit": records.commit(),
@@ -116,9 +118,9 @@ def run(experiment: Experiment, place: Path, screen: Console, flags: str) -> tup
     }
     kept, before = place / RUNS, measured(place)
     earlier = kept.read_text(encoding="utf-8") if kept.exists() else ""
-    append_line(kept, now)  # now, for the run may be killed
+    append_line(kept, now)  # before measuring, which may be interrupted
     findings = experiment.measurement.measure(Bench(place, screen))
-    if earlier and measured(place) == before:  # all had been measured: this run has added nothing
+    if earlier and measured(place) == before:  # everything was measured before
         write_whole(kept, earlier)
     runs = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     return findings, source(experiment, runs, flags)
@@ -129,7 +131,7 @@ def today() -> str:
 
 
 def measured(place: Path) -> dict[Path, int]:
-    """The files of an experiment's measurements, and their sizes."""
+    """The sizes of the files of an experiment's measurements."""
     return {path: path.stat().st_size for path in place.rglob("*") if path.is_file() and path.name != RUNS}
 
 
@@ -141,7 +143,7 @@ def keep(
     pictures: Path,
     screen: Console,
 ) -> None:
-    """Writes the record, the page's tables and the pictures."""
+    """Writes the record, the page's tables and the figures."""
     path = folder / f"{experiment.record}.json"
     before = records.read_record(path) if path.exists() else None
     about = {**about, "pictures": list(findings.pictures)}
@@ -152,7 +154,7 @@ def keep(
         figure.savefig(file, dpi=150)
     write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     page, beside = path.with_suffix(".md"), os.path.relpath(pictures, folder)
-    if page.exists() and folder == DOCS / "results":  # somebody's sentences are in it
+    if page.exists() and folder == DOCS / "results":  # it has hand-written text
         text = records.redrawn(page.read_text(encoding="utf-8"), record)
     else:
         text = records.drafted(record, beside)
@@ -161,11 +163,11 @@ def keep(
         screen.print(f"written: {os.path.relpath(written)}", soft_wrap=True)
     for place in records.places(record, beside):
         if place not in text:
-            screen.print(f"{os.path.relpath(page)} does not show {place}", soft_wrap=True)
+            screen.print(f"{os.path.relpath(page)} lacks {place}", soft_wrap=True)
 
 
 def folders(arguments: Arguments) -> tuple[Path, Path, Path]:
-    """Where measurements, records and pictures go: those of trials never to the documentation."""
+    """The folders of measurements, records and figures; those of trials are never in the documentation."""
     output = Path(arguments.output)
     if arguments.quick or arguments.limit is not None:
         trial = output / ("quick" if arguments.limit is None else f"limit-{arguments.limit}")
@@ -193,8 +195,8 @@ def report(arguments: Arguments) -> None:
 
 
 def able(names: Sequence[str], screen: Console) -> list[Experiment]:
-    """Those of the chosen experiments that can run here. Raises ValueError for one that is named itself and
-    cannot, and where none can."""
+    """The chosen experiments that can run here. Raises ValueError if none can run, or for an experiment that
+    is named itself and cannot."""
     found, refused = list[Experiment](), ""
     for experiment in chosen(names):
         missing = lacking(experiment)
@@ -211,7 +213,7 @@ def able(names: Sequence[str], screen: Console) -> list[Experiment]:
 
 
 def parse(argv: list[str]) -> Arguments:
-    return tyro.cli(Arguments, args=argv, prog=program("report"), description=__doc__)
+    return parsed(Arguments, argv, "report", __doc__)
 
 
 def main(argv: list[str]) -> int:

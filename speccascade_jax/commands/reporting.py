@@ -1,4 +1,4 @@
-"""Measurements, as tables for people and as JSON lines."""
+"""Measurements as printed tables and as JSON lines."""
 
 import datetime
 import os
@@ -14,8 +14,8 @@ from speccascade_jax.inference.outputs import append_line
 
 
 class Report:
-    """Tables for people; the same figures as JSON lines, each with what it was measured on. A `quiet` one is
-    that of a process that writes nothing."""
+    """Prints tables, and writes the same figures as JSON lines, each with the device, commit and date. A
+    `quiet` report does neither."""
 
     def __init__(self, path: str | None, dtype: str, device: str | None = None, quiet: bool = False):
         self.screen, self.path = console(quiet=quiet), None if quiet else path

@@ -1,9 +1,10 @@
-"""Serve a cascade over HTTP, in OpenAI's wire format.
+"""Serves a cascade over HTTP, in OpenAI's wire format.
 
 Examples:
 
     python scripts/serve.py --config=demo --port=8000
-    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Where is he?"}'
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "Where is he?"}'
     python scripts/serve.py --config=demo --ray=local --replicas=1..2
 """
 
@@ -35,7 +36,7 @@ from speccascade_jax.commands.commandline import (
     exit_code,
     flag_of,
     keep_compilations,
-    program,
+    parsed,
 )
 from speccascade_jax.commands.profiles import check_profile, profiled
 from speccascade_jax.config import DecodeConfig
@@ -52,113 +53,116 @@ if TYPE_CHECKING:
 
 KEY = "SPECCASCADE_API_KEY"
 METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
-SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting, while the devices have nothing to do
-LARGEST_KEYS = 2**20  # bytes of a file of keys
+SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting while the devices are idle
+LARGEST_KEYS = 2**20  # the largest size of a file of keys, in bytes
 BYTE_ORDER = "\ufeff"
 CONTROL = re.compile(
     r"[\x00-\x08\x0a-\x1f\x7f]"
-)  # what no HTTP header may hold: UTF-16 leaves them in a text
+)  # HTTP headers must not contain them; UTF-16 leaves them in a text
 INTERRUPTED = 130  # the exit code
 MISSING = "to serve: pip install 'speccascade_jax[serve]'."
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Serve a cascade over HTTP, in OpenAI's wire format."""
+    """Arguments of the command."""
 
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags, and of
-    what requests leave out."""
+    """A config name or path. Its fields are the defaults of the other flags, and of fields that requests
+    omit."""
     also: tuple[str, ...] = ()
-    """Further configs to serve as separate models, with the defaults of their files."""
+    """Further configs to serve as separate models, with their own defaults."""
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 for all."""
+    """The address to listen on. 0.0.0.0 listens on all addresses."""
     port: int = 8000
-    """0 picks a free one. The URL is printed on a separate line."""
+    """The port to listen on. 0 chooses a free port. The URL is printed on a line of its own."""
     rows: int = 8
-    """Requests decoded side by side in a batch, on each device."""
+    """The number of requests decoded together, per device."""
     max_queue: int = MAX_QUEUE
-    """The most requests that wait for a row; further ones are answered with 429."""
+    """The most requests that wait for a row. Further requests are answered with status 429."""
     methods: tuple[str, ...] = METHODS
-    """The methods that requests may choose; each is compiled, and costs a little in every round."""
+    """The methods that requests may choose. Each method is compiled and adds a little time to every round."""
     rounds: int = ROUNDS
-    """Rounds between two deliveries of tokens; up to four times as many while requests wait."""
+    """Rounds between two deliveries of tokens. While requests wait, up to four times this number."""
     chunk: int = 128
-    """Tokens of a prompt read between two rounds, by decoder-only models."""
+    """Tokens of a prompt to read between two rounds (decoder-only models)."""
     timeout: float = 120.0
     """The most seconds that a request may take."""
     max_body: int = 2**20
-    """The most bytes of a request's body."""
+    """The largest size of a request's body, in bytes."""
     api_key_file: str | None = None
-    """A file with a key on each line; requests must give one of them, or $SPECCASCADE_API_KEY."""
+    """A file with one API key per line. Requests must send one of these keys, or $SPECCASCADE_API_KEY."""
     cors: tuple[str, ...] = ()
-    """Origins whose pages may send requests, such as https://example.org."""
+    """Origins of web pages that may send requests, such as https://example.org."""
     page: Literal["on", "off"] = "on"
-    """Whether there is a page at /."""
+    """Whether to serve a page for trying the model at /."""
     log_texts: bool = False
     """Write prompts and answers to the log."""
     drain_seconds: float = 60.0
-    """How long requests may keep running after SIGTERM."""
+    """The most seconds that running requests may take after SIGTERM."""
     ray: str | None = None
-    """Serve with replicas on the Ray cluster at this address, or `local` for one on this machine."""
+    """Serve with replicas on the Ray cluster at this address, or `local` for a cluster on this machine."""
     replicas: str | None = None
-    """With --ray: how many, such as 2, or MIN..MAX, between which Ray adds and removes some with the load."""
+    """With --ray: the number of replicas, or MIN..MAX to let Ray scale it with the load. Default: 1."""
     cluster: str | None = None
-    """Serve on the devices of several processes as if they were one machine's: `auto` on TPU pods and Slurm,
-    else HOST:PORT,PROCESSES,NUMBER in each. The first process listens and answers."""
+    """Serve on the devices of several processes: `auto` on TPU pods and Slurm, otherwise
+    HOST:PORT,PROCESSES,NUMBER in each process. The first process listens and answers."""
     profile: str | None = None
-    """Write a trace of all that the server runs to this new folder, for XProf, TensorBoard or Perfetto."""
+    """A new folder for a trace of the run, which XProf, TensorBoard and Perfetto can open."""
 
 
 def keys(arguments: Arguments) -> tuple[str, ...]:
-    """The API keys. Raises FieldError for one that no client could send, and for a file that cannot be read
-    or holds none."""
+    """The API keys. Raises FieldError for a key that no client could send, and for a file that cannot be read
+    or has no keys."""
     variable = os.environ.get(KEY, "")
     if problem := _unusable_key(variable):
         raise FieldError(
-            KEY, None, "choose another key, or unset it to serve without one.", f"${KEY} {problem}"
+            KEY,
+            None,
+            "choose another key, or unset the variable to serve without a key.",
+            f"${KEY} {problem}",
         )
     listed = [] if arguments.api_key_file is None else keys_in(arguments.api_key_file)
     return (*([variable.strip()] if variable else []), *listed)
 
 
 def _unusable_key(key: str) -> str:
-    """What is wrong with the value of $SPECCASCADE_API_KEY; nothing where it is unset or can be used."""
+    """Describes what is wrong with the value of $SPECCASCADE_API_KEY; empty if it is unset or usable."""
     if key and not key.strip():
-        return "holds no key"
+        return "is blank"
     if CONTROL.search(key.strip()):
-        return "holds a control character, and no client could send it"
+        return "contains a control character, which no client could send"
     try:
         key.encode()
     except UnicodeEncodeError:
-        return "is not UTF-8, and no client could send it"
+        return "is not UTF-8, which no client could send"
     return ""
 
 
 def keys_in(path: str) -> list[str]:
-    """The keys in a file, one a line. Raises FieldError."""
+    """The keys in a file, one per line. Raises FieldError."""
 
     def refused(problem: str, remedy: str) -> FieldError:
         return FieldError("api_key_file", path, remedy, f"--api-key-file {problem}")
 
     if os.path.exists(path) and not os.path.isfile(path):
-        raise refused(f"is {path}, which is not a regular file", "name one.")
+        raise refused(f"is {path}, which is not a regular file", "choose a regular file.")
     try:
         text = read(checked_path(path), LARGEST_KEYS).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise refused(f"{path} is not UTF-8", "convert it first (iconv -f latin1 -t utf-8).") from None
     except ValueError as error:
-        raise refused(f"cannot be used: {str(error).rstrip('.')}", "name another file.") from None
-    # Files that were joined have marks of their byte order within, too.
+        raise refused(f"cannot be used: {str(error).rstrip('.')}", "choose another file.") from None
+    # Concatenated files have byte-order marks in the middle, too.
     keys = [key for line in text.replace(BYTE_ORDER, "").splitlines() if (key := line.strip())]
     if any(CONTROL.search(key) for key in keys):
         raise refused(
-            f"{path} holds a key with a control character, which no client could send",
-            "save the file as UTF-8, and write keys of other characters.",
+            f"{path} has a key with a control character, which no client could send",
+            "save the file as UTF-8, with keys of printable characters.",
         )
     if not keys:
-        raise refused(f"{path} holds no key", "write one key per line.")
+        raise refused(f"{path} has no keys", "write one key per line.")
     return keys
 
 
@@ -204,14 +208,14 @@ def log_to_stderr() -> None:
 
 
 class Served(NamedTuple):
-    """A served config, and whether its block size is the most that a round drafts, as the load allows."""
+    """A served config, and whether its block size is an upper bound that adapts to the load."""
 
     run: DecodeConfig
     by_load: bool
 
 
 def fixed(run: DecodeConfig, path: str) -> DecodeConfig:
-    """A config with the block size of its file, or else the usual one, where that is to follow the load."""
+    """A config that adapts to the load, with a number as its block size: its file's, or the usual one."""
     sizes = (configs.load(path, DecodeConfig).block_size, DecodeConfig.block_size)
     return dataclasses.replace(run, block_size=next(size for size in sizes if not isinstance(size, str)))
 
@@ -223,7 +227,7 @@ def served_configs(arguments: Arguments) -> dict[str, Served]:
     for other in arguments.also:
         name = Path(other).stem
         if name in named:
-            raise FieldError("also", other, "name each config once.", f"--also names {name} twice")
+            raise FieldError("also", other, "list each config once.", f"{name} is given twice")
         named[name] = configs.load(other, DecodeConfig)
     by_load = {name for name, run in named.items() if run.block_size == LOAD}
     named |= {name: fixed(named[name], paths[name]) for name in by_load}
@@ -234,20 +238,20 @@ def served_configs(arguments: Arguments) -> dict[str, Served]:
                 "vocabulary",
                 run.vocabulary,
                 "serve with --vocabulary=tli.",
-                f"{run.vocabulary} drafts on the host, between rounds",
+                f"{run.vocabulary} drafts on the host between rounds, which servers do not support",
             )
     if by_load and arguments.cluster is not None:
         raise FieldError(
             "block_size",
             LOAD,
             "give a number.",
-            f"--block-size={LOAD} goes by times, which the processes of a cluster measure differently",
+            f"--block-size={LOAD} depends on measured times, which differ between the processes of a cluster",
         )
     return {name: Served(run, name in by_load) for name, run in named.items()}
 
 
 def check(arguments: Arguments) -> None:
-    """Raises FieldError for values that cannot be served with."""
+    """Raises FieldError for invalid values."""
     at_least(
         1, rows=arguments.rows, rounds=arguments.rounds, chunk=arguments.chunk, max_body=arguments.max_body
     )
@@ -260,7 +264,7 @@ def check(arguments: Arguments) -> None:
         raise FieldError(
             "replicas",
             arguments.replicas,
-            "give --ray=local, or a cluster's address.",
+            "give --ray=local or the address of a cluster.",
             "--replicas needs --ray",
         )
     for name in ("profile", "cluster"):
@@ -291,8 +295,8 @@ def serve(arguments: Arguments) -> None:
 
 
 def serve_here(arguments: Arguments, limits: Any) -> None:
-    """Serves on the devices of all processes of a job; the first one answers, and the others do as its engine
-    does."""
+    """Serves on the devices of all processes of a job. The first process answers; the others follow its
+    engine."""
     from speccascade_jax.serving.followers import END, follow, lead
 
     with joined(arguments.cluster) as job:
@@ -317,7 +321,7 @@ def serve_here(arguments: Arguments, limits: Any) -> None:
 def answer(
     arguments: Arguments, limits: Any, listening: socket.socket, models: Sequence["ServedModel"]
 ) -> None:
-    """Answers requests until the process is told to stop."""
+    """Answers requests until the process is stopped."""
     app, engine = application(arguments, limits, models)
     tell_address(listening)
     sys.setswitchinterval(SWITCH)
@@ -326,7 +330,7 @@ def answer(
         with profiled(arguments.profile):
             server.run(sockets=[listening])
     finally:
-        if engine.running:  # Python's end, while a thread is within XLA, would be an abort
+        if engine.running:  # exiting normally while a thread is within XLA would abort
             sys.stdout.flush()
             logging.shutdown()
             os._exit(INTERRUPTED if server.force_exit else 0)
@@ -369,24 +373,24 @@ def application(arguments: Arguments, limits: Any, models: Sequence["ServedModel
 
 
 def serve_replicas(address: str, arguments: Arguments, limits: Any) -> None:
-    """Serves from replicas on the Ray cluster at `address`, which end with this process: it is the front.
-    SIGHUP replaces them by new ones, a few at a time. Raises ValueError where they do not start."""
+    """Serves from replicas on the Ray cluster at `address`. This process is the front, and the replicas end
+    with it. SIGHUP replaces them by new ones, a few at a time. Raises ValueError if they do not start."""
     from speccascade_jax.serving.front import Front, create_front
     from speccascade_jax.serving.replicas import bounds, replicas_on, watched
 
     count = bounds(arguments.replicas or "1")
     served_configs(arguments)
-    if address.startswith("ray://"):  # Ray's client knows no streams
+    if address.startswith("ray://"):  # Ray's client does not support streams
         raise FieldError(
             "ray",
             address,
             "run serve.py on a machine of the cluster, with --ray=auto.",
-            "--ray=ray:// serves nothing",
+            "Ray clients (ray://) cannot serve",
         )
     check_address(address)
     listening = bound(arguments.host, arguments.port)
     log_to_stderr()
-    # The front answers for other origins.
+    # The front handles other origins.
     build = functools.partial(in_replica, arguments, dataclasses.replace(limits, origins=()))
     replicas = replicas_on(
         address,
@@ -416,8 +420,8 @@ def serve_replicas(address: str, arguments: Arguments, limits: Any) -> None:
 
 
 def in_replica(arguments: Arguments, limits: Any) -> Any:
-    """The application and its engine in a replica's process. The replicas of a machine share what they
-    compile."""
+    """The application and its engine in a replica's process. The replicas of a machine share compiled
+    programs."""
     keep_compilations()
     log_to_stderr()
     sys.setswitchinterval(SWITCH)
@@ -425,21 +429,21 @@ def in_replica(arguments: Arguments, limits: Any) -> Any:
 
 
 def tell_address(listening: socket.socket) -> None:
-    """Prints the URL, on a separate line."""
+    """Prints the URL on a line of its own."""
     host, port = listening.getsockname()[:2]
     console().print(f"http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
     sys.stdout.flush()
 
 
 def server_of(app: Any, engine: Any, drain_seconds: float) -> Any:
-    """A server that runs until a signal comes, or the engine fails (`engine.failed`). After the first signal
-    `engine.draining` is true, and the server ends once the engine is idle."""
+    """A server that runs until a signal arrives or the engine fails (`engine.failed`). After the first
+    signal, `engine.draining` is true, and the server exits once the engine is idle."""
     import uvicorn
 
     drained: dict[str, float] = {}
 
     class Server(uvicorn.Server):
-        """Stops when nothing runs any more; at once at the second signal."""
+        """Stops once the engine is idle, or immediately at the second signal."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if engine.draining:
@@ -471,11 +475,9 @@ def server_of(app: Any, engine: Any, drain_seconds: float) -> Any:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """The command line over the fields of its --config."""
+    """The arguments; the fields of --config are their defaults."""
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments, default=Arguments(run, config=name), args=argv, prog=program("serve"), description=__doc__
-    )
+    return parsed(Arguments, argv, "serve", __doc__, Arguments(run, config=name))
 
 
 def main(argv: list[str]) -> int:

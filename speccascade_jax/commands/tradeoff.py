@@ -1,10 +1,11 @@
-"""Quality against latency: every method at every lenience on a task, in a table and in pictures.
+"""Sweeps methods and leniences on a task, and shows quality against time in a table and in plots.
 
     python scripts/tradeoff.py --config=demo --temperatures 0 1 --output sweep
-    python scripts/tradeoff.py --config=demo --output sweep --at-quality=verifier --pick picked.py
+    python scripts/tradeoff.py --config=demo --output sweep \\
+        --at-quality=verifier --pick picked.py
     python scripts/decode.py --config=picked.py
 
-The same command resumes a sweep that was killed.
+If a sweep is interrupted, the same command resumes it.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import math
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -23,10 +24,11 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import (
     at_least,
     at_most,
+    called,
     config_of,
     console,
     exit_code,
-    program,
+    parsed,
     task_of,
 )
 from speccascade_jax.config import DecodeConfig, Task
@@ -44,7 +46,7 @@ from speccascade_jax.settings import NAMED, named
 
 PICKED = "Picked by scripts/tradeoff.py"
 QUALITIES = ("verifier", "truncated")
-# What a sweep varies.
+# The fields that a sweep varies.
 POINT = ("method", "alpha", "alpha_after", "block_size", "verification", "temperature", *TRUNCATIONS)
 
 
@@ -52,52 +54,55 @@ POINT = ("method", "alpha", "alpha_after", "block_size", "verification", "temper
 class Arguments:
     run: tyro.conf.OmitArgPrefixes[DecodeConfig]
     config: str = "demo"
-    """A name in configs/ or the path of such a file; its fields are the defaults of all other flags."""
+    """A config name or path. Its fields are the defaults of the other flags."""
     task: str | None = None
-    """The training config that defines the task (default: the one that the config names)."""
+    """The training config that defines the task. Default: the task of --config."""
     output: str = "tradeoff"
-    """The folder for the results, the table and the pictures. A sweep in an existing folder is resumed."""
+    """The folder for results, table and plots. If it holds a sweep, the sweep resumes."""
     split: str = "validation"
-    """train, validation or test."""
+    """The split to sweep on: train, validation or test."""
     methods: tuple[str, ...] = COMPARED
     """Methods to sweep. The verifier and the drafter alone are always included."""
     alphas: tuple[float, ...] | None = None
-    """Leniences in [0, 1], tenths and more where a method bends; of methods whose thresholds have no bound,
-    such as BiLD's, they are multiplied by the method's scale."""
+    """Leniences to sweep, in [0, 1]. Default: tenths, with finer steps where a method changes quickly. For
+    methods with unbounded thresholds, such as BiLD, they are multiplied by the method's scale."""
     alphas_after: tuple[float, ...] | None = None
-    """Leniences after the markers of --alpha-after, each with every lenience of --alphas before it (default:
-    those of --alpha-after)."""
+    """Leniences to sweep after the markers of --alpha-after, each combined with every one of --alphas before
+    the marker. Default: those of --alpha-after."""
     verifications: tuple[Literal[*VERIFICATIONS], ...] | None = None  # type: ignore[valid-type]
-    """Ways to verify drafts (default: --verification)."""
+    """Ways of verifying drafts to sweep. Default: --verification."""
     block_sizes: tuple[int | Literal["adaptive"], ...] | None = None
-    """Block sizes or `adaptive`, of methods that have one: 5, or --block-size of a hierarchy or adaptive."""
+    """Block sizes to sweep, or `adaptive`. Default: 5; for hierarchies and adaptive blocks, --block-size."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 is greedy."""
+    """Temperatures to sweep. 0 decodes greedily."""
     top_ps: tuple[float, ...] = (1.0,)
-    """1 keeps all tokens."""
-    truncations: tuple[Literal[*TRUNCATIONS], ...] = tuple(TRUNCATIONS)  # type: ignore[valid-type]
-    """Curves of the verifier and of the lossless cascade whose lenience is this truncation."""
+    """Values of top_p to sweep. 1 keeps all tokens."""
+    truncations: Annotated[
+        tuple[Literal[*TRUNCATIONS], ...],  # type: ignore[valid-type]
+        tyro.conf.arg(metavar="[NAME [NAME ...]]"),
+    ] = tuple(TRUNCATIONS)
+    """Truncations to sweep for the verifier and the lossless cascade; each becomes a curve."""
     join: int | None = None
-    """Join between one and this many examples into one (default: the task's number)."""
+    """Join between one and this many examples into one. Default: the task's number."""
     limit: int | None = None
-    """Decode only this many examples for quality, the first ones."""
+    """Score quality on only the first examples, this many."""
     timed: int = 100
-    """Time this many random examples at batch 1; 0: no timing (and no table)."""
+    """The number of random examples to time at batch size 1. 0 times nothing and prints no table."""
     trials: int = 3
-    """How often every point decodes each timed example."""
+    """The number of times that every point decodes each timed example."""
     at_quality: str | None = None
-    """Pick the fastest point of at least this quality: a number, `verifier`, or `truncated`, the verifier's
-    under the best truncation of the sweep."""
+    """Pick the fastest point with at least this quality: a number, `verifier`, or `truncated` for the
+    verifier's quality under the best truncation of the sweep."""
     at_latency: float | None = None
-    """Pick the best point within this share of the verifier's time."""
+    """Pick the point with the best quality within this fraction of the verifier's time."""
     pick: str = "picked.py"
-    """The config file to write for it."""
+    """The config file to write for the picked point."""
     check: bool = True
-    """Decode and time the pick on the test split, and compare with its figures on validation."""
+    """Decode and time the picked point on the test split, and compare with its figures on validation."""
 
 
 def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) -> None:
-    """The paper's Table 2, its two parts for each temperature and top-p."""
+    """Prints the two parts of the paper's Table 2, for each temperature and top-p."""
     for (temperature, top_p), methods in table_two(comparisons).items():
         verifier = next(
             r
@@ -141,14 +146,14 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
         screen.print(quickest, highest)
         if not any(faster_than_the_verifier(fast) for fast, _ in methods.values()):
             screen.print(
-                f"{where}: no method is surely faster than the verifier at its {metric}. Decode with the "
-                "verifier alone, or accept a lower quality.",
+                f"{where}: no method is significantly faster than the verifier at its {metric}. Decode with "
+                "the verifier alone, or accept a lower quality.",
                 soft_wrap=True,
             )
 
 
 def faster_than_the_verifier(r: Comparison | None) -> bool:
-    """Whether a point's time is below the verifier's in its whole 95% interval."""
+    """Whether the 95% interval of a point's time is entirely below the verifier's time."""
     return r is not None and r.time is not None and r.time.interval[1] < 1
 
 
@@ -161,7 +166,7 @@ def _setting(r: Comparison) -> tuple[str, str]:
 
 
 def _fields(r: Comparison) -> tuple[Any, ...]:
-    """What a sweep varies."""
+    """The fields that a sweep varies."""
     return r.name, r.lenience, block_size_of(r.point), r.point.temperature, r.point.top_p
 
 
@@ -170,7 +175,7 @@ def _difference(interval: tuple[float, float]) -> str:
 
 
 def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> None:
-    """Every point with its measurements and predictions."""
+    """Prints every point with its measurements and predictions."""
     table = Table(
         "method",
         "alpha",
@@ -184,7 +189,7 @@ def show_points(comparisons: list[Comparison], metric: str, screen: Console) -> 
         "predicted",
         "deferred",
         "rejected",
-        "calls a token",
+        "calls per token",
     )
     for r in comparisons:
         time = "{:.2f} ({:.2f} to {:.2f})".format(r.time.share, *r.time.interval) if r.time else "-"
@@ -213,7 +218,7 @@ def measurements_of(arguments: Arguments, task: Task, split: str, screen: Consol
 
 
 def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
-    """The point that --at-quality or --at-latency asks for, and the wish in words."""
+    """The point that --at-quality or --at-latency selects, and the criterion in words."""
     candidates = [r for r in comparisons if r.point.method not in SINGLE_MODEL]
     goals = {v.panel: v.quality for v in comparisons if v.name == "verifier"}
     if arguments.at_latency is not None:
@@ -235,7 +240,9 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
         chosen = fastest([r for r in choices if r is not None], -math.inf)
         wish = f"{metric} of at least {target}"
     if chosen is None:
-        raise ValueError(f"no measured point has {wish}: ask for less, or sweep more methods and leniences.")
+        raise ValueError(
+            f"no measured point has {wish}: relax the criterion, or sweep more methods and leniences."
+        )
     return chosen, wish
 
 
@@ -246,7 +253,7 @@ def pick(
     test: Measurements | None,
     screen: Console,
 ) -> None:
-    """Names the point that is asked for, writes its config, and checks on `test` what it promises."""
+    """Prints the selected point, writes its config, and measures it on `test`."""
     chosen, wish = choose(arguments, metric, comparisons)
     point = chosen.point
     quality = (
@@ -263,8 +270,8 @@ def pick(
     write_config(Path(arguments.pick), arguments.config, run, promise)
     screen.print(
         f"picked for {wish}: {chosen.name}, alpha {chosen.lenience:g}, block size "
-        f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Run it: "
-        f"python scripts/decode.py --config={arguments.pick}"
+        f"{block_size_of(point) or '-'}, temperature {point.temperature:g}: {promise}. Decode with it: "
+        f"{called('decode')} --config={arguments.pick}"
     )
     _say_drafter(chosen, comparisons, screen)
     if test is not None:
@@ -273,17 +280,17 @@ def pick(
         measured = test.measure(points, Path(arguments.output) / name)
         tested, verifier = (next(r for r in measured if r.point == p) for p in (point, chosen.panel))
         screen.print(
-            f"on test: {metric} {tested.quality:.2f}, the verifier {verifier.quality:.2f} "
+            f"on test: {metric} {tested.quality:.2f}, against {verifier.quality:.2f} for the verifier "
             f"(difference {_difference(tested.gain)}), in {_time(tested)}."
         )
         _say_drafter(tested, measured, screen)
 
 
 def _say_drafter(r: Comparison, comparisons: list[Comparison], screen: Console) -> None:
-    """The simplest rival of the chosen setting: no verifier."""
+    """Prints the simplest alternative to the chosen setting: the drafter alone."""
     drafter = next(other for other in comparisons if other.point == alone(r.panel, "drafter"))
     screen.print(
-        f"The drafter alone: {drafter.quality:.2f} (the pick's difference from it "
+        f"The drafter alone: {drafter.quality:.2f} (the pick differs from it by "
         f"{_difference(r.gain_over_drafter)}), in {_time(drafter)}."
     )
 
@@ -292,12 +299,12 @@ def _time(r: Comparison) -> str:
     return (
         "{:.2f} ({:.2f} to {:.2f}) of the verifier's time".format(r.time.share, *r.time.interval)
         if r.time
-        else "a time that was not measured"
+        else "an unmeasured time"
     )
 
 
 def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> None:
-    """A config file that decode.py runs: `config` with the point of `run` and what else `run` has changed."""
+    """Writes a config file: `config` with the point and the other changed fields of `run`."""
     loaded = configs.load(config)
     changed = [
         f"{field.name}={getattr(run, field.name)!r}"
@@ -313,7 +320,7 @@ def write_config(path: Path, config: str, run: DecodeConfig, promise: str) -> No
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for arguments that do not make a sweep, before anything is read or written."""
+    """Raises ValueError for invalid arguments, before anything is read or written."""
     a = arguments
     at_least(1, trials=a.trials, limit=a.limit, batch_size=a.run.batch_size)
     at_least(0, timed=a.timed)
@@ -325,12 +332,14 @@ def check(arguments: Arguments) -> None:
             "at_latency", a.at_latency, "give one.", "--at-quality and --at-latency exclude each other"
         )
     if a.at_latency is not None and not 0 < a.at_latency < math.inf:
-        raise FieldError("at_latency", a.at_latency, "write a share of the verifier's time above 0.")
+        raise FieldError("at_latency", a.at_latency, "give a fraction of the verifier's time above 0.")
     if a.at_quality not in (None, *QUALITIES) and not _finite(a.at_quality):
-        raise FieldError("at_quality", a.at_quality, "write a number, verifier or truncated.")
+        raise FieldError("at_quality", a.at_quality, "give a number, verifier or truncated.")
     if a.at_quality is not None or a.at_latency is not None:
         if not a.timed:
-            raise FieldError("timed", a.timed, "raise --timed.", "nothing can be picked without latency")
+            raise FieldError(
+                "timed", a.timed, "raise --timed.", "a point can only be picked if times are measured"
+            )
         check_pick(Path(a.pick), Path(a.output), a.config)
 
 
@@ -342,22 +351,22 @@ def _finite(text: str | None) -> bool:
 
 
 def check_pick(path: Path, folder: Path, config: str) -> None:
-    """Raises ValueError where no config can be written to `path`, or something else would be lost."""
+    """Raises ValueError if no config can be written to `path`, or it would replace another file."""
     if path.suffix != ".py":
-        raise FieldError("pick", str(path), "a config file's name ends in .py.", f"--pick is {path}")
+        raise FieldError("pick", str(path), "a config file's name must end in .py.", f"--pick is {path}")
     if path.exists() or path.resolve().parent != folder.resolve():  # that one is made for the sweep
         check_targets({"--pick": path}, {"--config": configs.path_of(config), "--output": folder})
     if path.is_file() and not path.read_bytes().startswith(f"# {PICKED}".encode()):
         raise FieldError(
             "pick",
             str(path),
-            "delete it or name another file.",
-            f"--pick is {path}, which holds something else",
+            "delete it or choose another name.",
+            f"--pick is {path}, which this command did not write",
         )
 
 
 def make_folder(folder: Path) -> None:
-    """Raises ValueError where no file can be written in `folder`."""
+    """Raises ValueError if no file can be written in `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -365,7 +374,7 @@ def make_folder(folder: Path) -> None:
         raise FieldError(
             "output",
             str(folder),
-            "name another.",
+            "choose another folder.",
             f"--output is {folder}, which is not a writable folder ({error.strerror})",
         ) from None
 
@@ -401,22 +410,17 @@ def sweep(arguments: Arguments) -> None:
     show_table_two(comparisons, task.metric, wide)
     show_points(comparisons, task.metric, wide)
     write_whole(folder / "table.txt", table.getvalue())
-    screen.print(f"every point: {folder / 'table.txt'}")
+    screen.print(f"all points: {folder / 'table.txt'}")
     for path in plots.draw(comparisons, task.metric, folder):
-        screen.print(f"drawn: {path}")
+        screen.print(f"plot: {path}")
     if picks:
         pick(arguments, task.metric, comparisons, test, screen)
 
 
 def parse(argv: list[str]) -> Arguments:
     name, run = config_of(argv, DecodeConfig, "demo")
-    return tyro.cli(
-        Arguments,
-        default=Arguments(dataclasses.replace(run, batch_size=32), name),
-        args=argv,
-        prog=program("tradeoff"),
-        description=__doc__,
-    )
+    default = Arguments(dataclasses.replace(run, batch_size=32), name)
+    return parsed(Arguments, argv, "tradeoff", __doc__, default)
 
 
 def main(argv: list[str]) -> int:

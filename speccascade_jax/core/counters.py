@@ -1,4 +1,4 @@
-"""What samplers count: sums over a row's rounds. evaluation.rates computes rates from them."""
+"""The counters of samplers: sums over a row's rounds, from which evaluation.rates computes rates."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ Array = jax.Array
 
 
 class Counters(NamedTuple):
-    """What speculative decoding counts. Tokens that the end of the text cuts off are neither emitted nor
+    """The counters of speculative decoding. Tokens beyond the end of the text are neither emitted nor
     accepted."""
 
     rounds: Int[Array, " B"]  # = verifier calls

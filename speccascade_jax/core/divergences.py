@@ -1,9 +1,9 @@
-"""How far the distribution that a drafter drafts from is from the one that its tokens are verified against.
+"""Divergences between the distribution of drafts and the distribution that they are verified against.
 
 DIVERGENCES declares each divergence once. Training's flags, help and checks, and the tests, derive from it.
 
-A divergence reads log probabilities [..., V] of both, the target's first, and gives nats [...]; it is 0 where
-they are equal. Tokens without mass may be -inf in either of them.
+A divergence takes log probabilities [..., V] of both, the target's first, and returns nats [...]. It is 0 if
+they are equal. Tokens without mass may be -inf in either argument.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from speccascade_jax.core.rules import Scores
 
 Array = jax.Array
 BLEND = 3.0
-"""How fast lk_hybrid leaves KL as drafts are accepted (eta of arXiv 2602.23881, section 4.2)."""
+"""How quickly lk_hybrid moves away from KL as drafts are accepted (eta of arXiv 2602.23881, section 4.2)."""
 
 
 def kl(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """sum_v pi(v) log(pi(v) / q(v)); infinite where q lacks a token of pi's."""
+    """sum_v pi(v) log(pi(v) / q(v)); infinite if q lacks a token of pi."""
     possible = target > -jnp.inf
     return jnp.sum(jnp.where(possible, jnp.exp(target) * (target - draft), 0.0), axis=-1)
 
@@ -35,9 +35,9 @@ def total_variation(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -
 def lk(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """-log sum_v min(pi(v), q(v)), the log likelihood that a drafted token is accepted (arXiv 2602.23881).
 
-    It is summed in logarithms, so that it has a value and a gradient however small the overlap is. Its
-    gradient is the total variation's divided by the overlap: where that is nothing, a one-hot target makes
-    cross-entropy of it.
+    The sum is computed in logarithms, so that it has a value and a gradient however small the overlap is. Its
+    gradient is the total variation's divided by the overlap. Without any overlap, a one-hot target turns it
+    into cross-entropy.
     """
     return -jax.nn.logsumexp(jnp.minimum(target, draft), axis=-1)
 
@@ -45,7 +45,7 @@ def lk(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array
 def lk_hybrid(
     target: Float[Array, "*B V"], draft: Float[Array, "*B V"], mask: Bool[Array, "*B"]
 ) -> Float[Array, "*B"]:
-    """w KL + (1 - w) TV with w = exp(-BLEND a), a being the mean of sum_v min(pi, q) at the batch's real
+    """w KL + (1 - w) TV with w = exp(-BLEND a), where a is the mean of sum_v min(pi, q) over the batch's real
     tokens, without a gradient (LK^lambda of arXiv 2602.23881)."""
     rejected = total_variation(target, draft)
     mean = jnp.sum(jnp.where(mask, rejected, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
@@ -61,31 +61,31 @@ def kl_to_lk(
 
 
 class Divergence(NamedTuple):
-    """A function of (target, draft) and, by name, of what it `needs` in addition.
+    """A function of (target, draft) and of the keyword arguments that it `needs`.
 
-    mask: bool [...], the real tokens of the batch. progress: float [], the share of the steps that is done.
+    mask: bool [...], the real tokens of the batch. progress: float [], the fraction of the steps done.
     """
 
     of: Callable[..., Array]
-    summary: str  # one phrase for people
+    summary: str  # a phrase for help texts
     needs: tuple[str, ...] = ()
 
 
 DIVERGENCES: dict[str, Divergence] = {
     "kl": Divergence(kl, "KL divergence"),
-    "tv": Divergence(total_variation, "total variation, the chance that a draft is rejected"),
-    "lk": Divergence(lk, "-log of the chance that a draft is accepted"),
+    "tv": Divergence(total_variation, "total variation, the probability that a drafted token is rejected"),
+    "lk": Divergence(lk, "-log of the probability that a drafted token is accepted"),
     "lk_hybrid": Divergence(
-        lk_hybrid, "KL where few drafts are accepted, total variation where many are", ("mask",)
+        lk_hybrid, "mostly KL while few drafts are accepted, mostly total variation once many are", ("mask",)
     ),
-    "kl_to_lk": Divergence(kl_to_lk, "KL at the first step, lk at the last", ("progress",)),
+    "kl_to_lk": Divergence(kl_to_lk, "from KL at the first step to lk at the last", ("progress",)),
 }
 
 
 def target_law(
     verifier: Float[Array, "*B V"], drafter: Float[Array, "*B V"], method: Method, alpha: float
 ) -> Float[Array, "*B V"]:
-    """log pi of a rule at temperature 1, from both models' log probabilities; without a gradient."""
+    """log pi of a rule at temperature 1, from both models' log probabilities, without a gradient."""
     verifier, drafter = jax.lax.stop_gradient((verifier, drafter))
     if method.lossless:
         return verifier

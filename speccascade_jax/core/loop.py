@@ -38,7 +38,7 @@ Array = jax.Array
 
 
 class Requests(NamedTuple):
-    """What is asked of each row."""
+    """The request of each row."""
 
     keys: Key[Array, " B"]
     inputs: Any  # [B, S]; or nested as the models, where not all read the same tokens
@@ -52,7 +52,7 @@ class Requests(NamedTuple):
 
 
 class History(NamedTuple):
-    """Where a row stood after each of its last H rounds; round n of a row is kept at n modulo H."""
+    """The state of a row after each of its last H rounds; round n is stored at index n modulo H."""
 
     rounds: Int[Array, " B"]
     emitted: Int[Array, "B H"]
@@ -60,7 +60,7 @@ class History(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the decoding loop carries. Every array but those of `caches` begins with the axis of rows."""
+    """The state of the decoding loop. Every array, except those of `caches`, begins with the axis of rows."""
 
     tokens: Int[Array, "B N"]  # emitted tokens; scratch from `emitted` on
     origin: Int[Array, "B N"]
@@ -73,7 +73,8 @@ class State(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """tokens, origin and level are -1 from `length` on; the end-of-sequence token is counted in."""
+    """The outputs. tokens, origin and level are -1 from `length` on, which counts the end-of-sequence
+    token."""
 
     tokens: Int[Array, "B N"]
     origin: Int[Array, "B N"]
@@ -106,7 +107,7 @@ def requests(
             raise FieldError(
                 name,
                 value.shape,
-                f"give [{levels}], or [{rows}, {levels}] for a value a row.",
+                f"give [{levels}], or [{rows}, {levels}] for a value per row.",
                 f"{name} has shape {value.shape}, and this sampler has {levels} verifiers",
             )
         by_level[name] = jnp.broadcast_to(value, (rows, levels))
@@ -137,8 +138,8 @@ def begin(
 ) -> State:
     """Prefills every model; rows with input_length 0 are finished from the start and stay empty.
 
-    history: how many rounds back somebody may want to look; eos_id: what run() is called with, if it is: the
-    shapes of a round's counts come from its round then, which is traced once for both.
+    history: the number of past rounds to record. eos_id: the value later passed to run(), if any; the shapes
+    of a round's counts then come from that round, which is traced only once.
     """
     length = prompt_width(sampler, params, batch) + max_new_tokens + sampler.overhang
     prefix, caches = prefilled(sampler, params, batch, length)
@@ -168,7 +169,7 @@ def begin(
 
 
 def prompt_width(sampler: Sampler, params: Params, batch: Requests) -> int:
-    """How many columns the prefix has that the smallest model continues."""
+    """The number of columns of the prefix that the smallest model continues."""
     model, weights, inputs = sampler.models, params, batch.inputs
     while type(model) is tuple:
         weights, inputs = (tree[0] if type(tree) is tuple else tree for tree in (weights, inputs))
@@ -179,13 +180,13 @@ def prompt_width(sampler: Sampler, params: Params, batch: Requests) -> int:
 
 
 def by_round(sampler: Sampler, verifications: Int[Array, " B"]) -> Bool[Array, " B"] | None:
-    """Which rows are verified in a way that is `by_round`; None if all are, wherever any can be."""
+    """A mask of the rows whose verification is `by_round`; None if all are."""
     ways = [way.by_round for way in getattr(sampler, "verifications", ())]
     return None if all(ways) else jnp.array(ways)[verifications]
 
 
 def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) -> tuple[Prefix, Cache]:
-    """What is continued, as the smallest model reads it, and every model's cache."""
+    """The prefix to continue, as the smallest model reads it, and every model's cache."""
     both = each(
         lambda model, weights, read: model.prefill(weights, read, batch.input_length, length),
         sampler.models,
@@ -240,8 +241,8 @@ def run(
     eos_id: int,
     in_step: str | None = None,
 ) -> State:
-    """Rounds until at least so many rows are `finished`, `rounds` of them at most. Along the axis `in_step`
-    of a mesh, all do as many rounds as any needs: who exchanges arrays within a round may not leave it."""
+    """Runs at most `rounds` rounds, until at least `finished` rows are finished. Along the axis `in_step` of
+    a mesh, all devices run the same number of rounds, because they exchange arrays within a round."""
     busy = state.rows.room.shape[0] - finished
 
     def goes_on(carry: tuple[State, Array]) -> Array:

@@ -1,4 +1,4 @@
-"""What a name of --method stands for: a target distribution that is verified, or a separate scheme.
+"""The types behind the names of --method: a target distribution for verification, or a separate scheme.
 
 For example:
 
@@ -22,21 +22,21 @@ Target = Callable[..., tuple[Array, Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A number that a method reads beyond alpha: a field of Settings and a flag. It is static: each value
-    compiles a program."""
+    """A number that a method reads in addition to alpha: a field of Settings and a flag. It is static, so
+    that each value compiles a program."""
 
     default: float
     low: float
     high: float
-    summary: str  # one sentence for people
+    summary: str  # help text: whole sentences
     above: bool = False  # `low` is excluded
     kind: type = float  # or int
 
 
 class Sweep(NamedTuple):
-    """Which leniences a sweep tries for a method: tenths, unless others are given."""
+    """The leniences that a sweep tries for a method: tenths, plus those of `between`."""
 
-    between: tuple[float, ...] = ()  # additional leniences, where tenths would miss a bend
+    between: tuple[float, ...] = ()  # additional leniences, for steps finer than tenths
     scale: float = 1.0  # the alpha that a sweep's 1 stands for
     timed: bool = True  # False: its time means nothing
 
@@ -46,7 +46,7 @@ USUAL = Sweep()
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A target distribution: (scores, alpha) -> (pi, delta), delta None where nothing `defers`."""
+    """A target distribution: (scores, alpha) -> (pi, delta); delta is None if the method does not `defer`."""
 
     target: Target
     low: float  # alpha's bounds, both included
@@ -54,16 +54,16 @@ class Method:
     summary: str  # for people
     defers: bool = True
     lossless: bool = False  # pi = p~, whatever q is
-    by_prefix: bool = True  # pi depends on the prefix alone, not on where in a round a position is
-    needs_q: bool = True  # pi and delta depend on q; False: on p and the drafted token alone
-    trained: bool = False  # a network, read from a file
+    by_prefix: bool = True  # pi depends on the prefix alone, not on the position in a round
+    needs_q: bool = True  # pi and delta depend on q; False: only on p and the drafted token
+    trained: bool = False  # contains a network that is read from a file
     knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
     name: str = ""  # for people
-    label: str = ""  # in pictures; "": the name in words
+    label: str = ""  # in plots; "": derived from the name
     sweep: Sweep = USUAL
 
     def tuned(self, **values: float) -> "Method":
-        """The method with its knobs at these values; the same object for the same values."""
+        """The method with its knobs set to these values; the same values return the same object."""
         return _tuned(self, tuple(values.items())) if values else self
 
 
@@ -75,24 +75,24 @@ def _tuned(method: Method, values: tuple[tuple[str, float], ...]) -> Method:
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """A way to decode that is not a target distribution of a drafter and a verifier. It makes a sampler from
-    all models, the smallest first."""
+    all models, smallest first."""
 
     sampler: Callable[[Sequence[LanguageModel]], Sampler]
     summary: str  # for people
     high: float = np.inf  # alpha's bounds, both included
     low: float = -np.inf
-    models: int | None = None  # how many it is made of; None: any number
+    models: int | None = None  # how many models it needs; None: any number
     greedy: bool = False  # decodes only greedily
-    confidence: Callable[[np.ndarray], float] | None = None  # from the log probabilities of the drafter's
-    # tokens, in [0, 1]: where it is below 1 - alpha the verifier rewrites the text
+    confidence: Callable[[np.ndarray], float] | None = None  # in [0, 1], from the log probabilities of the
+    # drafter's tokens: if it is below 1 - alpha, the verifier decodes the text again
     name: str = ""  # for people
-    label: str = ""  # in pictures; "": the name in words
+    label: str = ""  # in plots; "": derived from the name
     sweep: Sweep = USUAL
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """The `sampler` of a Scheme that already exists."""
+    """A Scheme's `sampler` function that returns an existing sampler."""
 
     made: Sampler
 

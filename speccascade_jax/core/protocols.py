@@ -26,7 +26,7 @@ UNSEEN = -2  # likewise, but no other place attends to it
 
 
 class Prefix(NamedTuple):
-    """What decoding continues: a prompt, or the start token of an encoder-decoder."""
+    """The tokens to continue: a prompt, or the start token of an encoder-decoder."""
 
     tokens: Int[Array, "B P"]
     length: Int[Array, " B"]
@@ -44,12 +44,13 @@ class LanguageModel(Protocol):
       rows        no row's logits depend on another row
       vocabulary  tokens in and logits out are over the target vocabulary, whatever lies inside
 
-    Every array of a cache begins with the axis of rows. A model whose cache is laid out in another way also
-    has insert(cache, fresh, slots, like_fresh): see `insert` below.
+    Every array of a cache begins with the axis of rows. A model with a different cache layout must also
+    define insert(cache, fresh, slots, like_fresh): see `insert` below.
 
-    What a model has read of a prompt can be copied into other rows if it has two more methods:
-    segment(cache, row, start, size) returns what the cache holds of positions start .. start+size-1 of a row;
-    with_segment(cache, segment, rows, start) is the cache whose chosen rows [B] hold that, and end with it.
+    A model's state after part of a prompt can be copied into other rows if the model has two more methods.
+    segment(cache, row, start, size) returns the cache's content for positions start .. start+size-1 of a row;
+    with_segment(cache, segment, rows, start) returns the cache with that content at the end of the chosen
+    rows [B].
     """
 
     @property
@@ -58,9 +59,9 @@ class LanguageModel(Protocol):
     def prefill(
         self, params: Params, inputs: Int[Array, "B S"], input_length: Int[Array, " B"], max_length: int
     ) -> tuple[Prefix, Cache]:
-        """The prefix to continue and a cache that covers all of it but its last token.
+        """The prefix to continue, and a cache that covers all of it except its last token.
 
-        `max_length` positions are allocated, the prefix included.
+        `max_length` positions are allocated, including the prefix.
         """
         ...
 
@@ -71,8 +72,8 @@ class LanguageModel(Protocol):
         ...
 
     def roll_back(self, cache: Cache, length: Int[Array, " B"]) -> Cache:
-        """The cache as it was when it covered `length` positions, which must not exceed what it covers
-        now."""
+        """The cache as it was when it covered `length` positions, which must not exceed its current
+        length."""
         ...
 
 
@@ -80,7 +81,7 @@ class LanguageModel(Protocol):
 
 
 class Origin(IntEnum):
-    """Who wrote a token."""
+    """The origin of a token."""
 
     DRAFT = 0  # drafted and accepted
     CORRECTION = 1  # drawn from the residual at a rejection
@@ -93,14 +94,14 @@ class Origin(IntEnum):
 
 
 class Markers(NamedTuple):
-    """The tokens after which each row has another lenience: see core.spans."""
+    """The token sequences after which each row has another lenience; see core.spans."""
 
     tokens: Int[AnyArray, "B M L"]  # a marker's are the last ones, NO_TOKEN before; only NO_TOKEN: no marker
     alphas: Float[AnyArray, "B M K"]  # the lenience after it, of each verifier from the smallest up
 
 
 class Spans(NamedTuple):
-    """A row's markers, and which of them it has written."""
+    """A row's markers, and the last one that it has written."""
 
     markers: Markers
     first: Int[Array, " B"]  # the position of the first written token
@@ -158,7 +159,7 @@ class Sampler(Protocol):
 
     @property
     def overhang(self) -> int:
-        """How far past the committed positions a step may write into its caches."""
+        """The number of positions past the committed ones that a step may write into its caches."""
         ...
 
     def plain(self, counts: Counts) -> dict[str, Any]:

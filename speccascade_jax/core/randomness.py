@@ -14,7 +14,7 @@ Array = jax.Array
 
 
 class Role(IntEnum):
-    """What a uniform number is for; no two uses share one."""
+    """The use of a uniform number; no two uses share a number."""
 
     DRAW = 0
     ACCEPT = 1
@@ -33,7 +33,7 @@ class Noise(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many positions there are numbers for."""
+        """The number of positions that have numbers."""
         return self.levels[0].shape[2]
 
     def at(
@@ -52,7 +52,7 @@ class Noise(NamedTuple):
         return jnp.take_along_axis(table, place + jnp.arange(count), axis=1, mode="clip")
 
     def within(self, level: int, start: Int[Array, " B"]) -> "Noise":
-        """What the drafter of a round has that this level begins at `start`."""
+        """The numbers for the drafter in a round that this level begins at `start`."""
         if self.levels[level].ndim == 3:
             return self
         place = (start - self.begin)[:, None, None]

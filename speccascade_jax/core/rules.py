@@ -1,9 +1,10 @@
 """Deferral rules and their target distributions (Narasimhan et al., Table 1).
 
-METHODS declares each of them once. Flags, the HTTP schema, sweeps, tables and law tests derive from it.
+METHODS declares each of them once. Flags, the HTTP schema, sweeps, tables and the tests of output
+distributions derive from it.
 
-A rule says delta = 1 where the drafter's token is not good enough. One formula turns it into
-the target distribution that the output follows:
+A rule sets delta = 1 if the drafter's token is not good enough. One formula turns delta into the target
+distribution that the output follows:
 
     pi(v) = (1 - delta(v)) q~(v) + p~(v) sum_u delta(u) q~(u)
 """
@@ -28,7 +29,7 @@ Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1]
 
 
 class Scores(NamedTuple):
-    """The two distributions at every position, as the models give them and as they are sampled."""
+    """Both models' distributions at every position, before and after temperature and truncation."""
 
     q: Float[Array, "*B V"]  # drafter's own
     p: Float[Array, "*B V"]  # verifier's own
@@ -71,7 +72,7 @@ def speculative(s: Scores, alpha: Alpha) -> Array:
 
 
 def certainty(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
-    """-H(x): for the log loss what max x is for the 0-1 loss."""
+    """-H(x): the counterpart for the log loss of max x for the 0-1 loss."""
     return -entropy(x)
 
 
@@ -95,9 +96,9 @@ def opt(s: Scores, alpha: Alpha, by: Callable[[Array], Array] = _max) -> Array:
 
 
 def lookahead(s: Scores, alpha: Alpha, acceptance: float, round_cost: float) -> Array:
-    """`opt` with the price of a rejection that depends on its place in the round. The second last axis is a
-    round's positions, the bonus one at its end; with L(n) = 1 + a + .. + a^(n-1) tokens lost where n
-    positions are left:
+    """`opt`, with a price of rejection that depends on the position in the round. The second to last axis is
+    the round's positions, with the bonus position last; L(n) = 1 + a + .. + a^(n-1) is the number of tokens
+    lost if n positions are left:
 
         max q < max p - alpha round_cost L(gamma - j) / L(gamma + 1) TV(p~, q~)        at position j
     """
@@ -153,7 +154,7 @@ def relaxed(s: Scores, alpha: Alpha, near: Callable[..., Array], relaxed_top_k: 
 
 
 def raised(p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
-    """What Cactus makes of each token's p, if that token is drafted: min(1, p + sqrt(2 delta p (1 - p)))
+    """Cactus's probability of each token if that token is drafted: min(1, p + sqrt(2 delta p (1 - p)))
     (Hao and Mou, arXiv 2604.04987, Corollary 5)."""
     return jnp.minimum(p + jnp.sqrt(2.0 * delta * p * jnp.maximum(1.0 - p, 0.0)), 1.0)
 
@@ -254,7 +255,7 @@ def lossy_greedy(s: Scores, alpha: Alpha) -> tuple[Array, Array]:
 
 
 def _cascade(rule: Callable[..., Array], *more: Any, knobs: Mapping[str, Knob] | None = None) -> Target:
-    """The target that a deferral rule makes."""
+    """The target distribution of a deferral rule."""
     defaults = {name: knob.default for name, knob in (knobs or {}).items()}
 
     def target(s: Scores, alpha: Alpha, **values: float) -> tuple[Array, Array]:
@@ -265,9 +266,9 @@ def _cascade(rule: Callable[..., Array], *more: Any, knobs: Mapping[str, Knob] |
 
 
 PRICE = {
-    "acceptance": Knob(0.8, 0, 1, "of lookahead: how likely a drafted token is accepted"),
+    "acceptance": Knob(0.8, 0, 1, "For lookahead: the assumed probability that a drafted token is accepted."),
     "round_cost": Knob(
-        2.0, 0, math.inf, "of lookahead: a round's time, in steps of the verifier", above=True
+        2.0, 0, math.inf, "For lookahead: the time of a round, in steps of the verifier.", above=True
     ),
 }
 
@@ -276,7 +277,8 @@ RELAXED = {
         10,
         1,
         2**31 - 1,
-        "of relaxed and relaxed_ratio: a drafted token must be among so many of the verifier's likeliest",
+        "For relaxed and relaxed_ratio: accept a drafted token only if it is among this many most likely "
+        "tokens of the verifier.",
         kind=int,
     )
 }
@@ -287,7 +289,7 @@ BENDS = Sweep(
 
 METHODS: dict[str, Method] = {
     "speculative": Method(
-        _cascade(speculative), 0, math.inf, "always defer: lossless", lossless=True, needs_q=False
+        _cascade(speculative), 0, math.inf, "always defer; lossless", lossless=True, needs_q=False
     ),
     "chow": Method(_cascade(chow), 0, 1, "defer when max q < 1 - alpha"),
     "chow_log": Method(
@@ -305,7 +307,7 @@ METHODS: dict[str, Method] = {
         _cascade(lookahead, knobs=PRICE),
         0,
         math.inf,
-        "as opt, a rejection at the price of what is lost after it",
+        "opt, with each rejection priced by the tokens that are lost after it",
         by_prefix=False,
         knobs=PRICE,
     ),
@@ -331,7 +333,7 @@ METHODS: dict[str, Method] = {
         sweep=Sweep(scale=10.0),
     ),
     "router": Method(
-        _cascade(opt), 0, math.inf, "as opt, the gain of deferring learnt (--router)", trained=True
+        _cascade(opt), 0, math.inf, "opt, with a learned gain from deferring (--router)", trained=True
     ),
     "typical": Method(
         _cascade(typical), 0, 1, "defer tokens that are not typical of p (Medusa)", sweep=BENDS
@@ -340,7 +342,7 @@ METHODS: dict[str, Method] = {
         _cascade(relaxed, token_v2, knobs=RELAXED),
         0,
         1,
-        "defer tokens with p(v) < max p - alpha, or not of p's k likeliest (TensorRT-LLM)",
+        "defer tokens with p(v) < max p - alpha or outside p's top k (TensorRT-LLM)",
         needs_q=False,
         knobs=RELAXED,
     ),
@@ -348,21 +350,21 @@ METHODS: dict[str, Method] = {
         _cascade(relaxed, token_v3, knobs=RELAXED),
         0,
         1,
-        "defer tokens with p(v) < (1 - alpha) max p, or not of p's k likeliest (vLLM)",
+        "defer tokens with p(v) < (1 - alpha) max p or outside p's top k (vLLM)",
         needs_q=False,
         knobs=RELAXED,
         sweep=BENDS,
     ),
     "mixture": Method(mixture, 0, 1, "alpha q + (1 - alpha) p", defers=False),
     "learned_mixture": Method(
-        mixture, 0, 1, "mixture, learnt weights (--router)", defers=False, trained=True
+        mixture, 0, 1, "mixture with learned weights (--router)", defers=False, trained=True
     ),
     "lossy": Method(lossy, 0, 0.999, "lossy speculative sampling, beta = 1", defers=False, sweep=BENDS),
     "lossy_tuned": Method(
         partial(lossy, tuned=True), 0, 0.999, "lossy with tuned beta", defers=False, sweep=BENDS
     ),
     "cactus": Method(
-        cactus, 0, math.inf, "p raised by sqrt(2 alpha p (1 - p)) where drafted (Cactus)", defers=False
+        cactus, 0, math.inf, "p of drafted tokens raised by sqrt(2 alpha p (1 - p)) (Cactus)", defers=False
     ),
     "lossy_greedy": Method(
         lossy_greedy, 0, 1, "accept iff p(v) >= (1 - alpha) max p, else argmax p", needs_q=False, sweep=BENDS

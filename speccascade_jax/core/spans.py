@@ -29,8 +29,8 @@ def begun(markers: Markers, first: Int[Array, " B"]) -> Spans:
 
 
 def window(markers: Markers | None, overhang: int) -> int:
-    """How many of the last tokens a row has to know. The samplers that draft for another one, `overhang`
-    tokens past the committed ones, look as far back as the committed tokens of an unfinished marker."""
+    """The number of last tokens that a row must keep. Samplers that draft for another one, `overhang` tokens
+    past the committed ones, look back as far as the committed tokens of an unfinished marker."""
     return 0 if markers is None else markers.tokens.shape[-1] + overhang
 
 
@@ -53,7 +53,7 @@ def lenience(rows: Rows, level: int, draft: Int[Array, "B G"]) -> Float[Array, "
 
 
 def completed(spans: Spans, rows: Rows, draft: Int[Array, "B G"]) -> Int[Array, "B G+1"]:
-    """Which marker was completed last before each position from rows.start on; -1: none.
+    """The marker that was completed last before each position from rows.start on; -1: none.
 
     All tokens of `recent` are searched: in a sampler that drafts for another one, the last of them are not
     committed yet, and the spans know only the marker that committed tokens have completed.

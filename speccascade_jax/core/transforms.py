@@ -1,4 +1,4 @@
-"""Logits -> the distribution that is sampled: temperature, then truncations. Everything here is float32.
+"""Turns logits into the distribution to sample from: temperature, then truncations, all in float32.
 
 TRUNCATIONS declares each truncation once. SamplingOptions, Settings, flags, the HTTP schema, sweeps, tables
 and tests derive from it.
@@ -22,10 +22,10 @@ Array = jax.Array
 
 
 class Dialect(NamedTuple):
-    """Values outside a truncation's range that clients of other servers send. They are read as `meaning`."""
+    """Values outside a truncation's range that clients of other servers send; they are read as `meaning`."""
 
     least: float  # the smallest such value
-    below: float  # and what all of them are smaller than
+    below: float  # an upper bound that is not itself one of them
     meaning: Any
 
 
@@ -41,10 +41,10 @@ class Truncation:
     keep: Callable[[Array, Any, Any], Array]
     low: float
     high: float  # included, as `low` is unless `above`
-    off: float  # the value that leaves every token in
-    summary: str  # what it does: one sentence for people
+    off: float  # the value that keeps every token
+    summary: str  # help text: whole sentences
     sweep: tuple[float, ...]  # values a sweep tries
-    letter: str  # in pictures
+    letter: str  # for plots
     kind: type = float
     above: bool = False  # `low` is excluded
     logits: bool = False
@@ -56,14 +56,14 @@ class Truncation:
         return jnp.int32 if self.kind is int else jnp.float32
 
     def check(self, name: str, value: Any, vocab_size: float = math.inf) -> None:
-        """Raises FieldError for a value out of range; an integer counts tokens: there are `vocab_size`."""
+        """Raises FieldError for a value out of range; an integer option counts tokens, of `vocab_size`."""
         high = min(self.high, vocab_size) if self.kind is int else self.high
         check_range(name, value, self.low, high, self.above)
 
 
 def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:
-    """A static bound for rows with these values: the next power of two, at least `least` so that small values
-    share a program. None if no row has a value."""
+    """A static bound for rows with these values: the next power of two, and at least `least` so that small
+    values share a program. None if no row has a value."""
     largest_value = int(max((value or 0 for value in values), default=0))
     return max(1 << (largest_value - 1).bit_length(), least) if largest_value else None
 
@@ -73,15 +73,15 @@ def static_bound(values: Iterable[float | None], least: int = 64) -> int | None:
 class SamplingOptions:
     """How a distribution is transformed before sampling: temperature, then the TRUNCATIONS that have a value.
 
-    Each is one number for all rows or one for each row [B], and traced: sweeping them compiles once. None
-    leaves a truncation, and what it costs, out of the program; a row without it has the truncation's `off`.
-    No row's top_k exceeds `max_top_k`, which is static: unless given, the next power of two, or the
-    vocabulary's size for a top_k that is traced already.
+    Each option is one number for all rows or one per row [B]. Options are traced, so that sweeping them
+    compiles once. None omits a truncation and its cost from the program; a row without it has the
+    truncation's `off`. No row's top_k exceeds `max_top_k`, which is static: by default the next power of two,
+    or the vocabulary's size for a top_k that is already traced.
     """
 
     temperature: Any
-    truncations: dict[str, Any]  # by name, those with a value
-    bounds: tuple[tuple[str, int], ...]  # of the bounded ones
+    truncations: dict[str, Any]  # by name; only those with a value
+    bounds: tuple[tuple[str, int], ...]  # of bounded truncations
 
     def __init__(self, temperature: Any = 1.0, **values: Any):
         bounds = {
@@ -126,7 +126,7 @@ class SamplingOptions:
         return dict(self.bounds).get(name)
 
     def of_rows(self, rows: int) -> "SamplingOptions":
-        """The same with every value [B]. Raises FieldError where one has another shape than [] or [B]."""
+        """The same options with every value [B]. Raises FieldError for a shape other than [] or [B]."""
 
         def of_row(name: str, value: Any, dtype: Any) -> Array:
             if jnp.shape(value) not in ((), (rows,)):
@@ -165,7 +165,7 @@ def token_probs(
         )
 
     def of_row(value: Any) -> Array:
-        """What broadcasts against the logits, of [] or [B]."""
+        """A value, [] or [B], reshaped to broadcast against the logits."""
         return jnp.reshape(value, jnp.shape(value) + (1,) * (logits.ndim - 1) * jnp.ndim(value))
 
     values = {
@@ -196,7 +196,7 @@ def token_probs(
 
 
 def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[Array, "*B V"]:
-    """Exactly the k likeliest tokens; among equals the lower id comes first."""
+    """A mask of exactly the k most likely tokens; on ties, lower ids come first."""
     size = logits.shape[-1]
 
     def ranked() -> Bool[Array, "*B V"]:
@@ -209,18 +209,18 @@ def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[A
 
 
 def nucleus(probs: Float[Array, "*B V"], mass: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The smallest set whose mass reaches `mass`, the token that crosses it included (Holtzman et al.
+    """The smallest set whose mass reaches `mass`, including the token that crosses it (Holtzman et al.
     2020)."""
     return largest(probs, probs, jnp.maximum(mass, jnp.finfo(jnp.float32).tiny))
 
 
 def likely(probs: Float[Array, "*B V"], share: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The tokens at least `share` times as likely as the likeliest (Nguyen et al. 2024)."""
+    """The tokens at least `share` times as likely as the most likely one (Nguyen et al. 2024)."""
     return probs >= share * jnp.max(probs, axis=-1, keepdims=True)
 
 
 def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
-    """A mask of the fewest of the largest x (>= 0), on ties the first, whose weights sum to `enough`. Equal x
+    """A mask of the fewest largest x (>= 0) whose weights sum to `enough`; on ties, the first ones. Equal x
     have equal weights. Nothing is sorted: the bits of the smallest x in the mask are determined one at a
     time."""
 
@@ -237,14 +237,14 @@ def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "
 
 
 def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """`probs` where `mask`, 0 elsewhere, summing to one."""
+    """`probs` where `mask` is true and 0 elsewhere, rescaled to sum to one."""
     probs = jnp.where(mask, probs, 0.0)
     return probs / jnp.sum(probs, axis=-1, keepdims=True)
 
 
 def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The tokens whose logits lie at most `number` standard deviations of all logits below the highest,
-    whatever the temperature (Tang et al. 2024, arXiv 2411.07641). Logits of -inf are not counted."""
+    """The tokens whose logits lie at most `number` standard deviations of all logits below the largest one,
+    at any temperature (Tang et al. 2024, arXiv 2411.07641). Logits of -inf are ignored."""
     written = logits > -jnp.inf
     highest = jnp.max(logits, axis=-1, keepdims=True)
     sigma = jnp.std(logits, axis=-1, keepdims=True, where=written)
@@ -257,7 +257,7 @@ TRUNCATIONS: dict[str, Truncation] = {
         1,
         2**31 - 1,
         off=0,
-        summary="sample among the k likeliest tokens",
+        summary="Sample only among the k most likely tokens. None keeps all tokens.",
         sweep=(16, 4, 2),
         letter="k",
         kind=int,
@@ -273,7 +273,8 @@ TRUNCATIONS: dict[str, Truncation] = {
         above=True,
         sweep=(0.9, 0.7, 0.5, 0.3),
         letter="p",
-        summary="sample among the likeliest tokens that reach this mass",
+        summary="Sample only among the fewest most likely tokens whose total probability reaches this value. "
+        "None keeps all tokens.",
         dialect=Dialect(0, 1e-9, 1e-9),
     ),
     "min_p": Truncation(
@@ -283,7 +284,8 @@ TRUNCATIONS: dict[str, Truncation] = {
         off=0.0,
         sweep=(0.05, 0.15, 0.4),
         letter="m",
-        summary="sample among tokens at least this share as likely as the likeliest",
+        summary="Sample only among tokens whose probability is at least this fraction of the largest one. "
+        "None keeps all tokens.",
     ),
     "top_n_sigma": Truncation(
         within_sigmas,
@@ -294,11 +296,11 @@ TRUNCATIONS: dict[str, Truncation] = {
         sweep=(2.0, 1.0, 0.5),
         letter="n",
         logits=True,
-        summary="sample among tokens whose logits are at most this many standard "
-        "deviations below the highest",
+        summary="Sample only among tokens whose logits are at most this many standard deviations below the "
+        "largest one. None keeps all tokens.",
     ),
 }
-"""By the name that Settings, flags and requests use."""
+"""The truncations by the names that Settings, flags and requests use."""
 
 
 SamplingOptions.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -116,21 +116,21 @@ class Verification:
     standing: Callable[[np.ndarray], np.ndarray]
     """Given a text x that is written, the chance that the first j = 0 .. G drafted tokens of a round stand
     and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i): what plans and expected numbers of calls rest on."""
-    summary: str  # for people
-    by_round: bool = False  # each round needs numbers of its own: see randomness.noise
+    summary: str  # a phrase for help texts
+    by_round: bool = False  # each round needs its own random numbers: see randomness.noise
     name: str = ""
 
 
 TOKEN = Verification(
     by_token,
     standing_by_token,
-    "each drafted token by itself, up to the first rejection",
+    "each drafted token individually, up to the first rejection",
     name="token",
 )
 BLOCK = Verification(
     by_block,
     standing_by_block,
-    "the draft as a whole: the same law, and on average as many tokens a call or more",
+    "the draft as a whole, with the same output distribution and on average at least as many tokens per call",
     by_round=True,
     name="block",
 )

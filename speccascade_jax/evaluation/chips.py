@@ -1,4 +1,4 @@
-"""What a plan costs on chips that are not at hand: lower bounds by TPU's compiler and public figures."""
+"""The cost of a plan on TPUs elsewhere: lower bounds from the TPU compiler and published figures."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -47,17 +47,17 @@ class DescribedModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """What a chip reads of the parameters in a call."""
+        """The bytes of parameters that a chip reads in a call."""
         return float(bytes_read(self.plain, self.plain_params))
 
     @cached_property
     def row_bytes(self) -> float:
-        """What a chip holds, and reads in a call, of one row's cache."""
+        """The bytes of one row's cache on a chip, all of which a call reads."""
         return float(sum(map(local_bytes, tpus.buffers_of(self.cache))))
 
     @property
     def held_bytes(self) -> float:
-        """What a chip holds of the parameters."""
+        """The bytes of parameters on a chip."""
         return float(sum(map(local_bytes, jax.tree.leaves(self.params))))
 
     @cached_property
@@ -124,7 +124,7 @@ class ChipPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows, while all are busy."""
+        """The throughput of all rows while all are busy."""
         return self.rows / self.plan.seconds_per_token
 
     @property
@@ -157,8 +157,8 @@ def plans_by_rows(
     max_block: int,
     hand_over: HandOver,
 ) -> Iterator[ChipPlan]:
-    """The plan of least time for each batch size that fits, of all members, block sizes and ways to verify;
-    where two ways take equally long, the first. Raises FieldError where not even one row fits."""
+    """Yields the fastest plan for each batch size that fits, over all members, block sizes and ways to
+    verify; on a tie, the first way. Raises FieldError if not even one row fits."""
     last, chips = len(members) - 1, members[0].chips
     for rows in ROWS:
         held = sum(member.held_bytes + rows * member.row_bytes for member in members)
@@ -167,7 +167,7 @@ def plans_by_rows(
                 raise FieldError(
                     "tensor_parallel",
                     chips.devices,
-                    "let more chips share the models, or take smaller ones or int8.",
+                    "share the models among more chips, or use smaller ones or int8.",
                     f"the models take {held / 1e9:.1f} GB of each of {chips.devices} chips, which has "
                     f"{chips.chip.memory / 1e9:.0f} GB",
                 )

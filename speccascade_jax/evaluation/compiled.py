@@ -46,12 +46,12 @@ class Array:
 
     @property
     def fast(self) -> bool:
-        """Whether it lies on the chip (VMEM and smaller memories), not in HBM."""
+        """Whether it is in VMEM or a smaller memory on the chip, not in HBM."""
         return "S(" in self.layout
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Its axes, the fastest first, without those of one entry."""
+        """The axes from fastest to slowest, without those of size one."""
         axes = self.layout.split(":")[0]
         numbers = [int(n) for n in axes.split(",") if n] or range(len(self.shape))[::-1]
         return tuple(n for n in numbers if n < len(self.shape) and self.shape[n] > 1)
@@ -84,7 +84,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which part of a tuple it takes, or which parameter it is."""
+        """The index of the tuple's part that it takes, or of the parameter that it is."""
         match = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
         return int(match[1]) if match else 0
 
@@ -106,7 +106,7 @@ class Computation(dict[str, Instruction]):
         return next(instruction for instruction in self.values() if instruction.is_root)
 
     def origin(self, instruction: Instruction) -> Instruction:
-        """What made an array that is passed on."""
+        """The instruction that made an array that is passed on."""
         while instruction.operation in SAME and instruction.operands:
             instruction = self[instruction.operands[0]]
         return instruction
@@ -153,7 +153,7 @@ class Program:
         ]
 
     def _times(self, condition: str) -> int | None:
-        """How often a loop runs whose condition compares a counter with a constant."""
+        """The number of iterations of a loop whose condition compares a counter with a constant."""
         computation = self.computations[condition]
         root = computation.root
         if root.operation == "compare" and "direction=LT" in root.rest and root.arrays[0].shape == ():
@@ -344,10 +344,10 @@ class Program:
         return first is not last and first.operation == "parameter" and first.index == place
 
     def faults(self, name: str, kept: Set[tuple[str, int]]) -> dict[str, list[str]]:
-        """What a loop's body should not do: kind of fault -> a line for each instance.
+        """Unwanted operations in a loop's body: a line per instance, by kind.
 
-        kept: (dtype, number of entries) of the weights and caches, those of a single layer included. Copies
-        that run while something else is computed do not count.
+        kept: (dtype, number of entries) of the weights and caches, including those of a single layer. Copies
+        that overlap with computation do not count.
         """
         problems: dict[str, list[str]] = {"host transfers": [], "copies": [], "changes of layout": []}
         for instruction, where, times in self.within(name):
@@ -366,7 +366,7 @@ class Program:
         return problems
 
     def _moved(self, instruction: Instruction, where: Computation) -> Array | None:
-        """What an instruction moves to another place, if it does nothing else."""
+        """The array that an instruction moves, if it does nothing else."""
         if instruction.operation == "fusion":
             if not _only_moves(self.computations[instruction.called("calls")]):
                 return None
@@ -376,7 +376,7 @@ class Program:
         return source.arrays[0] if source and source.arrays else None
 
     def collectives(self, name: str) -> int:
-        """How often the chips exchange something."""
+        """The number of collective operations between chips."""
         return sum(
             times
             for instruction, _, times in self.within(name)

@@ -1,4 +1,4 @@
-"""How much of the verifier's vocabulary a drafter with another vocabulary shares."""
+"""The share of the verifier's vocabulary that a drafter with another vocabulary covers."""
 
 from collections.abc import Sequence
 

@@ -24,7 +24,7 @@ Example = dict[str, Any]
 
 
 class Marks(NamedTuple):
-    """What the answers to a task's examples are worth."""
+    """The scores of answers to a task's examples."""
 
     figures: dict[str, float]  # 0 to 100
     answers: list[Any]  # of each answer, in order; empty where only all together have a score
@@ -37,7 +37,7 @@ TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotTask:
-    """How an example and its answer are written in a prompt, and how a model's answer is read and scored."""
+    """The format of examples and answers in a prompt, and the reading and scoring of a model's answer."""
 
     name: str
     summary: str  # one sentence for people
@@ -52,7 +52,7 @@ class FewShotTask:
     max_new_tokens: int
     fields: dict[str, str]  # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
     fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
-    executes: bool = False  # the score runs what the models wrote, in a sandbox
+    executes: bool = False  # the score runs the models' programs, in a sandbox
     check: Callable[[Example], None] = lambda example: None  # raises ValueError where it cannot be scored
 
 
@@ -284,7 +284,7 @@ TASKS = {
     for task in (
         FewShotTask(
             name="gsm8k",
-            summary="word problems of school mathematics, answered in steps",
+            summary="grade-school math word problems, answered step by step",
             examples=f"{DATA}/gsm8k/test.jsonl.gz",
             shot_pool=f"{DATA}/gsm8k/train.jsonl.gz",
             shots=8,
@@ -298,7 +298,7 @@ TASKS = {
         ),
         FewShotTask(
             name="mbpp",
-            summary="short Python programs that pass given tests",
+            summary="short Python programs that must pass given tests",
             examples=f"{DATA}/mbpp/test.jsonl.gz",
             shot_pool=f"{DATA}/mbpp/prompt.jsonl.gz",
             shots=3,
@@ -315,7 +315,7 @@ TASKS = {
         ),
         FewShotTask(
             name="squad2",
-            summary="questions on a passage, some without an answer",
+            summary="questions about a passage, some of them unanswerable",
             examples=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
             shot_pool=f"{DATA}/squad2_dev_half/validation.jsonl.gz",
             shots=4,
@@ -348,7 +348,7 @@ TASKS = {
         ),
         FewShotTask(
             name="wmt",
-            summary="translation from English to German",
+            summary="English-to-German translation",
             examples=f"{DATA}/wmt_en_de_small/validation.jsonl.gz",
             shot_pool=f"{DATA}/wmt_en_de_small/train.jsonl.gz",
             shots=5,
@@ -362,7 +362,7 @@ TASKS = {
         ),
         FewShotTask(
             name="cnndm",
-            summary="summaries of news",
+            summary="news summaries",
             examples="hf://abisee/cnn_dailymail/3.0.0:validation",
             shot_pool="hf://abisee/cnn_dailymail/3.0.0:train",
             shots=1,

@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What one client saw; status 0: the connection broke, or the stream ended early."""
+    """The reply to one client. Status 0: the connection broke, or the stream ended early."""
 
     status: int
     first: float  # seconds to the first tokens; 0: there were none
@@ -26,7 +26,7 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What all clients of a loop saw, and how long it took."""
+    """The replies to all clients of a loop, and its duration."""
 
     replies: list[Reply]
     seconds: float

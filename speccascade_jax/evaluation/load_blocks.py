@@ -17,7 +17,7 @@ from speccascade_jax.settings import Settings
 
 
 class Pass(NamedTuple):
-    """What one pass over the texts showed."""
+    """The measurements of one pass over the texts."""
 
     tokens_per_second: float
     first_token_ms: float  # the median

@@ -1,4 +1,5 @@
-"""What clients see while replicas of a server are killed: every request is answered once, or refused."""
+"""Measures what clients see while replicas of a server are killed: every request is answered once, or
+refused."""
 
 import asyncio
 import collections
@@ -22,7 +23,8 @@ BETWEEN = 10.0  # seconds without a kill, after all replicas run
 
 
 class Outcome(NamedTuple):
-    """What a client saw: `answered`, `refused` with a status, `interrupted` by an error event, or `lost`."""
+    """The outcome for a client: `answered`, `refused` with a status, `interrupted` by an error event, or
+    `lost`."""
 
     kind: str
     status: int
@@ -49,7 +51,7 @@ async def outcome(url: str, body: Body) -> Outcome:
 
 
 def judged(status: int, answer: bytes, stream: bool) -> Outcome:
-    """What an answer's status and body say. Raises ValueError where the body is not whole."""
+    """The outcome of an answer with this status and body. Raises ValueError if the body is incomplete."""
     if status != 200:
         return Outcome("refused", status, json.loads(answer)["error"]["message"])
     if not stream:
@@ -144,7 +146,7 @@ class Killer:
 
 
 def replicas_ready(url: str) -> int:
-    """How many replicas take requests, as a front says."""
+    """The number of replicas that accept requests, according to the front."""
     try:
         with urllib.request.urlopen(url + "/ready") as answer:
             return int(json.load(answer)["replicas"])

@@ -1,4 +1,5 @@
-"""What a sweep measures of one split: the quality of every point, batched, and its latency, one at a time."""
+"""The measurements of a sweep on one split: every point's quality in batches, and its latency at batch size
+1."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ class Measurements:
         self.run, self.task, self.timed, self.trials, self.screen = run, task, timed, trials, screen
         examples = joined_examples(task, getattr(task, split))[:limit]
         if not examples:
-            raise FieldError("split", split, "name another --split.", f"the {split} split is empty")
+            raise FieldError("split", split, "choose another --split.", f"the {split} split is empty")
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)

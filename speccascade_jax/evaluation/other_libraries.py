@@ -56,7 +56,7 @@ def decoders(
     if not libraries:
         return found
     if not all(isinstance(model, T5Model) for model in (cascade.drafter, cascade.verifier)):
-        raise FieldError("vs", libraries, "the config has other ones.", "--vs compares T5 models")
+        raise FieldError("vs", libraries, "the config has other models.", "--vs compares T5 models")
     with tempfile.TemporaryDirectory() as folder:
         drafter, verifier = (
             exported(load(path), Path(folder) / name)

@@ -140,8 +140,8 @@ def _alone(model: str) -> dict[str, Any]:
 
 
 def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn: COMPARED always alike, the others in colours that are free; of a method's
-    curves each with lines and markers of its own."""
+    """The style of each method: fixed for COMPARED, with unused colours for the others. Each curve of a
+    method has its own line style and marker."""
     every = list(dict.fromkeys(r.name for r in results if r.name not in SINGLE_MODEL))
     names = [name for name in every if ", " not in name]
     methods = dict.fromkeys(map(_method, names))

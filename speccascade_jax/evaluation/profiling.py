@@ -1,4 +1,4 @@
-"""What the parts of a round cost: seconds, bytes, share of the machine's read bandwidth."""
+"""The cost of a round's parts: seconds, bytes, and share of the machine's read bandwidth."""
 
 import math
 import os

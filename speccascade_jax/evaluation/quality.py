@@ -91,7 +91,7 @@ def check_references(metric: str | Metric, references: References, texts: int | 
 
 
 def statistics(metric: str | Metric, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
-    """What each text adds to the sums that `score` turns into the metric.
+    """Each text's contribution to the sums that `score` turns into the metric.
 
     Raises FieldError where the references are not one list of texts for each text.
     """

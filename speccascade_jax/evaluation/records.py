@@ -82,7 +82,7 @@ def pictures(record: dict[str, Any], folder: str) -> list[str]:
 
 
 def places(record: dict[str, Any], folder: str) -> list[str]:
-    """What shows a record's tables and pictures in a page."""
+    """The places in a page that show a record's tables and figures."""
     return [*(f"<!-- table: {name} -->" for name in record["tables"]), *pictures(record, folder)]
 
 

@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """Of its curve."""
+        """The name of its curve."""
         return self.contest.name if self.contest else self.point.name
 
     @property

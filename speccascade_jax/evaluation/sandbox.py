@@ -74,7 +74,7 @@ KINDS: dict[str, Callable[[list], Any]] = {
 
 
 class Verdict(NamedTuple):
-    """How a program ended."""
+    """The outcome of a program."""
 
     outcome: str  # passed, failed, time, memory or died
     detail: str = ""
@@ -249,7 +249,8 @@ def main(role: str) -> None:
 
 
 def answer(program: str, calls: list[str]) -> dict[str, Any]:
-    """What the calls return after the program has run. It runs here, so nothing that this says is trusted."""
+    """The results of the calls after the program has run. The program runs in the same process, so nothing in
+    this answer is trusted."""
     try:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(program, "program", "exec"), names)

@@ -1,7 +1,7 @@
-"""What a pair of models needs on TPUs, according to TPU's compiler. No TPU and no weights are needed, and
-nothing is run. Times are lower bounds.
+"""The memory and time that a pair of models needs on TPUs, according to the TPU compiler. This needs no TPU
+and no weights, and runs nothing. Times are lower bounds.
 
-The programs are those that decode: begin (both prefills) and run (rounds until texts are finished), and,
+The compiled programs are the prefill of both models, the decode loop (rounds until texts are finished) and,
 separately, one step of each model and the call that scores a draft.
 """
 
@@ -35,6 +35,7 @@ from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
 from speccascade_jax.evaluation.compiled import Program
 from speccascade_jax.evaluation.profiling import bytes_read, local_bytes, scoring
+from speccascade_jax.inference.progress import track
 from speccascade_jax.models import Config, model_of
 from speccascade_jax.models.assistant import AssistedCache
 from speccascade_jax.models.block_drafter import BlockDrafterCache
@@ -44,15 +45,17 @@ from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, shardings
 
-KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # dtypes, and what the compiler calls them
+PREFILL, LOOP = "prefill", "decode loop"  # the names of two programs
+PROGRAMS = 5  # the number of programs that are compiled for a pair
+KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # the compiler's names of dtypes
 
 
 class Chip(NamedTuple):
-    """Public figures of one chip."""
+    """Published figures of one chip."""
 
     memory: float  # bytes of HBM
-    bandwidth: float  # bytes a second
-    rate: float  # bfloat16 FLOP a second
+    bandwidth: float  # bytes per second
+    rate: float  # bfloat16 FLOP per second
 
 
 CHIPS = {
@@ -65,7 +68,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What is compiled: a drafter and a verifier of these shapes, and how they decode."""
+    """The programs to compile: the shapes of a drafter and a verifier, and their settings."""
 
     drafter: Config
     verifier: Config
@@ -87,12 +90,11 @@ def checked(name: str) -> Chip:
         raise FieldError(
             "tpu",
             name,
-            f"write the kind of chip, one of {', '.join(CHIPS)}, and how the "
-            "chips stand: v5e:2x2, v5p:2x2x1.",
+            f"give the kind of chip, one of {', '.join(CHIPS)}, and the topology: v5e:2x2, v5p:2x2x1.",
             f"--tpu is {name!r}",
         )
     if find_spec("libtpu") is None:
-        raise ValueError("--tpu needs TPU's compiler: pip install 'speccascade_jax[tpu]'.")
+        raise ValueError("--tpu needs the TPU compiler: pip install 'speccascade_jax[tpu]'.")
     return CHIPS[kind]
 
 
@@ -116,8 +118,8 @@ def devices_of(name: str) -> list[Any]:
         raise FieldError(
             "tpu",
             name,
-            "write chips that exist.",
-            f"--tpu is {name!r}, which TPU's compiler does not know ({said[:200]})",
+            "give an existing topology.",
+            f"--tpu is {name!r}, which the TPU compiler does not know ({said[:200]})",
         ) from None
 
 
@@ -217,17 +219,17 @@ class Pair:
 
     @cached_property
     def state(self) -> Any:
-        """The shapes of the loop's state, and where its parts are: after compiling begin."""
+        """The shapes and shardings of the loop's state, known once the prefill is compiled."""
         return self.programs._state(self.shapes.rows, self.shapes.source_length)
 
     def part(self, nest: Any, number: int) -> Any:
-        """The `number`-th model's entry of all parameters, or of all caches."""
+        """The entry of the `number`-th model in the parameters or caches of all models."""
         return nest if self.sampler.shares else nest[number]
 
     def compiled(self) -> Iterator[tuple[str, float, Any]]:
-        """(name, seconds of tracing and compiling, program) of begin, run and the parts of a round; for a
-        program that does not fit, the compiler's message takes its place. Seconds are CPU seconds of all
-        threads, so other work on the machine hardly counts."""
+        """Yields (name, seconds of tracing and compiling, program) for the prefill, the decode loop and the
+        parts of a round. A program that does not fit is replaced by the compiler's message. Seconds are CPU
+        seconds of all threads, on which other work on the machine has little influence."""
         a, count = self.shapes, scoring(self.shapes.block_size)
 
         def step(number: int, tokens: int) -> Any:
@@ -243,8 +245,8 @@ class Pair:
                 )
 
         for name, make in (
-            ("begin", partial(self.programs.begin, a.rows, a.source_length)),
-            ("run", partial(self.programs.run, a.rows, a.source_length)),
+            (PREFILL, partial(self.programs.begin, a.rows, a.source_length)),
+            (LOOP, partial(self.programs.run, a.rows, a.source_length)),
             ("drafter step", partial(step, 0, a.block_size + 1 if self.at_once else 1)),
             ("verifier step", partial(step, 1, 1)),
             (count, partial(step, 1, a.block_size + 1)),
@@ -260,17 +262,17 @@ class Pair:
 
     @property
     def at_once(self) -> bool:
-        """Whether one pass of the drafter writes a draft."""
+        """Whether the drafter writes a draft in one pass."""
         return getattr(self.sampler.drafter, "at_once", False)
 
     @property
     def drafter_passes(self) -> int:
-        """In a round."""
+        """The number of drafter passes per round."""
         return 1 if self.at_once else self.shapes.block_size + (not METHODS[self.shapes.method].lossless)
 
     def least_read(self) -> tuple[float, float]:
-        """Bytes that a device has to read for one pass of the drafter, and of the verifier: weights, and the
-        whole of the cache's buffers."""
+        """The bytes that a device must read for one pass of the drafter and one of the verifier: the weights
+        and all of the cache's buffers."""
         drafter, verifier = (
             float(bytes_read(model, self.plain_params[0 if self.sampler.shares else number]))
             for number, model in enumerate(self.plain)
@@ -282,13 +284,14 @@ class Pair:
         return drafter + small, verifier + large
 
     def round_flops(self) -> float:
-        """Of the matrix products of a round, a device's share."""
+        """A device's share of the FLOP of a round's matrix products."""
         traced = jax.make_jaxpr(partial(loop.advance, self.sampler, eos_id=1))(self.params, self.state)
         return flops(traced.jaxpr) / self.shapes.devices
 
     def kept(self) -> set[tuple[str, int]]:
-        """(dtype, entries) of a device's matrices and caches, and of one layer's share of stacked ones; but
-        for what is no larger than what a call computes, whose own copies have such sizes, too."""
+        """(dtype, number of entries) of a device's matrices and caches, and of one layer of stacked ones.
+        Arrays no larger than the results of a call are excluded, because copies of results have such sizes,
+        too."""
         matrices = [x for x in jax.tree.leaves(self.plain_params) if x.ndim > 1]
         computed = self.shapes.rows * (self.shapes.block_size + 1) * max(min(x.shape) for x in matrices)
         arrays = [*buffers_of(self.state.caches), *buffers_of(self.params), *matrices]
@@ -306,7 +309,8 @@ def dtype_of(run: DecodeConfig) -> str:
 
 
 def attached_of(config: Config) -> checkpoints.Attached | None:
-    """What a drafter of that shape is, if it only works as a member of one network with its verifier."""
+    """The entry of a drafter with that config if it only works as a member of one network with its
+    verifier."""
     return checkpoints.ATTACHED.get(type(model_of(config)))
 
 
@@ -356,8 +360,7 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
             )
         if not Path(folder).is_dir() and folder not in trained:
             raise ValueError(
-                f"{role}, {folder}, is not here, and no config says its shape: give both shapes "
-                "with --preset."
+                f"{role}, {folder}, is missing, and no config has its shape: give both shapes with --preset."
             )
         configs.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
     return configs
@@ -369,8 +372,8 @@ def buffers_of(tree: Any) -> list[Any]:
 
 
 def flops(jaxpr: Any) -> float:
-    """Of the matrix products of a jaxpr; a loop of unknown length counts once, and so does the most expensive
-    branch."""
+    """The FLOP of a jaxpr's matrix products. A loop of unknown length counts once, and of branches only the
+    most expensive one counts."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -390,7 +393,7 @@ def flops(jaxpr: Any) -> float:
 
 
 def memory_of(program: Any, text: Program) -> dict[str, float]:
-    """What a program needs on each device, MB: in HBM, but for the temporaries on the chip."""
+    """The memory of a program per device, in MB. It is in HBM, except for temporaries in VMEM."""
     analysis, (temporary, fast) = program.memory_analysis(), text.temporaries()
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     sizes = {
@@ -403,10 +406,14 @@ def memory_of(program: Any, text: Program) -> dict[str, float]:
     return {f"{name}, MB": size / 1e6 for name, size in sizes.items()}
 
 
-def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tables of a pair on the topology `name`: (title, figure -> value), each as soon as it is known.
+def figures(
+    pair: Pair, name: str, acceptance: float, progress: str = "compiling"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields tables of a pair on the topology `name`, as (title, values by figure), as soon as they are
+    known.
 
-    acceptance: the chance that a drafted token is accepted, for the time that a token takes.
+    acceptance: the assumed acceptance probability, for the time per token. progress: the name of the work for
+    the progress display.
     """
     chip, shapes = checked(name), pair.shapes
     where = (
@@ -415,13 +422,13 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
     )
     faults: dict[str, list[str]] = {}
     read, collectives = 0, 0
-    for what, seconds, program in pair.compiled():
+    for what, seconds, program in track(pair.compiled(), progress, PROGRAMS):
         if isinstance(program, str):
             yield f"{what}, {where}", {"trace and compile, CPU s": seconds, "fits": False, "why": program}
             return
         text = Program(program.as_text())
         memory = memory_of(program, text)
-        if what == "run":
+        if what == LOOP:
             body = text.rounds.body
             read, collectives = text.bytes_read(body), text.collectives(body)
             faults = text.faults(body, pair.kept())
@@ -447,11 +454,11 @@ def figures(pair: Pair, name: str, acceptance: float) -> Iterator[tuple[str, dic
             "read from HBM by the program, MB": read / 1e6,
             "read / to be read": read / least,
             "GFLOP": work / 1e9,
-            "exchanges between chips": collectives,
+            "collectives between chips": collectives,
             "lower bound, ms": 1e3 * bound,
             "with what the program reads, ms": 1e3 * max(read / chip.bandwidth, work / chip.rate),
-            f"lower bound at acceptance {acceptance}, ms a token of each row": 1e3 * bound / tokens,
-            "the verifier alone: lower bound, ms a token of each row": 1e3 * alone,
+            f"lower bound at acceptance {acceptance}, ms per token of a row": 1e3 * bound / tokens,
+            "the verifier alone: lower bound, ms per token of a row": 1e3 * alone,
             **{f"in the loop: {kind}": len(lines) for kind, lines in faults.items()},
         },
     )

@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of each group of texts that was decoded at once."""
+    """The times of each group of texts that was decoded together."""
 
     seconds: Float[np.ndarray, " N"]  # the median of all trials
     tokens: Float[np.ndarray, " N"]
@@ -82,7 +82,7 @@ class Cascades:
         return padded
 
     def decoder(self, run: DecodeConfig) -> Decode:
-        """What decodes texts as `run` says, run.batch_size of them side by side."""
+        """A decoder with the settings of `run`, for run.batch_size texts at a time."""
         return partial(self._decode, run)
 
     def _decode(self, run: DecodeConfig, first: int, texts: Sequence[str]) -> tuple[float, list[Output]]:
@@ -95,7 +95,7 @@ class Cascades:
 
 
 def described(texts: Sequence[str]) -> dict[str, Any]:
-    """What tells these texts from others, for the settings of a file."""
+    """A digest that identifies these texts in the settings of a file."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return {"texts": len(texts), "sha256": digest}
 
@@ -109,9 +109,9 @@ def measure_counts(
     track: Track,
     cascades: Cascades | None = None,
 ) -> dict[str, Counts]:
-    """What every decoder counts over `texts` with each of `seeds` seeds, read from `path` if it is there.
+    """The counts of every decoder over `texts` with each of `seeds` seeds, read from `path` if it exists.
 
-    Raises ValueError where `path` holds what was counted over other texts, or a damaged line.
+    Raises ValueError if `path` has the counts of other texts, or a damaged line.
     """
     known: list[tuple[Any, Float[np.ndarray, "K N"]]] = []
 
@@ -151,12 +151,11 @@ def measure_times(
     trials: int,
     track: Track,
 ) -> dict[str, Times]:
-    """How long every decoder takes for each `group` of texts, `trials` times, read from `path` if it is
-    there.
+    """The times of every decoder for each `group` of texts, `trials` times, read from `path` if it exists.
 
-    All decoders decode a group in turn, in a random order, so that a machine that slows down affects all of
-    them. Compilation and first runs are not counted. settings: what the decoders are; it is stored next to
-    `path`. Raises ValueError where `path` holds the times of others, or a damaged line.
+    All decoders decode a group in turn, in a random order, so that a slower machine affects all of them.
+    Compilation and first runs are not counted. settings: a description of the decoders, which is stored next
+    to `path`. Raises ValueError if `path` has the times of other decoders, or a damaged line.
     """
     names = list(decoders)
     groups = [range(n, min(n + group, len(texts))) for n in range(0, len(texts), group)]

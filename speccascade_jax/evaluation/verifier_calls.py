@@ -1,8 +1,8 @@
-"""How many calls of the verifier texts are expected to take, for any block size and way to verify.
+"""The expected number of verifier calls for texts, for any block size and way to verify.
 
-Nothing is drafted: planning.runs finds the expected calls along texts that follow a rule's law, whatever way
-they were decoded. Where both ways of verifying are compared on the same texts, the chance of drafts and of
-their acceptance adds nothing to the differences.
+Nothing is drafted: planning.runs computes the expected calls along texts that follow a rule's law, however
+they were decoded. When both ways of verifying are compared on the same texts, the randomness of drafts and of
+their acceptance does not contribute to the differences.
 """
 
 import dataclasses
@@ -105,15 +105,15 @@ class Along(NamedTuple):
         return self.rounds.sum(axis=0)
 
     def calls(self, way: Verification, block_size: int) -> Float[np.ndarray, " T"]:
-        """Of the verifier, expected for each input with all seeds."""
+        """Expected verifier calls for each input, summed over all seeds."""
         each = zip(self.ratios, self.lengths, strict=True)
         return np.sum([expected_calls(*texts, way, block_size) for texts in each], axis=0)
 
 
 def measure_texts(run: DecodeConfig, texts: Sequence[str], path: Path, *, seeds: int, track: Track) -> Along:
-    """What `run` decodes `texts` to with each of `seeds` seeds, read from `path` if it is there.
+    """The outputs of `run` for `texts` with each of `seeds` seeds, read from `path` if it exists.
 
-    Raises ValueError where `path` holds other texts, or a damaged line.
+    Raises ValueError if `path` has other texts, or a damaged line.
     """
     cascades = Cascades(texts)
 
@@ -158,13 +158,13 @@ def pad_ratios(
 def expected_calls(
     along: Float[np.ndarray, "T L"], lengths: Int[np.ndarray, " T"], way: Verification, block_size: int
 ) -> Float[np.ndarray, " T"]:
-    """Of the verifier in each text, from its ratios_along()."""
+    """The expected verifier calls in each text, from its ratios_along()."""
     return Runs.of(along, lengths, way, block_size).calls(np.ones(block_size + 1))
 
 
 def fewer(calls: Float[np.ndarray, " T"], baseline: Float[np.ndarray, " T"]) -> Ratio:
-    """How many times as many calls `baseline` takes for the same texts: so many times as many tokens a call
-    `calls` yields."""
+    """The ratio of the calls of `baseline` to `calls` for the same texts, which is the ratio of tokens per
+    call in favour of `calls`."""
     drawn = resamples(len(calls))
     ratio = baseline[drawn].sum(axis=1) / calls[drawn].sum(axis=1)
     return Ratio(float(baseline.sum() / calls.sum()), *interval(ratio.tolist()))

@@ -1,1 +1,1 @@
-"""What stands behind the pages of docs/results: `table.EXPERIMENTS`, run by scripts/report.py."""
+"""The experiments behind the pages of docs/results: `table.EXPERIMENTS`, run by scripts/report.py."""

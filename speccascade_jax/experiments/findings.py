@@ -1,4 +1,4 @@
-"""What an experiment is, what it needs, and what it finds."""
+"""Experiments, their requirements and their findings."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Findings:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Where an experiment keeps what it has measured, and where it says how far it is."""
+    """The folder for an experiment's measurements, and the console for its progress."""
 
     folder: Path
     screen: Console
@@ -103,7 +103,7 @@ def inputs_of(run: DecodeConfig, split: str, count: int, least: int = 1) -> list
 
 
 def timed_inputs(count: int, batch_size: int) -> int:
-    """How many inputs are timed: `count` one by one, or a quarter as many whole batches."""
+    """The number of inputs to time: `count` one by one, or a quarter as many whole batches."""
     return count if batch_size == 1 else -(-count // 4) * batch_size
 
 
@@ -114,7 +114,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 def times_of(
     bench: Bench, file: str, decoders: Mapping[str, DecodeConfig], texts: Sequence[str], trials: int
 ) -> dict[str, Times]:
-    """How long decoders of one batch size take, all in turn, for batch after batch of texts."""
+    """The times of decoders with one batch size, which take turns on each batch of texts."""
     cascades, [batch_size] = Cascades(texts), {run.batch_size for run in decoders.values()}
     return measure_times(
         {name: cascades.decoder(run) for name, run in decoders.items()},

@@ -1,4 +1,4 @@
-"""How many times as fast as the verifier alone lossless decoding is."""
+"""The speedup of lossless decoding over the verifier alone."""
 
 import dataclasses
 import itertools

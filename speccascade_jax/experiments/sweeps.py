@@ -24,7 +24,7 @@ from speccascade_jax.experiments.findings import (
 from speccascade_jax.settings import Settings
 
 WORSE = " *"
-"""Behind the name of a rule of which no point has the verifier's quality."""
+"""Suffix marking a rule with no point at the verifier's quality."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Sweep:
         )
 
     def measurements(self, bench: Bench, split: str | None = None) -> Measurements:
-        """Of the sweep's split, or of another one."""
+        """The measurements on the sweep's split, or on another one."""
         return Measurements(
             self.pair,
             task_of(self.pair),
@@ -89,12 +89,12 @@ class Sweep:
 
     @property
     def axis(self) -> str:
-        """What the picture draws quality against, of plots.AXES."""
+        """The x-axis of the plot, one of plots.AXES."""
         return "latency" if self.timed else "calls"
 
     @property
     def label(self) -> str:
-        """Of the quality."""
+        """The label of the quality axis."""
         return METRICS[self.metric].label
 
 
@@ -138,8 +138,8 @@ def cost(r: Comparison) -> float:
 
 
 def row_of(points: Sequence[Comparison], verifier: Comparison) -> list[Any]:
-    """Of one curve: the cheapest point of at least the verifier's quality, else the best one; of a
-    truncation, the best one."""
+    """The row of one curve: the cheapest point with at least the verifier's quality, or else the best point;
+    for a truncation, the best point."""
     name = points[0].name
     as_good = [r for r in points if r.expected >= verifier.quality]
     if ", " in name or not as_good:

@@ -14,7 +14,7 @@ TRADED: dict[str, Any] = {
     "trials": 2,
     "dtype": "bfloat16",
 }
-"""What all trade-offs have in common."""
+"""The settings that all trade-offs share."""
 
 LOSSLESS_SPEEDS = Experiment(
     "lossless",

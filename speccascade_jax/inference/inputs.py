@@ -67,7 +67,7 @@ def _opened(path: str | Path) -> Iterator[Any]:
 
 
 def parse_json(line: str, where: str) -> Any:
-    """What a line of JSON holds. Raises ValueError that begins with `where`."""
+    """The value of a line of JSON. Raises a ValueError that begins with `where`."""
     try:
         return json.loads(line)
     except RecursionError:
@@ -84,8 +84,8 @@ def check_text(text: Any, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} holds {text[error.start]!a}, half a character, which UTF-8 has no place "
-            "for: correct or remove it."
+            f"{where} holds {text[error.start]!a}, an unpaired surrogate, which UTF-8 cannot "
+            "encode: correct or remove it."
         ) from None
     return text
 

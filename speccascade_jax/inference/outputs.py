@@ -125,7 +125,7 @@ def _check_regular(path: Path, field: str = "output") -> None:
 
 
 def settings_file(path: str | Path) -> Path:
-    """Where `resume` keeps what the lines of `path` were made of."""
+    """The file in which `resume` keeps the settings of the lines of `path`."""
     return Path(f"{path}.settings.json")
 
 
@@ -162,7 +162,7 @@ def resume(
             raise FieldError(
                 "output",
                 str(path),
-                "name another place.",
+                "choose another place.",
                 f"cannot write {error.filename or path}: {error.strerror}",
             ) from None
         stack.pop_all()  # the caller closes the file
@@ -175,7 +175,7 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
             "output",
             str(path),
             f"{REMEDY}.",
-            f"{path} exists, without the {kept.name} that tells what it was made of",
+            f"{path} exists without {kept.name}, the record of its settings",
         )
     before = _settings_in(kept)
     if before != settings:
@@ -185,12 +185,12 @@ def _check_settings(path: Path, kept: Path, settings: dict[str, Any]) -> None:
             "output",
             str(path),
             f"{REMEDY}.",
-            f"{path} holds results of other settings (see {', '.join(names)} in {kept})",
+            f"{path} has results of other settings (see {', '.join(names)} in {kept})",
         )
 
 
 def _settings_in(kept: Path) -> dict[str, Any] | None:
-    """What a settings file holds; None if it is not one of ours."""
+    """The content of a settings file; None for any other file."""
     if kept.stat().st_size > LARGEST_SETTINGS:
         return None
     try:
@@ -210,7 +210,7 @@ def _check_replaceable(path: Path, kept: Path, settings: dict[str, Any]) -> None
                 "output",
                 str(path),
                 "move that file, or choose another --output.",
-                f"{kept}, where the settings of --output go, holds something else",
+                f"{kept}, the file for the settings of --output, is a different file",
             )
 
 
@@ -249,8 +249,8 @@ def open_output(
 def resumed_by(
     job: Job, stack: contextlib.ExitStack, opened: Callable[[], tuple[OutputFile, list[Output]]] | None
 ) -> tuple[OutputFile | None, list[Output], int]:
-    """What the first process of a job has `opened` (see open_output), within the stack, and how many outputs
-    it has found there. The other processes have no file, and know the number only."""
+    """The file that the first process of a job has `opened` (see open_output) on the stack, its outputs, and
+    their number. The other processes have no file, and get only the number."""
     file, outputs = None, list[Output]()
 
     def count() -> int:
@@ -344,7 +344,7 @@ def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, s
                 raise FieldError(
                     _field(flag),
                     str(path),
-                    "name another one.",
+                    "choose another one.",
                     f"{flag} is {path}, the same file as {flags[name]}",
                 )
         flags |= dict.fromkeys(_names(path), flag)
@@ -356,7 +356,7 @@ def _field(flag: str) -> str:
 
 
 def _names(path: str | Path | None) -> list[Any]:
-    """What two paths of one file have in common: where links lead, and the file itself."""
+    """Identities that two paths of one file share: the resolved path, and the file itself."""
     if path is None:
         return []
     real = os.path.realpath(path)
@@ -376,5 +376,5 @@ def _check_writable(field: str, path: Path) -> None:
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
         raise FieldError(
-            field, str(path), "name another place.", f"cannot write {path}: {error.strerror}"
+            field, str(path), "choose another place.", f"cannot write {path}: {error.strerror}"
         ) from None

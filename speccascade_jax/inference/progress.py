@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar with the remaining time on a terminal, and otherwise a line every so often."""
 
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -9,7 +9,7 @@ from rich.console import Console
 
 T = TypeVar("T")
 EVERY = 20.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines if the output is not a terminal."""
 
 
 def track(
@@ -21,9 +21,10 @@ def track(
     console: Console | None = None,
     disable: bool = False,
 ) -> Iterator[T]:
-    """The items, while stderr (or `console`) shows how many of `total` are done and how long the rest takes.
+    """Yields the items, while stderr (or `console`) shows how many of `total` are done and an estimate of the
+    remaining time.
 
-    completed: how many of `total` were done before these.
+    completed: the number of `total` that were done before.
     """
     screen = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
     if disable:
@@ -46,14 +47,14 @@ def track(
 
 
 def line(name: str, done: int, total: int | None, seconds: float) -> str:
-    """ "decoding: 20 of 100, about 2 min left", at so many seconds an item."""
+    """ "decoding: 20 of 100, about 2 min left", at this number of seconds per item."""
     if total is None:
         return f"{name}: {done} done"
     return f"{name}: {done} of {total}, about {duration(seconds * (total - done))} left"
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 40 s, 12 min, 3 h 20 min."""
+    """A readable time: 40 s, 12 min, 3 h 20 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -40,7 +40,7 @@ def read_shards(pattern: str, limit: int | None = None) -> list[str]:
     """
     names = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     if not names:
-        raise FieldError("input", pattern, "name one that is there.", f"no file is called {pattern}")
+        raise FieldError("input", pattern, "give an existing one.", f"no file is called {pattern}")
     texts: list[str] = []
     for name in names:
         texts += read_texts(name, None if limit is None else limit - len(texts))
@@ -74,7 +74,7 @@ def _check_http2(connection: socket.socket) -> None:
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
     header = connection.recv(9, socket.MSG_WAITALL)
     if len(header) < 9 or header[3] != SETTINGS:
-        raise OSError("what listens there is another service")
+        raise OSError("another service is listening there")
 
 
 def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
@@ -93,7 +93,7 @@ def finished(shard: Shard, settings: dict[str, Any]) -> list[Output] | None:
 
 
 class Worker:
-    """What runs in an actor: a cascade, which decodes one shard after the other."""
+    """The code of an actor: a cascade that decodes one shard after the other."""
 
     def __init__(self, run: DecodeConfig, settings: dict[str, Any]):
         self.run, self.settings = run, settings

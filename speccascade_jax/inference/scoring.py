@@ -1,4 +1,5 @@
-"""How likely a text's tokens are under the law that its sampler follows, found afterwards in one pass."""
+"""Log probabilities of a text's tokens under the distribution that its sampler follows, computed afterwards
+in one pass."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -111,7 +112,7 @@ class Scorer:
         self.compiled = function.lower(self.params, *shapes).compile()
 
     def __call__(self, request: Request, tokens: list[int]) -> TokenScores:
-        """Of the `tokens` that a request has given."""
+        """Scores the `tokens` that a request wrote."""
         if self.compiled is None:
             self.precompile()
         padded = np.zeros((1, self.plan.max_new_tokens), np.int32)

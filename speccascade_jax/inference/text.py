@@ -130,7 +130,7 @@ class Cascade:
                 raise FieldError(
                     "vocabulary",
                     self.vocabulary,
-                    "take vocabulary tli.",
+                    "use vocabulary tli.",
                     f"{self.vocabulary} drafts on the host, {self.model_free.name} does not",
                 )
             self.host_drafter = self.strategy.drafts(
@@ -255,12 +255,12 @@ class Cascade:
 
     @property
     def levels(self) -> int:
-        """How many of the models verify."""
+        """The number of models that verify."""
         return len(self.models) - 1
 
     @property
     def devices(self) -> int:
-        """How many share a batch's rows."""
+        """The number of devices that share a batch's rows."""
         return 1 if self.mesh is None else self.mesh.shape[AXIS]
 
     def sampler(
@@ -269,8 +269,8 @@ class Cascade:
         methods: tuple[tuple[Method, ...], ...] | None = None,
         verifications: Sequence[str] = (),
     ) -> tuple[Sampler, Any]:
-        """What decodes these settings, and its parameters; methods: those that rows choose from at each
-        level, where they are several; verifications likewise, the same at every level."""
+        """The sampler of these settings, and its parameters. methods: the methods that rows choose from at
+        each level, if there are several. verifications: likewise, the same at every level."""
         scheme = settings.scheme(self.levels)
         if scheme:
             sampler = scheme.sampler(self.models)
@@ -317,7 +317,7 @@ class Cascade:
         raise FieldError(
             "sampler",
             model,
-            "make it of cascade.models, or give the model a params_from.",
+            "build it from cascade.models, or give the model a params_from.",
             "the sampler has a model that is not one of the cascade's",
         )
 
@@ -353,7 +353,7 @@ class Cascade:
         return readings(self.foreign, texts, self.max_source_length, self.prompts)
 
     def prompts(self, texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
-        """What a model with this tokenizer reads for each text."""
+        """The tokens that a model with this tokenizer reads for each text."""
         texts = [self.prefix + text + self.suffix for text in texts]
         return as_user(texts, tokenizer, self.tokenizer) if self.chat else texts
 
@@ -417,7 +417,7 @@ class Cascade:
             raise FieldError(
                 "max_new_tokens",
                 settings.max_new_tokens,
-                "load it with more.",
+                "load it with a larger limit.",
                 f"max_new_tokens is {settings.max_new_tokens}, and this cascade was made for at "
                 f"most {self.max_new_tokens}",
             )
@@ -440,7 +440,7 @@ class Cascade:
             problem = (
                 f"{settings.name} asks the drafter for one token after another, and it writes several at once"
             )
-            raise FieldError("method", settings.name, "take a rule of --list, or verifier.", problem)
+            raise FieldError("method", settings.name, "choose a rule from --list, or verifier.", problem)
 
     def check_model_free(self, settings: Settings) -> None:
         """Raises FieldError for settings that cannot decode with drafts of no model."""
@@ -450,7 +450,7 @@ class Cascade:
         scheme = settings.scheme(self.levels)
         if scheme and self.looks_up_alone and scheme.sampler(self.models).models == self.drafter:
             problem = f"{self.model_free.name} writes no text by itself"
-            raise FieldError("method", settings.name, "take another method.", problem)
+            raise FieldError("method", settings.name, "choose another method.", problem)
 
     def spans(self, settings: Settings) -> Spelled:
         """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""
@@ -663,7 +663,7 @@ class Cascade:
         return programs
 
     def lanes(self, each: Sequence[Settings]) -> dict[Any, Lane]:
-        """What decodes these settings: those that can share a program have one lane."""
+        """The lanes that decode these settings; settings that can share a program share a lane."""
         groups: dict[Any, list[Settings]] = {}
         for settings in each:
             groups.setdefault(self.lane_of(settings), []).append(settings)

@@ -1,4 +1,4 @@
-"""Which methods can follow drafters of another vocabulary, or without a law."""
+"""Checks of methods with drafters that have another vocabulary, or no distribution."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -49,7 +49,7 @@ LARGEST_WEIGHT = 1e6  # training makes no larger ones, and sums of them could ov
 
 
 class Weights(NamedTuple):
-    """Of one hidden layer of W units."""
+    """The weights of a network with one hidden layer of W units."""
 
     hidden: Any  # [F, W]
     bias: Any  # [W]

@@ -19,9 +19,9 @@ DecoderOnlyConfig = DecoderConfig | Gemma4Config
 SingleConfig = T5Config | DecoderOnlyConfig | T5GemmaConfig | T5Gemma2Config
 TrainedNetworkConfig = ExitsConfig | SharedEncoderConfig | BlockDrafterConfig | EaglePairConfig
 NetworkConfig = TrainedNetworkConfig | AssistedConfig | DFlashPairConfig
-"""Of several models that share parameters."""
+"""Configs of networks: several models that share parameters."""
 TrainedConfig = SingleConfig | TrainedNetworkConfig
-"""What finetune.py trains."""
+"""The configs of models that can be trained."""
 Config = TrainedConfig | AssistedConfig | AssistantConfig | EagleConfig | DFlashPairConfig | DFlashConfig
 NetworkModel = ExitsModel | SharedEncoderModel | BlockDrafterModel | EaglePairModel
 SingleModel = T5Model | DecoderModel | Gemma4Model | T5GemmaModel | T5Gemma2Model
@@ -52,7 +52,7 @@ def model_of(config: Config, **fields: Any) -> Model:
 
 
 def start_of(config: Config) -> int | None:
-    """What the outputs of a model with that config begin with; None for one that continues its prompt."""
+    """The token that a model's outputs begin with; None for a model that continues its prompt."""
     full = full_of(config)
     return None if isinstance(full, DecoderOnlyConfig) else getattr(full, "start_id", full.pad_id)
 

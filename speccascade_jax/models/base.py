@@ -1,4 +1,4 @@
-"""What all models share: a Flax network as the decoding core's LanguageModel."""
+"""The base of all models: a Flax network as the decoding core's LanguageModel."""
 
 import dataclasses
 from functools import cache

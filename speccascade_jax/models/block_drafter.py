@@ -211,8 +211,8 @@ class Drafter(nnx.Module):
 def seen(
     tokens: Int[AnyArray, "B T"], length: Int[Array, " B"], back: Int[Array, "B T L"]
 ) -> Bool[Array, "B T L"]:
-    """Which keys of a cache each of `tokens` attends to, that are written at `length`: what is committed, and
-    of these tokens all masks, but no committed token after it."""
+    """A mask of the keys that each of `tokens`, written at `length`, attends to: all committed tokens before
+    it, and all masks among `tokens`, but no committed token after it."""
     count = tokens.shape[1]
     place = jnp.arange(back.shape[2]) - length[:, None]
     key = jnp.take_along_axis(tokens, jnp.clip(place, 0, count - 1), axis=1)
@@ -285,7 +285,7 @@ class BlockDrafterModel(BlockPairModel):
 
     @property
     def draft_size(self) -> int:
-        """How many tokens the drafter writes in one pass."""
+        """The number of tokens that the drafter writes in one pass."""
         return self.config.block_size
 
     @property

@@ -154,7 +154,7 @@ def put(buffer: Array, new: Array, rows: AnyArray, start: AnyArray) -> Array:
 
 
 def segment(cache: Any, row: AnyArray, start: AnyArray, size: int) -> dict[str, Buffers]:
-    """What a DecoderCache or a LocalCache holds of positions start .. start+size-1 of a row."""
+    """The content of a DecoderCache or LocalCache for positions start .. start+size-1 of a row."""
     return {
         name: each_buffer(lambda buffer: cut(buffer, row, start, size), buffers)
         for name, buffers in positions_of(cache).items()

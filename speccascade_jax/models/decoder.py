@@ -54,43 +54,80 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class DecoderConfig:
     """A decoder's shape. The defaults are those of Llama 2 7B."""
 
-    family: str = "llama"  # as config.json calls it, model_type
+    # The family of the model: model_type in config.json.
+    family: str = "llama"
+    # The size of the vocabulary, including padding.
     vocab_size: int = 32_000
+    # The width of the model.
     d_model: int = 4096
+    # The width of an attention head.
     d_kv: int = 128
+    # The width of the MLP.
     d_ff: int = 11_008
+    # The number of attention heads.
     num_heads: int = 32
+    # The number of key and value heads.
     num_kv_heads: int = 32
+    # The number of layers.
     num_layers: int = 32
-    activation: str = "silu"  # of ACTIVATIONS
+    # The activation of the MLP: silu, gelu_pytorch_tanh or gelu.
+    activation: str = "silu"
+    # Share input and output embeddings.
     tied_embeddings: bool = False
-    query_bias: bool = False  # also of keys and values
+    # Add biases to queries, keys and values.
+    query_bias: bool = False
+    # Add a bias to the output projection of attention.
     output_bias: bool = False
+    # Add biases to the MLP.
     mlp_bias: bool = False
-    head_norms: bool = False  # a norm for each head's query and key
-    post_norms: bool = False  # attention and MLP have a norm after them, too
-    unit_offset: bool = False  # norms scale by 1 + what is stored
-    scaled_embedding: bool = False  # times sqrt(d_model)
-    query_scalar: int | None = None  # attention scores are divided by its root; None: d_kv
+    # Normalise each head's queries and keys.
+    head_norms: bool = False
+    # Normalise the outputs of attention and MLP, too.
+    post_norms: bool = False
+    # Scale in norms by one plus the stored value.
+    unit_offset: bool = False
+    # Multiply embeddings by sqrt(d_model).
+    scaled_embedding: bool = False
+    # Attention scores are divided by the square root of this number. None uses d_kv.
+    query_scalar: int | None = None
+    # Soft cap of attention scores. None does not cap.
     attention_softcap: float | None = None
+    # Soft cap of logits. None does not cap.
     logit_softcap: float | None = None
-    window: int | None = None  # of local layers: a token sees itself and window - 1 before it
-    local: tuple[int, ...] = ()  # which layers are local (1) or see everything (0), again and again
+    # The number of tokens that a token of a local layer attends to, including itself.
+    window: int | None = None
+    # The pattern of local (1) and global (0) layers, which repeats. If empty, all layers are global.
+    local: tuple[int, ...] = ()
+    # The base of rotary frequencies.
     rope_theta: float = 10_000.0
-    local_rope_theta: float | None = None  # of local layers, never scaled; None: as the others
-    rope_type: str = "default"  # of rope.TYPES
+    # The base in local layers, where frequencies are not scaled. None treats local layers like the others.
+    local_rope_theta: float | None = None
+    # The scaling of rotary frequencies: default, linear, dynamic, llama3 or yarn.
+    rope_type: str = "default"
+    # The factor of that scaling.
     rope_factor: float = 1.0
-    rope_length: int | None = None  # for llama3 and yarn, the length trained on; None: max_positions
-    rope_low: float = 1.0  # frequencies of fewer rotations within it are divided by the factor,
-    rope_high: float = 4.0  # those of more are kept
-    rope_attention: float = 1.0  # yarn: sines and cosines are scaled by it
-    rope_truncate: bool = True  # yarn: the ramp's ends are whole numbers
-    max_positions: int = 4096  # `dynamic` goes by it, and others who read the exported folder
+    # For llama3 and yarn: the length of training texts. None uses max_positions.
+    rope_length: int | None = None
+    # For llama3 and yarn: frequencies with fewer rotations over that length are divided by the factor.
+    rope_low: float = 1.0
+    # For llama3 and yarn: frequencies with more rotations over that length are kept.
+    rope_high: float = 4.0
+    # For yarn: the factor of sines and cosines.
+    rope_attention: float = 1.0
+    # For yarn: round the ends of the ramp to integers.
+    rope_truncate: bool = True
+    # The longest text. The scaling `dynamic` and readers of exported folders use it.
+    max_positions: int = 4096
+    # The epsilon of norms.
     norm_epsilon: float = 1e-5
+    # The padding token.
     pad_id: int = 0
+    # The end-of-sequence token.
     eos_id: int = 2
+    # The token at the beginning of a text.
     bos_id: int = 1
-    more_eos: tuple[int, ...] = ()  # further tokens that end a text
+    # Further tokens that end a text.
+    more_eos: tuple[int, ...] = ()
 
     def is_local(self, layer: int) -> bool:
         return bool(self.local) and bool(self.local[layer % len(self.local)])
@@ -149,7 +186,7 @@ class Affine(Linear):
 
 
 class Memory(NamedTuple):
-    """What queries attend to."""
+    """The keys and values that queries attend to."""
 
     keys: Array  # [B, H_kv, L, K], or as in a single row's cache
     values: Array
@@ -242,7 +279,7 @@ class Attention(nnx.Module):
         return jnp.swapaxes(x if norm is None else norm(x), 1, 2)
 
     def keys_and_values(self, x: Array, turn: Turn) -> tuple[Array, Array]:
-        """What x [B, T, D] leaves in the cache: [B, H_kv, T, K] each."""
+        """The keys and values of x [B, T, D] for the cache: [B, H_kv, T, K] each."""
         new = (rotated(self.heads(self.key(x), self.key_norm), turn), self.heads(self.value(x)))
         if sharers() and self.config.num_kv_heads % sharers():
             return whole(new[0]), whole(new[1])
@@ -296,8 +333,8 @@ class Layer(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What every decoder-only network has around its layers: an embedding, a last norm, and a head unless the
-    embedding is the head. `dtype` is the matrix products'; sums and logits are float32."""
+    """The parts of every decoder-only network around its layers: an embedding, a final norm, and a head
+    unless the embedding is the head. `dtype` is that of matrix products; sums and logits are float32."""
 
     def __init__(
         self,

@@ -167,7 +167,7 @@ class DFlashPairModel(BlockPairModel):
 
     @property
     def draft_size(self) -> int:
-        """How many tokens the drafter writes in one pass."""
+        """The number of tokens that the drafter writes in one pass."""
         return self.config.drafter.block_size - 1
 
     @property

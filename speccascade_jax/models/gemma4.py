@@ -222,7 +222,7 @@ class Attention(nnx.Module):
 
 
 class LayerInput(nnx.Module):
-    """What a layer adds of its own input, gated by the stream."""
+    """A layer's own additional input, gated by the residual stream."""
 
     def __init__(self, config: Gemma4Config, width: int, *, dtype: Any, rngs: nnx.Rngs):
         c = config
@@ -290,7 +290,7 @@ class PerLayerInputs(nnx.Module):
 
 
 class Kind(NamedTuple):
-    """What the global layers, or the local ones, have in common in one call."""
+    """The values that all global layers, or all local ones, share in one call."""
 
     turn: Turn
     mask: Array  # [B, T, L]
@@ -332,12 +332,12 @@ class Pass(NamedTuple):
 
 
 def write_and_read(number: Any, start: Array, buffers: list[Any], *new: Array) -> tuple[Array, ...]:
-    """What a writer remembers; see cache.remembering()."""
+    """The arrays that a writer remembers; see cache.remembering()."""
     return remembering(buffers, number, start)(*new)
 
 
 def only_read(buffers: list[Array]) -> tuple[Array, ...]:
-    """What a reader remembers."""
+    """The arrays that a reader remembers."""
     return tuple(buffers)
 
 
@@ -422,7 +422,7 @@ class Gemma4(Layered):
         return x, tuple(buffers)
 
     def last(self, cache: LocalCache) -> Held:
-        """What readers read."""
+        """The keys and values that readers read."""
         buffers = (cache.global_keys, cache.global_values), (cache.local_keys, cache.local_values)
         return tuple(tuple(nth(each, len(each) - 1) for each in kind if len(each)) for kind in buffers)
 

@@ -18,7 +18,8 @@ from speccascade_jax.models.base import FlaxModel
 
 
 class NetworkShape:
-    """What a network's config has from that of its full model, the field named `full_part`."""
+    """The fields that a network's config takes from the config of its full model, the field named
+    `full_part`."""
 
     full_part: ClassVar[str]
     learns_ahead: ClassVar[bool] = False  # its drafter is trained on its own outputs: forced_members(ahead=)
@@ -68,7 +69,7 @@ class Network(Protocol):
         ...
 
     def lengths(self, cache: Cache) -> Int[Array, "B M"]:
-        """How many positions each member's part of the cache covers."""
+        """The number of positions that each member's part of the cache covers."""
         ...
 
     def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
@@ -101,12 +102,12 @@ class Member:
 
     @property
     def drafts_at_once(self) -> int | None:
-        """How many tokens it drafts in one pass, from masks in their places (core.samplers.block); None if it
-        reads each token before it writes the next."""
+        """The number of tokens drafted in one pass from masks (core.samplers.block); None if the member reads
+        each token before it writes the next."""
         return getattr(self.member_of, "draft_size", None) if self.number == 0 else None
 
     def length(self, cache: Cache) -> Int[Array, " B"]:
-        """How many positions this member's part of the cache covers."""
+        """The number of positions that this member's part of the cache covers."""
         return self.member_of.lengths(cache)[:, self.number]
 
     # What all members have in common is the network's.
@@ -202,7 +203,7 @@ def member(model: Any, name: str | None, where: Any) -> Any:
         if name is None:
             return model
         raise ValueError(
-            f"{where} holds one model, not several with a {name!r} among them: name the folder "
+            f"{where} is a single model without a member {name!r}: give the folder "
             f"without @{name}, or fit exits to it with scripts/finetune.py."
         )
     name = model.names[-1] if name is None else name
@@ -233,8 +234,8 @@ def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
             continue
         if network != networks[n - 1] or params[n] is not params[n - 1]:
             raise ValueError(
-                "members of one network stand next to each other, and two networks of one "
-                f"shape do not go together: see models {networks.index(network)} and {n}."
+                "members of one network must be adjacent, and two networks of one "
+                f"shape cannot be combined: see models {networks.index(network)} and {n}."
             )
         if models[n - 1].number >= models[n].number:
             names = [network.names[models[k].number] for k in (n - 1, n)]

@@ -72,8 +72,8 @@ class SharedEncoder(nnx.Module):
         )
 
     def seen(self, states: Array, place: Array) -> Array | float:
-        """What the drafter adds to its embeddings [B, T, D]: of the verifier's states [B, L, D'] those at
-        `place` [B, T]; nothing at -1."""
+        """The term that the drafter adds to its embeddings [B, T, D]: the verifier's states [B, L, D'] at
+        `place` [B, T], projected, and zero at -1."""
         if self.states is None:
             return 0.0
         read = jnp.take_along_axis(states, jnp.maximum(place, 0)[..., None], axis=1)

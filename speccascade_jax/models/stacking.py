@@ -39,7 +39,7 @@ class Stacked(nnx.Module):
 
 
 def layers_of(layers: Sequence[nnx.Module], stacked: bool) -> Any:
-    """What each_layer() goes through."""
+    """The layers that each_layer() iterates over."""
     return Stacked(layers) if stacked and layers else nnx.List(layers)
 
 

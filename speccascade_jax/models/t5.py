@@ -49,24 +49,40 @@ MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """The config of a T5. All defaults but the sizes are those of T5 1.1."""
+    """The config of a T5. All defaults except the sizes are those of T5 1.1."""
 
     family: ClassVar[str] = "t5"
+    # The size of the vocabulary, including padding.
     vocab_size: int = 32128
+    # The width of the model.
     d_model: int = 512
+    # The width of an attention head.
     d_kv: int = 64
+    # The width of the MLP.
     d_ff: int = 1024
+    # The number of attention heads.
     num_heads: int = 6
+    # The number of encoder layers.
     num_encoder_layers: int = 8
+    # The number of decoder layers.
     num_decoder_layers: int = 8
+    # The number of buckets of relative positions.
     relative_buckets: int = 32
+    # Relative positions beyond this distance share a bucket.
     relative_max_distance: int = 128
+    # The dropout rate in training.
     dropout_rate: float = 0.1
-    gated: bool = True  # T5 1.0: False, one relu projection
-    tied_embeddings: bool = False  # T5 1.0: True, logits scaled by d_model**-0.5
-    shared_position_bias: bool = True  # False: a relative-position table a layer (T5X's scalable_t5)
-    pad_id: int = 0  # also the decoder's start token
+    # Use a gated MLP (T5 1.1) instead of one relu projection (T5 1.0).
+    gated: bool = True
+    # Share input and output embeddings, and scale logits by d_model**-0.5 (T5 1.0).
+    tied_embeddings: bool = False
+    # Share one table of relative positions. Otherwise each layer has its own (scalable_t5 in T5X).
+    shared_position_bias: bool = True
+    # The padding token, which is also the decoder's start token.
+    pad_id: int = 0
+    # The end-of-sequence token.
     eos_id: int = 1
+    # The epsilon of layer norms.
     layer_norm_epsilon: float = 1e-6
 
 

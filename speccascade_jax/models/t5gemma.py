@@ -51,7 +51,7 @@ class T5GemmaConfig:
 
     @property
     def start_id(self) -> int:
-        """What every output begins with."""
+        """The token that every output begins with."""
         return self.decoder.bos_id
 
 
@@ -107,7 +107,7 @@ class T5Gemma(nnx.Module):
         return self.encoder.embed(source)
 
     def sight(self, window: int) -> tuple[int, int]:
-        """How many tokens before its own, and how many after it, a local layer of the encoder sees."""
+        """The number of tokens before and after a position that a local layer of the encoder attends to."""
         return window, window
 
     def encode(self, source: AnyArray, source_length: AnyArray) -> Array:

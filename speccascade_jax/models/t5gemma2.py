@@ -33,7 +33,7 @@ SHAPES = {
     )
     for size in ("270m", "1b", "4b")
 }
-"""Of the published encoders and decoders: Gemma 3's of these sizes, for longer texts."""
+"""The shapes of the published encoders and decoders: those of Gemma 3 at these sizes, for longer texts."""
 SMALLEST = SHAPES["270m"]
 
 

@@ -1,1 +1,1 @@
-"""Which models, thresholds and block sizes have the least predicted time."""
+"""Planning: the models, thresholds and block sizes with the least predicted time."""

@@ -1,4 +1,4 @@
-"""What each model's calls take on this machine."""
+"""The times of each model's calls on this machine."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -99,7 +99,8 @@ def call_seconds(
 
 
 def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Callable[[], float]:
-    """What call_seconds() timed of the largest model for one token: its seconds now."""
+    """A function that times again the largest model's call for one token, as call_seconds() does, in
+    seconds."""
     sampler = _sampler(cascade.models[-1], 1)
     return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
 
@@ -110,7 +111,7 @@ def at_once(model: LanguageModel) -> bool:
 
 
 def _sampler(model: LanguageModel, width: int) -> Sampler:
-    """Whose rounds call `model` once, to read `width` tokens."""
+    """A sampler whose rounds call `model` once, to read `width` tokens."""
     if at_once(model):
         return Parallel(model, width)
     if width == 1:

@@ -1,4 +1,4 @@
-"""Which models, and which block sizes, have the least predicted time per token (see prediction.py)."""
+"""The search for the models and block sizes with the least predicted time per token (see prediction.py)."""
 
 import heapq
 import itertools
@@ -115,7 +115,8 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
 def _below(
     hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
 ) -> Float[Array, "J S R"]:
-    """How often a model that collects r tokens, weight[r - 1] times, asks for 1, 2, .. of the model below."""
+    """The number of times that a model which collects r tokens, weight[r - 1] times, requests 1, 2, .. tokens
+    from the model below."""
     width = len(weight)
     if hand_over == "truncate":
         return (rounds[..., 1:] @ weight)[..., None] * np.eye(width)
@@ -162,7 +163,7 @@ def _least(
 
 
 def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedHierarchy:
-    """Where the local search ends under `keep`."""
+    """The result of the local search under `keep`."""
 
     def tried(chain: Chain) -> tuple[PlannedHierarchy, Chain]:
         return predict_chain(candidates, chain, "keep"), chain

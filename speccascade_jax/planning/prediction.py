@@ -1,28 +1,28 @@
-"""What a hierarchy of models costs: predicted seconds per token.
+"""Predicted seconds per token of a plan: one model, or a hierarchy of models.
 
 A hierarchy (Mohri et al., arXiv 2510.19705) is a chain of models from small to large. The smallest drafts
 token by token. Each other model verifies blocks that the model below it has collected, and collects what it
 emits itself until it has as many tokens as the model above asks for. The last is the verifier, whose law the
-output follows; every level is lossless. Here the models of a chain are 0 .. K, s_i is how many tokens model
-i + 1 asks model i for (the block size), a_i is the probability that model i accepts a token of model i - 1,
-and c_i is the seconds of one call of model i and of what a round takes besides where model i - 1 drafts: its
-weights have to come back into the processor's caches.
+output follows; every level is lossless. The models of a chain are 0 .. K; s_i is the number of tokens that
+model i + 1 requests from model i (the block size); a_i is the probability that model i accepts a token of
+model i - 1; and c_i is the seconds of one call of model i, including the fixed cost of a round in which model
+i - 1 drafts (the weights of model i have to return to the processor's caches).
 
-How many tokens of a draft stand depends on how drafts are verified, and on whether some passages are easy to
-draft and others hard. For the verifier both are known from its texts (runs.py). Between the models below it
-each token is taken to stand with the chance a_i, whatever the others do: with hard and easy passages, or
-verified as blocks, a few more stand than that.
+The number of accepted tokens of a draft depends on how drafts are verified, and on whether some passages are
+easier to draft than others. For the verifier both are known from its texts (runs.py). Between the models
+below it, each token is assumed to be accepted with probability a_i, independently of the others; with easy
+and hard passages, or block verification, a few more are accepted.
 
-A hand-over rule says what a model does with tokens beyond those it was asked for:
+A hand-over rule decides what a model does with surplus tokens, beyond those requested:
 
 - `truncate` throws them away;
 - `need` never has any: with r tokens to go it verifies min(s, r - 1) drafts. The text is that of `truncate`,
   from fewer drafts;
 - `keep` hands them over too, which makes blocks longer.
 
-Calls have a static width: each costs what the longest block costs, however few tokens it holds this time.
-A text costs more than its rounds: every model of the chain reads the source, and the last round's surplus is
-lost. Given the texts' lengths and what they cost besides, both are part of the prediction.
+Calls have a static width: each costs as much as the longest block, however few tokens it has. A text costs
+more than its rounds: every model of the chain reads the source, and the last round's surplus is lost. Given
+the texts' lengths and fixed costs, the prediction includes both.
 """
 
 import dataclasses
@@ -165,7 +165,7 @@ class Candidates:
 
     @property
     def once(self) -> Float[Array, " M"]:
-        """Of text_seconds, a token's share."""
+        """The share of text_seconds per token."""
         return self.text_seconds / (np.mean(self.lengths) if self.lengths else np.inf)
 
     def rounds(self, drafter: int, at_least: Float[Array, " n"]) -> float:
@@ -220,7 +220,7 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
 
 
 def renewals(survives: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
-    """How many draws of X it takes until their sum is at least m, in mean, for m = 0 .. tokens; P(X > x) is
+    """The mean number of draws of X until their sum is at least m, for m = 0 .. tokens. P(X > x) is
     survives[x], and survives[0] = 1."""
     law = chances(survives)
     rounds = np.zeros((*law.shape[:-1], tokens + 1))
@@ -246,8 +246,8 @@ def triangle_violations(
 def predict(
     candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int], hand_over: HandOver = "need"
 ) -> PlannedHierarchy:
-    """What a chain of models costs: sum_i c_i passes_i seconds per token, with passes_i calls of model i,
-    plus a token's share of the fixed costs of a text.
+    """The cost of a chain of models: sum_i c_i passes_i seconds per token, with passes_i calls of model i,
+    plus the share per token of a text's fixed cost.
 
     models: names, smallest first; block_sizes: one for each but the smallest. For `truncate` and `need` the
     mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are
@@ -278,14 +278,14 @@ def predict(
             "block_sizes", list(block_sizes), f"{len(chosen)} models need {len(chosen) - 1} of them."
         )
     if any(not isinstance(size, int | np.integer) or size < 1 for size in block_sizes):
-        raise FieldError("block_sizes", list(block_sizes), "each is a whole number of at least 1.")
+        raise FieldError("block_sizes", list(block_sizes), "each must be an integer of at least 1.")
     sizes = tuple(map(int, block_sizes))
     widest, timed = max(reads(sizes, hand_over)), candidates.call_seconds.shape[1] - 1
     if widest > timed:
         raise FieldError(
             "block_sizes",
             list(block_sizes),
-            "time wider calls or take smaller blocks.",
+            "time wider calls or use smaller blocks.",
             f"block sizes {list(block_sizes)} need calls that read {widest} tokens, and {timed} is "
             "the most that was timed",
         )
@@ -317,7 +317,8 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
 
 
 def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
-    """How many tokens each model's call reads: the last committed one and the longest block below."""
+    """The number of tokens that each model's call reads: the last committed one and the longest block
+    below."""
     longest = np.cumsum(sizes, dtype=int) if hand_over == "keep" else sizes
     return (1, *(int(size) + 1 for size in longest))
 

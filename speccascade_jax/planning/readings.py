@@ -1,6 +1,6 @@
-"""How often the models of a cascade accept each other's tokens along the verifier's texts, and a file of it.
+"""The acceptances between the models of a cascade along the verifier's texts, and a file for them.
 
-The file takes the place of the weights in a plan for another machine.
+A plan for another machine needs this file instead of the weights.
 """
 
 import json
@@ -36,7 +36,7 @@ def options_of(settings: Settings) -> SamplingOptions:
 
 
 class Reading(NamedTuple):
-    """What all models say of texts of the largest."""
+    """Every model's probabilities along texts written by the largest model."""
 
     acceptance: Float[np.ndarray, "M M"]
     """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
     the (s + j)-th token of text t in a draft of n tokens that begins after s; S as in Runs."""
 
     def runs(self, drafter: int, verification: Verification, most: int) -> Runs:
-        """How far a model's drafts of up to `most` tokens stand."""
+        """The numbers of accepted tokens in a model's drafts of up to `most` tokens."""
         q, p = self.probs[drafter], self.probs[-1]
         if drafter in self.drafts:
             q, p = self.drafts[drafter][..., :most], windows(p, most)
@@ -73,7 +73,8 @@ class Reading(NamedTuple):
 
     @classmethod
     def load(cls, path: str, names: Sequence[str], settings: Settings) -> "Reading":
-        """What save() has written of these models at these settings. Raises FieldError for anything else."""
+        """Reads a file that save() wrote for these models at these settings. Raises FieldError for any other
+        file."""
 
         def refused(remedy: str, what: str) -> FieldError:
             return FieldError("acceptance_from", path, remedy, f"{path} {what}")
@@ -81,15 +82,15 @@ class Reading(NamedTuple):
         try:
             content = parse_json(path, read(Path(path), JSON_BYTES))
         except ValueError as error:
-            raise refused("give a file that plan.py --acceptance-to has written.", f"({error})") from None
+            raise refused("give a file that plan.py --acceptance-to wrote.", f"({error})") from None
         if content.get("kind") != KIND:
-            raise refused("give a file that plan.py --acceptance-to has written.", "holds something else")
+            raise refused("give a file that plan.py --acceptance-to wrote.", "holds something else")
         if content.get("names") != list(names):
             raise refused(f"measure {', '.join(names)}.", f"is about the models {content.get('names')}")
         truncations = {name: getattr(settings, name) for name in TRUNCATIONS}
         if (content.get("temperature"), content.get("truncations")) != (settings.temperature, truncations):
             raise refused(
-                "give the same --temperature and truncations, or measure anew.",
+                "give the same --temperature and truncations, or measure again.",
                 f"was measured at temperature {content.get('temperature')} and other truncations",
             )
         try:
@@ -104,13 +105,13 @@ class Reading(NamedTuple):
         except (ValueError, TypeError, KeyError, IndexError, OverflowError):
             valid = False
         if not valid:
-            raise refused("measure anew with plan.py --acceptance-to.", "is damaged")
+            raise refused("measure again with plan.py --acceptance-to.", "is damaged")
         return cls(acceptance, probs, lengths)
 
 
 def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, most: int) -> Reading:
-    """What the models say of `outputs`; a model whose law depends on where a draft began, in drafts of up to
-    `most` tokens. Raises FieldError where the outputs are empty."""
+    """Every model's probabilities along `outputs`. A model whose law depends on where a draft began is read
+    in drafts of up to `most` tokens. Raises FieldError if the outputs are empty."""
     kept = [output for output in outputs if output.tokens]
     if not kept:
         raise FieldError(

@@ -1,4 +1,4 @@
-"""How far drafts stand, found along texts that were written, without a draft being made.
+"""The numbers of accepted tokens in drafts, computed along existing texts, without drafting.
 
 A text x of the verifier's law pi says how its rounds began. Where a round begins at position s, its drafted
 tokens 1 .. j stand and are those of the text with a chance that is known from the ratios q~/pi of the text's
@@ -52,8 +52,8 @@ class Runs:
         return self.stands[min(size, len(self.stands)) - 1, ..., : size + 1]
 
     def calls(self, at_least: Float[np.ndarray, " n"]) -> Float[np.ndarray, " T"]:
-        """Of the verifier, expected in each text, where a draft has x tokens or more with chance
-        at_least[x]."""
+        """The expected number of verifier calls in each text, if a draft has at least x tokens with
+        probability at_least[x]."""
         size = len(at_least)
         law = chances(self.of_size(size - 1) * at_least)
         texts, length = law.shape[:2]

@@ -21,9 +21,9 @@ LAST = 10_000_000  # simulated rounds; a server that needs more for the requests
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedServer:
-    """What decides how long requests wait: the flags of serve.py, and times on the machine in question.
+    """The values that determine waiting times: the flags of serve.py, and times on the machine in question.
 
-    Raises FieldError for values below their least.
+    Raises FieldError for values that are too small.
     """
 
     rows: int  # decoded at once
@@ -49,7 +49,7 @@ class SimulatedServer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """What became of each request, in the order of their arrival. A refused one has NaN seconds."""
+    """The outcome of each request, in order of arrival. A refused request has NaN seconds."""
 
     first: Float[np.ndarray, " N"]  # seconds from the arrival to the first tokens
     whole: Float[np.ndarray, " N"]  # and to the last ones
@@ -123,7 +123,7 @@ class Simulation:
             self.come += 1
 
     def _step(self) -> None:
-        """What ServedLane.step() does: several runs of the scheduler, then clients hear of it."""
+        """Simulates ServedLane.step(): several runs of the scheduler, followed by deliveries to clients."""
         server = self.server
         crowded = len(self.waiting) + len(self.rows) > server.rows
         fresh = bool(self.waiting) or not all(row.written for row in self.rows)
@@ -140,8 +140,8 @@ class Simulation:
             self.whole[row.number] = self.now
 
     def _rounds(self, limit: int) -> list[Row]:
-        """What Continuous.run() does: prompts are read into free rows, then rounds run, up to `limit`, until
-        as many rows are free as the waiting requests need. Returns the rows that finished."""
+        """Simulates Continuous.run(): prompts are read into free rows, then up to `limit` rounds run, until
+        as many rows are free as the waiting requests need. Returns the finished rows."""
         share = max(self.server.rows // 4, 1) if len(self.waiting) >= self.ahead else 1
         self._place()
         enough = share if self.waiting else self.server.rows
@@ -202,8 +202,8 @@ def simulate(
 def rounds_of_texts(
     emitted: Float[np.ndarray, " L"], tokens: Int[np.ndarray, " N"], seed: int = 0
 ) -> Int[np.ndarray, " N"]:
-    """How many rounds it takes to write texts of these numbers of tokens, drawn; emitted[x] is the chance
-    that a round writes x tokens, whatever the others do."""
+    """Samples the number of rounds for texts with these numbers of tokens. emitted[x] is the probability that
+    a round writes x tokens, independently of the others."""
     draw = np.random.default_rng(seed)
     left, rounds = np.array(tokens, np.int64), np.zeros(len(tokens), np.int64)
     while (unfinished := left > 0).any():

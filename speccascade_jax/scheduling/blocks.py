@@ -33,7 +33,7 @@ def sizes_up_to(largest: int) -> tuple[int, ...]:
 
 
 class Seen(NamedTuple):
-    """What rows have counted in their rounds, and the most drafts that a round of each could have."""
+    """The counts of rows in their rounds, and the largest number of drafts per round of each row."""
 
     histogram: Int[np.ndarray, "B G+1"]  # rounds by number of accepted tokens
     emitted: Int[np.ndarray, " B"]
@@ -42,10 +42,11 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass
 class Acceptance:
-    """How often the j-th drafted token of a round is accepted if those before it are, as seen lately.
+    """The recent probability that the j-th drafted token of a round is accepted, given that those before it
+    are.
 
-    Where nothing was tested, it is as at the position before, and at the first one ACCEPTANCE. So a server
-    that has ceased to draft tries again once it has forgotten why.
+    An untested position has the value of the position before it, and the first one has ACCEPTANCE. So a
+    server that has stopped drafting tries again once old observations are forgotten.
     """
 
     largest: int

@@ -92,7 +92,7 @@ class Unread:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Those of a sampler's models that read a prompt in the same tokens, chunk by chunk."""
+    """The models of a sampler that read a prompt in the same tokens, chunk by chunk."""
 
     foreign: Translated | None  # whose tokens: a model's of another vocabulary; None: the verifier's
     models: Any  # the sampler's
@@ -141,7 +141,8 @@ class Reader:
         return each(advanced, *self._nests, params, caches)
 
     def segments(self, caches: Cache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
-        """What its models' caches hold of positions start .. start+size-1 of a row; None for the others'."""
+        """The content of its models' caches for positions start .. start+size-1 of a row; None for other
+        models."""
 
         def segment(model: Any, reads: bool, cache: Cache) -> Any:
             if not reads:

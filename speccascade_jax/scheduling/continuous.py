@@ -263,7 +263,7 @@ class Continuous(Scheduler):
 
 
 class Timed(NamedTuple):
-    """What the seconds of a round depend on, besides its block size."""
+    """The conditions that determine a round's seconds, apart from its block size."""
 
     rows: int
     width: int

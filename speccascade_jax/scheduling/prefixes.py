@@ -1,4 +1,4 @@
-"""What prompts begin with, and has been read before: segments of models' caches, kept for other rows.
+"""A cache of prompt prefixes: segments of models' caches, kept for other rows.
 
 Each model has a tree of blocks of tokens, in which the path from the root to a node is the beginning of some
 prompt. So a segment is found by all the tokens up to its end, on which the keys and values in it depend.
@@ -22,7 +22,8 @@ def blocks_of(tokens: Sequence[int], size: int) -> list[Block]:
 
 
 def shared_lengths(prompts: Sequence[list[int]], others: Sequence[list[int]] = ()) -> list[int]:
-    """How many tokens each prompt begins with that another of them, or of the `others`, begins with too."""
+    """The length of the prefix that each prompt shares with another one of them, or with one of the
+    `others`."""
     every = [*prompts, *others]
     lengths = [0] * len(every)
     # In this order, what shares the longest beginning with a prompt stands next to it.
@@ -34,13 +35,13 @@ def shared_lengths(prompts: Sequence[list[int]], others: Sequence[list[int]] = (
 
 
 def bytes_of(segment: Any) -> int:
-    """How many bytes a segment takes on each device."""
+    """The bytes of a segment per device."""
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(segment))
 
 
 class Owner:
-    """Whose a segment is: a model with these parameters, for a segment of this shape and place. It keeps the
-    parameters, so that no others are ever taken for them."""
+    """The owner of a segment: a model with these parameters, and the shape and place of the segment. It holds
+    a reference to the parameters, so that no others can be mistaken for them."""
 
     def __init__(self, model: Any, params: Any, shapes: Any):
         self.params = params

@@ -1,4 +1,4 @@
-"""What a scheduler runs on the devices, compiled once for each shape."""
+"""The programs that a scheduler runs on the devices, compiled once for each shape."""
 
 import dataclasses
 import time
@@ -49,7 +49,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when a program is compiled. Everything else may differ between rows."""
+    """The settings that are fixed when a program is compiled. All others may differ between rows."""
 
     sampler: Sampler
     max_new_tokens: int
@@ -105,7 +105,7 @@ class Programs:
 
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
-        """Who reads prompts chunk by chunk."""
+        """The readers of prompts, which read chunk by chunk."""
         return readers_of(self.plan.sampler, self.params)
 
     def begin(self, rows: int, width: int, unread: bool = False) -> Any:
@@ -324,7 +324,7 @@ class Programs:
 
     @property
     def reserved_bytes(self) -> int:
-        """How much more of a device's memory the cache of prefixes may take for prompts of this plan."""
+        """The additional memory per device that the prefix cache may take for prompts of this plan."""
         if self.prefixes is None or not any(reader.stores for reader in self.readers):
             return 0
         return self.prefixes.limit - self.prefixes.bytes

@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     starts: tuple[int, ...] = ()  # of each reader's next chunk, where prompts are read so
 
     def without(self, gone: Iterable[int]) -> list["Reading"]:
-        """What remains without these requests, as a list: nothing, or one."""
+        """The readings that remain without these requests: a list with at most one entry."""
         placed = {place: entry for place, entry in self.placed.items() if entry[0] not in gone}
         return [self._replace(placed=placed)] if placed else []
 
@@ -92,7 +92,7 @@ class Prompts:
         return reading._replace(starts=tuple(starts))
 
     def found(self, reading: Reading) -> int:
-        """How many tokens of each prompt, in the verifier's vocabulary, restored() has found."""
+        """The number of tokens of each prompt, in the verifier's vocabulary, that restored() found."""
         pairs = zip(self.programs.readers, reading.starts, strict=True)
         return next((start for reader, start in pairs if reader.foreign is None), 0)
 
@@ -148,7 +148,7 @@ class Prompts:
         return [length // self.size * self.size for length in lengths]
 
     def ahead(self, reading: Reading) -> list[Request]:
-        """What to read, and keep, before the prompts of a reading: what they begin with like others, once."""
+        """The shared prefixes to read once, and keep, before the prompts of a reading."""
         requests = []
         for number, _ in reading.placed.values():
             request = self.shared.get(number)
@@ -164,7 +164,8 @@ class Prompts:
         return reading.width >= self.size and any(n in self.shared for n, _ in reading.placed.values())
 
     def _next(self, reading: Reading) -> int | None:
-        """Which reader has more to read of some prompt; its last token is read by the first round."""
+        """The next reader with an unread part of some prompt. A prompt's last token is read by the first
+        round."""
         for number, reader in enumerate(self.programs.readers):
             longest = max(len(reader.tokens(request)) for _, request in reading.placed.values())
             if reading.starts[number] < longest - 1:
@@ -206,7 +207,7 @@ class Prompts:
                 self.prefixes.add(owner, blocks, segment)
 
     def _owners(self, reading: Reading, number: int) -> list[Owner]:
-        """Whose the segments of a reader's models are."""
+        """The owners of the segments of a reader's models."""
         programs, reader = self.programs, self.programs.readers[number]
         if number not in self.owners:
             shapes = programs.segments(reading.rows, reading.width, number, self.size)

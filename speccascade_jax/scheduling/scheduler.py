@@ -43,7 +43,7 @@ class Result(NamedTuple):
 
 
 class LogitsError(ValueError):
-    """What a request ends with, in place of a Result, if a model's logits are not numbers."""
+    """The outcome of a request, instead of a Result, if a model's logits are not numbers."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -138,7 +138,7 @@ class Scheduler:
         return done
 
     def partial(self, number: int) -> Result | None:
-        """What a running request had written at the end of the last run(); None if it no longer runs."""
+        """The tokens of a running request at the end of the last run(); None if it no longer runs."""
         row = next((row for row, (other, _) in self.running.items() if other == number), None)
         return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
 
@@ -171,7 +171,7 @@ class Scheduler:
         self.state = self.programs.call(program, self.programs.params, self.state, enough, limit)
 
     def _program(self) -> Any:
-        """What runs the next rounds."""
+        """The program that runs the next rounds."""
         return self.programs.run(self.batch_size, self.width)
 
     def _written(self, row: int) -> list[int]:
@@ -200,7 +200,7 @@ class Scheduler:
         return bool((tokens[row, : int(emitted[row])] >= self.programs.plan.vocab_size).any())
 
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
-        """What a row has written, up to its stop sequence, and whether it has come to one."""
+        """The tokens of a row up to its stop sequence, and whether it reached one."""
         tokens, origin, emitted, room, counts, history = self.seen
         written = tokens[row, : int(emitted[row])]
         stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))

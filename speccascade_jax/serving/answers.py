@@ -18,7 +18,7 @@ COUNTS = ("accepted", "drafted", "deferred")
 
 
 class Wire(NamedTuple):
-    """How OpenAI names the objects of an answer."""
+    """OpenAI's names of the objects in an answer."""
 
     id: str
     whole: str
@@ -32,7 +32,7 @@ WIRES = {
 
 
 class Part(NamedTuple):
-    """What a choice has newly written."""
+    """The new text of a choice."""
 
     number: int  # the choice's
     pieces: list[Piece]
@@ -50,7 +50,7 @@ class Choice:
 
 
 class Answer:
-    """What becomes of a request whose jobs are submitted; it may take so many seconds."""
+    """The answer to a request whose jobs are submitted, which may take a limited number of seconds."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Answer:
         return len(self.results) == len(self.choices)
 
     async def parts(self) -> AsyncIterator[Part]:
-        """What the choices write, as it comes, whole tokens at a time. Raises Refused where that ends."""
+        """Yields the text of the choices as it arrives, in whole tokens. Raises Refused if it is cut off."""
         for number, choice in enumerate(self.choices):
             if choice.job is None:
                 self.results[number] = Result([], [], [], {})

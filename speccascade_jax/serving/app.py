@@ -46,7 +46,7 @@ log = logging.getLogger("speccascade_jax.serving")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server allows, and to whom."""
+    """The limits and permissions of a server."""
 
     seconds: float = 120.0  # a request, from its body to its last token
     body_bytes: int = 2**20
@@ -148,7 +148,7 @@ class Service:
 
     def _check_serving(self) -> None:
         if self.engine.draining:
-            raise unavailable("the server is about to stop.", "draining", 5)
+            raise unavailable("the server is shutting down.", "draining", 5)
         if not self.engine.ready:
             raise unavailable("the server is still compiling: see /ready.", "not_ready", 10)
 
@@ -263,7 +263,7 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
     known = [hmac.compare_digest(offered.strip(), key.encode()) for key in keys]
     if scheme.lower() != b"bearer" or not any(known):
         raise Refused(
-            "give a key of this server's: Authorization: Bearer KEY.",
+            "send one of this server's keys: Authorization: Bearer KEY.",
             status=401,
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
@@ -274,7 +274,7 @@ def check_json(request: Request) -> None:
     """Raises Refused where a body is not said to be JSON."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused("send JSON, and say so: Content-Type: application/json.", status=415)
+        raise Refused("send JSON with Content-Type: application/json.", status=415)
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
@@ -290,9 +290,9 @@ async def body_of(request: Request, limits: Limits) -> bytes:
                 elif size > UNREAD * limit:
                     break
     except TimeoutError:
-        raise Refused(f"the body did not come within {limits.body_seconds:g} s.", status=408) from None
+        raise Refused(f"the body did not arrive within {limits.body_seconds:g} s.", status=408) from None
     except ClientDisconnect:
-        raise Refused("the body is cut off.", status=400) from None
+        raise Refused("the body is incomplete.", status=400) from None
     if size > limit:
         raise Refused(f"the body has more than {limit} bytes.", status=413)
     return bytes(body)
@@ -304,7 +304,7 @@ def unavailable(reason: str, code: str, seconds: int) -> Refused:
 
 
 class Errors:
-    """What becomes of exceptions: answers in the wire format, counted by their status."""
+    """Turns exceptions into answers in the wire format, and counts them by status."""
 
     def __init__(self, refused: Counter):
         self.refused = refused
@@ -386,7 +386,7 @@ def described(model: ServedModel) -> dict[str, Any]:
 
 
 def middleware(limits: Limits) -> list[Middleware]:
-    """What lets the pages of other origins send requests, where any may."""
+    """The middleware that lets pages of other origins send requests, if any may."""
     if not limits.origins:
         return []
     return [

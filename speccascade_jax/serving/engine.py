@@ -44,7 +44,7 @@ class Full(Exception):
 
 
 class Update(NamedTuple):
-    """What a job has written so far; `scores` of these tokens where they are asked for."""
+    """The tokens that a job has written so far, and their `scores` if requested."""
 
     result: Result | None  # None: nothing, because of the `error`
     finished: bool
@@ -166,7 +166,7 @@ class ServedLane:
         self.scheduler.run(rounds)
 
     def score(self, request: Request, tokens: list[int]) -> TokenScores | None:
-        """How likely a request's tokens are, where that is known here."""
+        """The log probabilities of a request's tokens, if they can be computed here."""
         if self.scorer is None:
             return None
         self.tell("score", (request, tokens))
@@ -205,7 +205,7 @@ class ServedLane:
         return updates
 
     def _update(self, job: Job, result: Result, finished: bool) -> Update:
-        """What a job has newly written."""
+        """The new tokens of a job."""
         fresh = len(result.tokens) - job.written
         scores = self.score(job.request, result.tokens) if job.scored and result.tokens else None
         now = time.monotonic()

@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[[ServedLane, Any], Any]] = {
     "score": score,
     "reset": lambda lane, _: lane.reset(),
 }
-"""What a lane's `tell` tells, and how it is repeated."""
+"""The calls that a lane's `tell` transmits, and the functions that repeat them."""
 
 
 def lead(job: Job, lanes: Sequence[ServedLane]) -> None:

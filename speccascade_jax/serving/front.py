@@ -61,7 +61,7 @@ class Lost(Exception):
 
 
 class Replicas(Protocol):
-    """What answers requests."""
+    """The replicas that answer requests."""
 
     running: int  # how many there are
 
@@ -112,7 +112,7 @@ class Front:
         if request.url.path.startswith("/v1/"):
             check_key(request, self.limits.keys)
         if self.draining:
-            raise unavailable("the server is about to stop.", "draining", LATER)
+            raise unavailable("the server is shutting down.", "draining", LATER)
         if not self.replicas.running:
             raise unavailable("no replica is ready: see /ready.", "not_ready", 2 * LATER)
         return Forwarded(self, await body_of(request, self.limits))
@@ -185,7 +185,7 @@ class Forwarded(Response):
                             passing.forget()
         except TimeoutError:
             raise unavailable(f"no replica has answered within {seconds:g} s.", "timeout", LATER) from None
-        raise unavailable("the replica that wrote this answer was lost.", "replica_lost", LATER)
+        raise unavailable("the replica that was writing this answer was lost.", "replica_lost", LATER)
 
     async def _refuse(self, passing: "Passing", refused: Refused) -> None:
         """Ends an answer with an error: a stream with an event, since its status has been sent. Any other
@@ -257,8 +257,8 @@ def create_front(front: Front, lifespan: Callable[[Starlette], Any] | None = Non
 async def answered(
     app: Callable[[Scope, Receive, Send], Any], scope: Scope, body: bytes
 ) -> AsyncGenerator[list[Message], None]:
-    """What an application answers to a request: its messages, as many at a time as are there. The application
-    hears that the client has left when the caller closes this, or is cancelled."""
+    """Yields an application's response to a request: its messages, as many at a time as are available. If the
+    caller closes this iterator, or is cancelled, the application learns that the client has left."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     unread, gone = [body], asyncio.Event()
 
@@ -284,6 +284,6 @@ async def answered(
 
 
 def drained(queue: asyncio.Queue[Any]) -> Iterator[Any]:
-    """What a queue holds now."""
+    """The current items of a queue."""
     while not queue.empty():
         yield queue.get_nowait()

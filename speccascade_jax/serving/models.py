@@ -1,4 +1,4 @@
-"""What a server serves: a config's cascade, the methods compiled for it, and how it reads a request."""
+"""Served models: a config's cascade, the methods compiled for it, and the decoding of requests."""
 
 import asyncio
 import dataclasses
@@ -48,7 +48,7 @@ class Decoding(NamedTuple):
 
     @property
     def block_size(self) -> dict[str, int | str]:
-        """What an answer says of its rounds' drafts, where that is not the same for all."""
+        """The block sizes that an answer reports, if they differ between rounds."""
         if self.lane.scheduler.blocks is None:
             return {}
         return {"block_size": self.settings.block_sizes(1)[0] if self.seeded else LOAD}
@@ -154,15 +154,15 @@ class ServedModel:
         return resolved(settings, self.cascade.named)
 
     async def decoding(self, request: ParsedRequest) -> Decoding:
-        """How a request is decoded, and where. Raises FieldError or Refused for one that cannot be."""
+        """The settings and lane of a request. Raises FieldError or Refused if it cannot be decoded."""
         settings, seeded = self._settings(request), "seed" in request.changes
         lane, methods = self._lane(settings, request)
         if request.logprobs is not None and not lane.states_law(methods):
             raise FieldError(
                 "logprobs",
                 request.logprobs,
-                "leave it out, or take a lossless method.",
-                f"what {settings.name} writes with these models has no law by its prefix",
+                "leave it out, or use a lossless method.",
+                f"outputs of {settings.name} with these models have no distribution given the prefix alone",
             )
         # A chat template is a program, and may take its time.
         prompts = (
@@ -238,8 +238,8 @@ class ServedModel:
                 )
 
     def _lane(self, settings: Settings, request: ParsedRequest) -> tuple[ServedLane, tuple[int, ...]]:
-        """Where such a request is decoded, and the numbers of its methods there. Raises FieldError where it
-        changes what is fixed when a lane is compiled."""
+        """The lane of such a request, and the indices of its methods there. Raises FieldError if the request
+        changes a setting that is fixed when a lane is compiled."""
         place = self.place(settings)
         if place is not None:
             return place

@@ -36,7 +36,7 @@ REFUSALS = {
 
 
 def description() -> dict[str, Any]:
-    """What every path takes and gives, as OpenAPI 3.1."""
+    """The OpenAPI 3.1 description of all paths."""
     refusals = {
         str(status): {"description": about, "content": {"application/json": {"schema": ERROR}}}
         for status, about in REFUSALS.items()

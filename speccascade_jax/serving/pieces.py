@@ -8,7 +8,7 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, text_of
 
 
 class Piece(NamedTuple):
-    """What one token adds to the text: "" for the end of the sequence, or the first bytes of a character."""
+    """The text of one token: "" for the end of the sequence, and for incomplete bytes of a character."""
 
     text: str
     token: int

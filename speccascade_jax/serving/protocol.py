@@ -221,7 +221,8 @@ def usage_of(values: dict[str, Any]) -> bool:
 
 
 def logprobs_of(values: dict[str, Any], kind: str) -> int | None:
-    """How many likeliest tokens' log probabilities are wanted; None: not even the tokens' own."""
+    """The number of most likely tokens whose log probabilities are requested; None: no log probabilities at
+    all."""
     if kind == "completion":
         return values.get("logprobs")
     if values.get("logprobs"):
@@ -237,7 +238,7 @@ def logprobs_of(values: dict[str, Any], kind: str) -> int | None:
 
 
 def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a request names of Settings' fields, and how it calls each of them."""
+    """The fields of Settings in a request, and the request's names for them."""
     changes: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in values.items():

@@ -33,7 +33,7 @@ log = logging.getLogger("speccascade_jax.serving")
 
 
 class Bounds(NamedTuple):
-    """How many replicas there are at least, and at most."""
+    """The least and largest number of replicas."""
 
     low: int
     high: int
@@ -54,7 +54,7 @@ Served = tuple[Starlette, Engine]  # an application, and the engine that decodes
 
 
 class Replica:
-    """What runs in an actor: a server without a socket. It is there once everything is compiled."""
+    """The code of an actor: a server without a socket, which is available once everything is compiled."""
 
     async def __init__(self, build: Callable[[], Served]):  # type: ignore[misc]  # Ray awaits it
         self.app, self.engine = await asyncio.to_thread(build)
@@ -113,7 +113,7 @@ class RayReplicas:
         self.handle = serve.run(self.target, name=self.name, route_prefix=None)
 
     def look(self) -> int:
-        """How many replicas take requests."""
+        """The number of replicas that accept requests."""
         from ray import serve
 
         application = serve.status().applications.get(self.name)
@@ -181,7 +181,7 @@ def replicas_on(
         raise FieldError(
             "replicas",
             count.low,
-            "give 1, and the replica decodes on all of them, or the address of a cluster.",
+            "use 1 replica, which decodes on all of them, or give the address of a cluster.",
             "this machine's accelerators all belong to one replica",
         )
     serve.start(proxy_location="Disabled")

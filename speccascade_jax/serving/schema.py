@@ -91,7 +91,10 @@ def _check_number(field: str, value: Any, schema: Schema, place: str) -> None:
 def _check_string(field: str, value: Any, schema: Schema, place: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise FieldError(
-            field, value, "mend or drop it.", f"{place} holds half a character, which UTF-8 has no place for"
+            field,
+            value,
+            "correct or remove it.",
+            f"{place} holds an unpaired surrogate, which UTF-8 cannot encode",
         )
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
     if not shortest <= len(value) <= longest:

@@ -60,7 +60,7 @@ def rendered(template: Any, values: dict[str, Any]) -> str:
             raise ValueError(f"it writes more than {LONGEST:,} characters")
     text = "".join(pieces)
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("it writes half a character, which UTF-8 cannot encode")
+        raise ValueError("it writes an unpaired surrogate, which UTF-8 cannot encode")
     return text
 
 

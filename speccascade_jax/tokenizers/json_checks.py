@@ -72,7 +72,8 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_ids(part: Mapping[str, Any]) -> None:
-    """Of a vocabulary ({token: id}), an added token ("id") and a template's special token ("ids")."""
+    """Checks the ids of a vocabulary ({token: id}), of added tokens ("id") and of a template's special tokens
+    ("ids")."""
     vocabulary = part.get("vocab")
     ids = [
         *(vocabulary.values() if isinstance(vocabulary, dict) else ()),

@@ -42,7 +42,7 @@ PIECES = {
 
 
 class Surface(NamedTuple):
-    """What a token stands for."""
+    """The surface form of a token."""
 
     kind: str  # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
     text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
@@ -91,7 +91,7 @@ class TokenizerJson:
         guarded(self.tokenizer.decode, list(range(min(len(self.pieces), TRIED))))
 
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """What the file itself puts before and after a text; None if nothing."""
+        """The tokens that the file adds before and after a text; None if there are none."""
         inner, whole = (
             guarded(self.tokenizer.encode, "a", add_special_tokens=added).ids for added in (False, True)
         )
@@ -128,7 +128,7 @@ class TokenizerJson:
         return self.pieces[token] == self.unknown
 
     def text(self, token: int) -> bytes:
-        """What a token that is neither special nor a byte stands for."""
+        """The text of a token that is neither special nor a byte."""
         piece = self.pieces[token]
         if self.bytes is None or token in self.added or not self.bytes.keys() >= set(piece):
             return piece.replace(SPACE, " ").encode()
@@ -188,7 +188,7 @@ class Tokenizer:
         self.size: int = self.processor.get_piece_size()
         if self.eos_id < 0:
             raise ValueError(
-                f"the tokenizer {path} has no piece for the end of a sequence: take the model's own."
+                f"the tokenizer {path} has no piece for the end of a sequence: use the model's own."
             )
         pad = self.processor.pad_id()
         self.pad_id: int = self.eos_id if pad < 0 else pad  # without one, any token serves as padding
@@ -200,12 +200,12 @@ class Tokenizer:
 
     @property
     def begin(self) -> list[int]:
-        """What comes before the tokens of a source."""
+        """The tokens before those of a source."""
         return self.frame[0] if self.frame else [self.bos_id] * (self.bos_id >= 0)
 
     @property
     def end(self) -> list[int]:
-        """What comes after them."""
+        """The tokens after those of a source."""
         return self.frame[1] if self.frame else [self.eos_id] * (self.bos_id < 0)
 
     def ends(self, config: Any) -> list[str]:
@@ -243,10 +243,10 @@ class Tokenizer:
         return self.processor.encode(texts)
 
     def framed(self, tokens: Iterable[int], limit: int | None = None) -> list[int]:
-        """What a model reads for a source of `tokens`, cut to `limit` ids.
+        """The ids that a model reads for a source of `tokens`, truncated to `limit` ids.
 
-        An encoder's source ends with the end-of-sequence token, and is cut at its end. A decoder-only model's
-        prompt may begin with <bos>, and is cut at its beginning.
+        An encoder's source ends with the end-of-sequence token and is truncated at the end. A decoder-only
+        model's prompt may begin with <bos> and is truncated at the beginning.
         """
         tokens = list(tokens)
         excess = 0 if limit is None else max(len(tokens) + len(self.begin) + len(self.end) - limit, 0)
@@ -269,7 +269,7 @@ class Tokenizer:
         return self.pieces_of(range(self.size))
 
     def surfaces(self) -> list["Surface"]:
-        """What each token stands for."""
+        """The surface form of each token."""
         processor, roles = self.processor, {self.pad_id: "pad", self.bos_id: "bos", self.eos_id: "eos"}
         surfaces = []
         for token, piece in enumerate(self.pieces()):

@@ -62,7 +62,7 @@ def _base_model(init: Any) -> list[str]:
 
 
 def _sentences(config: dict[str, Any], kind: str, start: dict[str, Any]) -> list[str]:
-    """What the model is, and how it was trained."""
+    """Sentences on the model and its training."""
     size = f" with {start['parameters']:,} parameters" if "parameters" in start else ""
     said = [f"A model of the family {kind}{size}."]
     if "steps" in config:

@@ -101,7 +101,9 @@ def check(config: TrainConfig, ship: bool = False) -> None:
             raise FieldError(
                 role,
                 path,
-                ONLY_IN_THE_REPOSITORY if in_the_repository_only(path) else "make it first or name another.",
+                ONLY_IN_THE_REPOSITORY
+                if in_the_repository_only(path)
+                else "create it first, or choose another one.",
                 f"there is no checkpoint folder {path}, which --{role} names",
             )
     if config.tokenizer and in_the_repository_only(config.tokenizer) and not Path(config.tokenizer).is_file():
@@ -136,34 +138,34 @@ def check_needs(config: TrainConfig) -> None:
             "teacher_singles",
             True,
             "name their file with --teacher-outputs.",
-            "teacher_singles says what teacher_outputs hold",
+            "teacher_singles describes teacher_outputs",
         )
     if config.teacher_tokens and config.teacher is None:
         raise FieldError(
             "teacher_tokens",
             True,
             "give its checkpoint with --teacher.",
-            "teacher_tokens cuts targets as the teacher does",
+            "teacher_tokens splits targets as the teacher does",
         )
     if config.on_policy and (config.teacher is None or isinstance(config.model, NetworkConfig)):
         raise FieldError(
             "on_policy",
             config.on_policy,
-            "name its checkpoint with --teacher, and train no network of members; or set on_policy to 0.",
-            "on_policy has a teacher score what one model writes",
+            "give its checkpoint with --teacher, and train a single model; or set on_policy to 0.",
+            "on_policy lets a teacher score the texts of one model",
         )
     if config.tokenizer is None and config.init is None:
         raise FieldError(
             "tokenizer",
             None,
-            "name its file with --tokenizer; it is trained on the task where it is missing.",
+            "give its file with --tokenizer; if it does not exist, it is trained on the task.",
             "training from scratch needs a tokenizer",
         )
 
 
 def check_rule(config: TrainConfig) -> None:
-    """Raises FieldError for a rule that no drafter can be trained for, and for what says how a run learns
-    from a teacher's distributions if it learns from none."""
+    """Raises FieldError for a rule that no drafter can be trained for, and for distillation fields in a run
+    without a teacher."""
     members = isinstance(config.model, NetworkConfig)
     learns = (config.distillation or config.on_policy) and (config.teacher is not None or members)
     for field in ("divergence", "method", "alpha"):
@@ -172,9 +174,9 @@ def check_rule(config: TrainConfig) -> None:
             raise FieldError(
                 field,
                 value,
-                f"set distillation above 0{'' if members else ' and name a checkpoint with --teacher'}, or "
+                f"set distillation above 0{'' if members else ' and give a checkpoint with --teacher'}, or "
                 "leave it out.",
-                f"{field} is {value!r}, but this run learns no distributions of a "
+                f"{field} is {value!r}, but this run does not learn the distributions of a "
                 + ("full model" if members else "teacher"),
             )
     name, method = config.method, METHODS[config.method]
@@ -205,14 +207,14 @@ def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
                 raise FieldError(
                     name,
                     value,
-                    "give a text that UTF-8 can hold.",
-                    f"{name} is {value!a}, which is no valid UTF-8 text",
+                    "give a text that UTF-8 can encode.",
+                    f"{name} is {value!a}, which is not valid Unicode text",
                 )
         if name in NAMES and value not in NAMES[name]:
             raise FieldError(name, value, f"known: {', '.join(NAMES[name])}.", f"unknown {name} {value!r}")
         if name in LEAST and not (isinstance(value, int) and LEAST[name] <= value <= LARGEST):
             raise FieldError(
-                name, value, f"it must be a whole number of at least {LEAST[name]}, and below 2**31."
+                name, value, f"it must be an integer of at least {LEAST[name]}, and below 2**31."
             )
         if name in RANGES:
             fits, wanted = RANGES[name]
@@ -235,7 +237,7 @@ def check_head(config: TrainConfig) -> None:
             "frozen",
             False,
             "leave --no-frozen out.",
-            "an EAGLE-3 head is trained next to a verifier that stays as it is",
+            "an EAGLE-3 head is trained with a frozen verifier",
         )
     if config.distillation != 1:
         raise FieldError(
@@ -287,7 +289,7 @@ def check_lora(config: TrainConfig) -> None:
             "lora_rank",
             config.lora_rank,
             "name it with --init.",
-            "adapters (lora_rank) are trained next to the parameters of a checkpoint",
+            "adapters (lora_rank) need the parameters of a checkpoint",
         )
     if isinstance(config.model, NetworkConfig):
         raise FieldError(
@@ -346,10 +348,10 @@ def check_split(split: str, path: str) -> None:
 
 
 def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
-    """Where the run's best parameters go: the run's own folder and, if `ship`, one in the package.
+    """The folders for the run's best parameters: one in the run's folder and, if `ship`, one in the package.
 
-    A network's run is a checkpoint itself, and models that Hugging Face's format does not hold stay runs.
-    Raises FieldError for a config without a folder of the package's.
+    The run of a network is itself a checkpoint, and models that the Hugging Face format does not support
+    remain runs. Raises FieldError for a config without a folder in the package.
     """
     folders = []
     if config.export_dir is not None:
@@ -371,25 +373,25 @@ def holds(model: Config) -> bool:
 
 
 def shipped_at(config: TrainConfig | RouterConfig) -> Path:
-    """What --ship writes. Raises FieldError where the package ships nothing that this config makes."""
+    """The path that --ship writes. Raises FieldError if nothing in the package is made by this config."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
         raise FieldError(
             "ship",
             True,
-            "leave --ship out, and name the run's folder or file in a config for decoding.",
-            f"config {config.name} makes nothing that comes with the package",
+            "leave --ship out, and use the run's folder or file in a config for decoding.",
+            f"config {config.name} makes nothing that is bundled with the package",
         )
     return DEMO / config.shipped
 
 
 def check_not_shipped(field: str, path: str | Path) -> None:
-    """Raises FieldError for a path among the weights that come with the package: only --ship writes there."""
+    """Raises FieldError for a path among the weights bundled with the package: only --ship writes there."""
     if Path(path).resolve().is_relative_to(DEMO.resolve()):
         raise FieldError(
             field,
             str(path),
             "choose another place; --ship replaces the package's weights.",
-            f"{field} is {path}, among the weights that come with the package",
+            f"{field} is {path}, among the weights bundled with the package",
         )
 
 
@@ -417,7 +419,7 @@ def check_outputs(config: TrainConfig, ship: bool = False) -> None:
         if path is None or (path.startswith("gs://") and name == "tokenizer"):
             continue
         if Path(path).exists() and not Path(path).is_file():
-            raise FieldError(name, path, "name another.", f"{name} is {path}, which is no file")
+            raise FieldError(name, path, "choose another one.", f"{name} is {path}, which is not a file")
         if not Path(path).exists():
             check_folder(name, os.path.dirname(path) or ".")
             if name == "tokenizer" and config.tokenizer_size > config.model.vocab_size:
@@ -441,7 +443,7 @@ def check_export(config: TrainConfig, export: Path) -> None:
             raise FieldError(
                 "export_dir",
                 str(export),
-                "choose another.",
+                "choose another one.",
                 f"export_dir and {name} are the same folder, {export}",
             )
     if (export / "model.json").exists() and not isinstance(config.model, NetworkConfig):
@@ -460,14 +462,14 @@ def check_folder(name: str, path: str) -> None:
     try:
         parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     except OSError as error:
-        raise FieldError(name, path, "choose another.", f"{name} is {path}: {error.strerror}") from None
+        raise FieldError(name, path, "choose another one.", f"{name} is {path}: {error.strerror}") from None
     if not parent.is_dir():
         raise FieldError(
-            name, path, "choose another.", f"{name} is {path}, but {parent} is a file: Not a directory"
+            name, path, "choose another one.", f"{name} is {path}, but {parent} is a file: Not a directory"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise FieldError(
-            name, path, "choose another.", f"{name} is {path}, but {parent} cannot be written to"
+            name, path, "choose another one.", f"{name} is {path}, but {parent} cannot be written to"
         )
 
 

@@ -110,7 +110,7 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
 
 
 class Source(NamedTuple):
-    """What reads the names of a scheme, and the library that it needs."""
+    """The reader of a scheme's names, and the library that it needs."""
 
     read: Callable[[str], Iterator[dict[str, Any]]]
     module: str | None = None
@@ -122,11 +122,11 @@ SCHEMES = {
     "tfds": Source(_from_tfds, "tensorflow_datasets", "tensorflow-datasets"),
     "made": Source(word_problems.read),
 }
-"""What comes before :// in the name of a split."""
+"""The scheme in the name of a split, before ://."""
 
 
 def lookup(example: dict[str, Any], name: str) -> Any:
-    """What is in `name`, a field or a dotted path (translation.en); None where there is no such field."""
+    """The value of `name`, a field or a dotted path (translation.en); None if there is no such field."""
     value: Any = example
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

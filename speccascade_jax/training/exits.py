@@ -64,7 +64,7 @@ def layer_dropout(key: Array, rate: float, layers: int, rows: int) -> AfterLayer
 
 
 def layers_of_members(model: NetworkConfig) -> tuple[int, ...]:
-    """How many layers each small member of a network has, the fewest first."""
+    """The number of layers of each small member of a network, in increasing order."""
     if isinstance(model, ExitsConfig):
         return model.layers
     return (model.num_layers if isinstance(model, BlockDrafterConfig) else depth_of(model.drafter),)

@@ -53,7 +53,7 @@ def locked(run: Path) -> Iterator[None]:
         raise FieldError(
             "output_dir",
             str(run),
-            "choose another.",
+            "choose another one.",
             f"output_dir is {run}, which cannot be written to ({error.strerror})",
         ) from None
     except ValueError:
@@ -158,7 +158,7 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
 
 
 def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None:
-    """What the run adds to its directory: its log and its saves."""
+    """Trains, and writes the log and the saves of the run to its folder."""
     run, task, judged = Path(config.output_dir), config.task, config
     rows = math.lcm(8, jax.device_count())
     validation_rows = rows * -(-32 // rows)

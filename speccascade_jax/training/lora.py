@@ -64,7 +64,7 @@ def check_adapters(config: TrainConfig) -> None:
         raise FieldError(
             "lora_rank",
             config.lora_rank,
-            f"take at most {least}, or leave it out of lora_kernels.",
+            f"use at most {least}, or leave it out of lora_kernels.",
             f"lora_rank is {config.lora_rank}, but {narrowest[-2]} is a matrix of {size}",
         )
 
@@ -91,7 +91,7 @@ def split_adapters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def with_adapters(params: nnx.State, adapters: nnx.State) -> nnx.State:
-    """What split_adapters() has split."""
+    """Joins the parts that split_adapters() returns."""
     return nnx.from_flat_state(dict(nnx.to_flat_state(params)) | dict(nnx.to_flat_state(adapters)))
 
 

@@ -184,7 +184,7 @@ def held_out(pairs: Sequence[Pair], seed: int = 0) -> dict[str, list[Pair]]:
 
 
 def metric_of(pairs: Sequence[Pair]) -> str:
-    """What decoded texts are scored by: targets of few words are right or wrong as a whole."""
+    """The default metric: exact_match for targets of few words, which are right or wrong as a whole."""
     words = statistics.median(len(target.split()) for _, target in pairs)
     return "exact_match" if words <= SHORT else "bleu"
 
@@ -240,7 +240,7 @@ def write(task: NewTask) -> dict[str, Any]:
 
 
 def chosen(task: NewTask, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What depends on the texts' lengths in tokens: limits, batches and steps."""
+    """The values that depend on the texts' lengths in tokens: limits, batches and steps."""
     pairs = [pair for split in task.splits.values() for pair in split]
     lengths = [
         [len(ids) + 1 for ids in tokenizer.encode_batch(list(texts))] for texts in zip(*pairs, strict=True)

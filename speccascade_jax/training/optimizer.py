@@ -33,7 +33,7 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
 
 def _kinds(params: Any) -> Any:
-    """Of each array, whether it is a layer's matrix or another (embeddings, the head, scales, biases)."""
+    """Labels each array as a layer's matrix or as another one (embeddings, the head, scales, biases)."""
 
     def kind(path: tuple[Any, ...], array: jax.Array) -> str:
         names = jax.tree_util.keystr(path)

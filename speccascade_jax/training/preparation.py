@@ -1,4 +1,4 @@
-"""What a run begins with: its tokenizer, its parameters, its teacher."""
+"""Preparation of a run: its tokenizer, parameters and teacher."""
 
 import dataclasses
 import itertools
@@ -88,8 +88,8 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
-    """Those of config.init, or fresh ones, where the mesh wants them; what a network has besides its full
-    model is fresh where config.init is that alone."""
+    """The parameters of config.init, or freshly initialised ones, placed on the mesh. If config.init is the
+    full model of a network only, the network's other parameters are freshly initialised."""
     at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
     if config.init is None:
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
@@ -135,7 +135,7 @@ def with_frequent_tokens(params: nnx.State, config: TrainConfig) -> nnx.State:
 
 
 def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
-    """Where the mesh wants each parameter."""
+    """The sharding of each parameter on the mesh."""
     return lambda _, size: parameter_sharding(mesh, size, config.split_parameters)
 
 

@@ -1,4 +1,4 @@
-"""What a training run says while it runs: metrics.jsonl, a progress line, TensorBoard, a loss curve."""
+"""Reporting of training runs: metrics.jsonl, a progress line, TensorBoard and a loss curve."""
 
 import contextlib
 import importlib.util
@@ -102,7 +102,7 @@ class Reporter:
                     self.board.add_scalar(f"{event}/{name}", value, step)
 
     def left(self, step: int) -> str:
-        """How long the steps after this one will take, evaluations and saves included."""
+        """The estimated time of the remaining steps, including evaluations and saves."""
         seconds = (time.monotonic() - self.began) / max(step - self.first, 1)
         return f"about {duration(seconds * (self.steps - step))} left"
 

@@ -1,4 +1,5 @@
-"""What the verifier's token is worth where the models disagree: texts continued from either token, scored."""
+"""The value of the verifier's token at disagreements between the models: scores of texts continued from
+either token."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +78,7 @@ def logits_of(model: LanguageModel, params: Params, batch: Batch) -> Array:
 
 
 class Place(NamedTuple):
-    """Where the two models disagree, in a text."""
+    """A position in a text where the two models disagree."""
 
     text: int
     features: Any  # [F]

@@ -45,7 +45,7 @@ Seen = TypeVar("Seen", "Observed", Tried)
 
 
 class Observed(NamedTuple):
-    """Of every real token of some texts, [N, ...]."""
+    """Observations of every real token of some texts, [N, ...]."""
 
     features: Any  # of its position
     chances: Any  # [N, 2]: how likely it is to the drafter, and to the verifier
@@ -73,9 +73,9 @@ def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
 
 
 def prices(seen: Observed) -> Float[np.ndarray, " N"]:
-    """What a rejection is worth at each of ALPHAS, in nats: at this price alpha is the best of all constant
-    weights of the drafter, where E[-log(w q + (1 - w) p)] + price (1 - w) E[TV] has its minimum in w. So a
-    network is compared with the best constant at each alpha."""
+    """The price of a rejection at each of ALPHAS, in nats. At this price, alpha is the best constant weight
+    of the drafter: the minimum in w of E[-log(w q + (1 - w) p)] + price (1 - w) E[TV]. So a network is
+    compared with the best constant at each alpha."""
     q, p = np.asarray(seen.chances, np.float64).T
     slopes = [np.mean((p - q) / np.maximum(w * q + (1 - w) * p, LEAST)) for w in ALPHAS]
     return np.maximum(slopes, 0) / max(np.mean(seen.features[:, TV]), LEAST)
@@ -156,15 +156,15 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
-    """How much the metric gains per text and tried place if the `share` of places with the largest estimates
-    continues with the verifier's token and the others with the drafter's."""
+    """The gain of the metric, per text and tried position, if the `share` of positions with the largest
+    estimates continues with the verifier's token and the others continue with the drafter's."""
     chosen = np.asarray(estimate) >= np.quantile(estimate, 1 - share)
     return float(np.mean(seen.advantages * chosen))
 
 
 def gains(weights: Weights, seen: Tried) -> dict[str, float]:
-    """How well the network tells where to defer, and `opt` at as many rejections: the correlation of the
-    estimate with the advantage, and what is kept() of it."""
+    """The quality of the network's deferrals, and of `opt` at the same number of rejections: the correlation
+    of the estimate with the advantage, and the gain by kept()."""
     figures = dict[str, float]()
     plain = plain_advantage(seen.features)
     for name, estimate in (("network", plain + network(weights, seen.features)), ("opt", plain)):
@@ -218,7 +218,7 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
             raise FieldError(
                 "split",
                 config.split,
-                "name another split.",
+                "choose another split.",
                 f"the {config.split} split has too few texts to learn from",
             )
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))

@@ -60,7 +60,7 @@ OPERATIONS = (
 
 
 class Quantity(NamedTuple):
-    """How a quantity is known: by an operation on others, or by its amount alone."""
+    """The definition of a quantity: by an operation on others, or by its amount alone."""
 
     operation: Operation | None
     operands: tuple[int, ...]  # numbers of quantities
@@ -73,14 +73,14 @@ class Problems:
 
     split: str = "train"
     operations: str = "2-6"
-    """How many operations the answer needs: a number, or the smallest and the largest."""
+    """The number of operations that the answer needs: one number, or the smallest and the largest."""
     distractors: str = "0-2"
-    """How many quantities the answer does not need, likewise."""
+    """The number of quantities that the answer does not need, likewise."""
     examples: int = 10_000
     largest: int = 30
     """No quantity is larger."""
     order: str = "random"
-    """Of the statements: a name in ORDERS."""
+    """The order of the statements: a name in ORDERS."""
     seed: int = 0
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ def parse(query: str) -> Problems:
             )
         if fields[name].type is int:
             if not text.isdecimal() or len(text) > 12:
-                raise FieldError(name, text, "write a whole number.")
+                raise FieldError(name, text, "give an integer.")
             values[name] = int(text)
         else:
             values[name] = text
@@ -290,7 +290,7 @@ def _statement(quantity: Quantity, name: str, names: Sequence[str]) -> str:
 
 
 def _formula(quantity: Quantity, column: Sequence[Any]) -> str:
-    """What computes the quantity, of the names or the values in `column`."""
+    """The formula of the quantity, in the names or values in `column`."""
     operands = dict(zip("yz", (column[n] for n in quantity.operands), strict=False))
     formula = "" if quantity.operation is None else quantity.operation.formula
     return formula.format(n=quantity.amount, **operands)

@@ -1,4 +1,4 @@
-"""How a drafter of another vocabulary drafts for a verifier."""
+"""Strategies for drafters whose vocabulary differs from the verifier's."""
 
 from typing import Literal
 

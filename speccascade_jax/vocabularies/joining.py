@@ -46,7 +46,7 @@ def translated(
     pairs = matched(theirs, ours)
     if not any(theirs[there].text for _, there in pairs):
         raise ValueError(
-            "the drafter's and the verifier's vocabularies have no token in common: take another drafter."
+            "the drafter's and the verifier's vocabularies have no token in common: use another drafter."
         )
     size = model.vocab_size
     others = strategy.others(size, pairs)
@@ -88,14 +88,14 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
         raise FieldError(
             "vocabulary",
             strategy.name,
-            "take tli.",
+            "use tli.",
             f"only the smallest model may have another vocabulary with {strategy.name}",
         )
     if strategy.max_models is not None and foreign and len(loaded) > strategy.max_models:
         raise FieldError(
             "vocabulary",
             strategy.name,
-            "take tli.",
+            "use tli.",
             f"{strategy.name} joins {strategy.max_models} models, not {len(loaded)}",
         )
     result, start = Joined([], [], {}), start_of(verifier.config)
@@ -148,8 +148,8 @@ def readings(
 
 
 def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated, list[int]]]) -> Any:
-    """What each model of a nest reads: `tokens` [B, S] of the target, or a Source with the `foreign_tokens`
-    of each row; one array for all if they read the same."""
+    """The inputs of each model of a nest: `tokens` [B, S] of the target, or a Source with the
+    `foreign_tokens` of each row; one array if all read the same tokens."""
 
     def input_of(model: Any) -> Any:
         if not isinstance(model, Translated):

@@ -1,4 +1,4 @@
-"""What two vocabularies share, and how the tokens of each are spelled in the other.
+"""The tokens that two vocabularies share, and the spelling of each one's tokens in the other.
 
 Tokens are matched by the text they stand for (" station", the byte 0xC3), the special ones by their role.
 Committed target tokens are never tokenised again, and the target's distribution is never cut.

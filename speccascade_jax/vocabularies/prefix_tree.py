@@ -54,7 +54,7 @@ def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, si
         if len(texts) > MOST_TEXTS or len(texts) * size > MOST_ENTRIES:
             raise ValueError(
                 f"slrs would ask the drafter after more than {len(goes)} texts for every token: "
-                "it is for drafters of bytes or characters; take tli or slem."
+                "it is for drafters of bytes or characters; use tli or slem."
             )
     table = np.zeros((len(texts), size), np.int32)
     for node, row in goes:

@@ -34,8 +34,8 @@ LOOK_BACK = 8  # committed tokens that are read again with a draft, to find wher
 
 
 def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
-    """What follows, in `new`, the longest run of tokens with which `old` ends; of several such runs the last.
-    None if there is none."""
+    """The tokens of `new` after the longest run of tokens that `old` ends with; of several such runs, the
+    last one counts. None if there is no such run."""
     best, end = 0, None
     for column in range(1, len(new) + 1):
         run = 0
@@ -68,7 +68,7 @@ def whole_characters(text: bytes) -> tuple[str, bytes]:
 
 
 class Side:
-    """How a tokenizer converts between text and tokens here."""
+    """The conversions of a tokenizer between text and tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.surfaces = tokenizer, tokenizer.surfaces()
@@ -178,13 +178,13 @@ class TextDrafter:
         block_size: int,
         verification: Verification | tuple[Verification, ...] = TOKEN,
     ) -> Matched:
-        """What verifies its drafts."""
+        """The sampler that verifies its drafts."""
         drafts = Proposed(verifier.vocab_size, block_size, self.translated.start_id)
         method = methods if len(methods) > 1 else methods[0]
         return Matched(Autoregressive(drafts), verifier, method, block_size, verification=verification)
 
     def proposer(self, programs: Any, batch_size: int) -> "TextProposer":
-        """What drafts for a scheduler's rows."""
+        """The proposer for a scheduler's rows."""
         return TextProposer(self, programs, batch_size)
 
     def passes(self, count: int) -> int:
@@ -216,7 +216,7 @@ class TextDrafter:
         return last, covered(self.model, cache), cache
 
     def drafter_tokens(self, written: Sequence[int]) -> tuple[list[int], bytes]:
-        """What the drafter reads of the committed tokens, and the part of a character that they end with."""
+        """The drafter's tokens for the committed tokens, and the incomplete character at their end."""
         text, held = whole_characters(self.target.text(written, self.begins))
         return self.drafter.tokens(text, self.begins), held
 
@@ -245,7 +245,8 @@ class TextDrafter:
 
 @dataclasses.dataclass
 class Row:
-    """What the drafter's cache holds for a request: `begun` positions of its prompt, and then `tokens`."""
+    """The content of the drafter's cache for a request: `begun` positions of its prompt, and then
+    `tokens`."""
 
     number: int
     begun: int
@@ -263,7 +264,7 @@ class TextProposer:
     def __init__(self, drafter: TextDrafter, programs: Any, batch_size: int):
         if programs.devices > 1:
             raise FieldError(
-                "vocabulary", "slem", "take vocabulary tli, or one device.", "slem decodes on one device"
+                "vocabulary", "slem", "use vocabulary tli, or one device.", "slem decodes on one device"
             )
         self.drafter, self.programs, self.batch_size = drafter, programs, batch_size
         self.block_size = programs.plan.sampler.models[0].block_size

@@ -21,7 +21,7 @@ def tree(model: Any, target: Sequence[Surface], drafter: Sequence[Surface], rows
         raise FieldError(
             "vocabulary",
             "slrs",
-            "take vocabulary tli.",
+            "use vocabulary tli.",
             "slrs is for separate drafters, not for members of a network",
         )
     return jax.tree.map(jnp.asarray, strings(target, drafter, rows, size))

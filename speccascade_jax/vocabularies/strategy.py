@@ -44,8 +44,7 @@ def refused_without_law(
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How a drafter of another vocabulary drafts for a verifier: the laws it drafts from, and their
-    limits."""
+    """A strategy for a drafter of another vocabulary: the laws that it drafts from, and its limits."""
 
     name: str
     summary: str  # for people
@@ -72,7 +71,7 @@ class Strategy:
             raise FieldError(
                 "block_size",
                 "adaptive",
-                "give a number, or take vocabulary tli.",
+                "give a number, or use vocabulary tli.",
                 f"block_size is 'adaptive', which {self.name}'s drafts are not",
             )
         if refused := self.refusal(name, methods[0] if methods else UNSTATED):

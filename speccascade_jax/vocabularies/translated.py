@@ -32,7 +32,7 @@ CHUNK = 16  # tokens that a drafter reads at once, at most
 
 
 class Source(NamedTuple):
-    """What a translated model reads of a source text."""
+    """A translated model's input for a source text."""
 
     tokens: Int[AnyArray, "B S"]  # as the verifier reads it
     drafter_tokens: Int[AnyArray, "B R"]  # in the model's tokens
@@ -288,7 +288,8 @@ class Resized:
     def extend(
         self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """What follows a token that the model lacks is never used: verification has rejected that token."""
+        """Logits after a token that the model lacks are never used, because verification rejected that
+        token."""
         logits, cache = self.model.extend(params, jnp.where(tokens < self.known, tokens, 0), cache)
         more = ((0, 0), (0, 0), (0, self.vocab_size - self.known))
         return jnp.pad(logits[..., : self.known], more, constant_values=-jnp.inf), cache

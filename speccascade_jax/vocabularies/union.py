@@ -19,7 +19,7 @@ def refusal(name: str, method: Method) -> tuple[str, str] | None:
         if method.lossless
         else (
             f"{name} would write tokens that only the drafter has",
-            "take vocabulary tli, or speculative at the lowest level.",
+            "use vocabulary tli, or speculative at the lowest level.",
         )
     )
 

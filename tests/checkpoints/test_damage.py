@@ -154,7 +154,7 @@ DAMAGE = {
     "another shape": (
         "t5x",
         reshape("decoder/layers_1/mlp/wo/kernel", (81, 48)),
-        r"\(81, 48\), but the other arrays ask for \(80, 48\)",
+        r"\(81, 48\), but the other arrays imply \(80, 48\)",
     ),
     "another rank": ("t5x", reshape("token_embedder/embedding", (97,)), "of another rank"),
     "model.json": ("native", lambda f: (f / "model.json").write_text("{}x"), "damaged"),

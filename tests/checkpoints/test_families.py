@@ -201,10 +201,10 @@ def test_out_is_looked_at_before_in_is_read(folder, tmp_path, capsys, monkeypatc
         (f"{folder}/../in", "exists already"),
         (tmp_path / "file", "exists already"),
         (tmp_path / "nowhere", "exists already"),
-        (tmp_path / "file" / "out", "is no folder"),
+        (tmp_path / "file" / "out", "is not a folder"),
         ("\ud800", "UTF-8"),
         ("x" * 300, "too long"),
-        ("/dev/null/out", "is no folder"),
+        ("/dev/null/out", "is not a folder"),
         ("", "exists already"),
     ):
         refused([folder, out, "--to=native"], words, capsys)
@@ -216,7 +216,7 @@ def test_a_format_that_cannot_hold_the_model_is_refused_before_it_is_read(tmp_pa
     checkpoints.save(tmp_path / "gemma", random_checkpoint(TINY_GEMMA), "native")
     checkpoints.save(tmp_path / "t5", random_checkpoint(UNLIKE["t5"][2]), "t5x")
     monkeypatch.setattr(checkpoints, "load", None)
-    refused([tmp_path / "gemma", tmp_path / "out", "--to=t5x"], "t5x holds no gemma2 models", capsys)
+    refused([tmp_path / "gemma", tmp_path / "out", "--to=t5x"], "t5x does not support gemma2", capsys)
     refused([tmp_path / "t5", tmp_path / "out", "--to=huggingface"], "table of its own", capsys)
     assert not (tmp_path / "out").exists()
 

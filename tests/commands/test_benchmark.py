@@ -120,14 +120,14 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
     assert found["one model alone"]["verifier step, ms"] == pytest.approx(1000)
     assert found["one model alone"]["drafter step, ms"] == pytest.approx(100)
     own = found["token_v3, block size 2, temperature 0.0"]
-    acceptance, calls = own["acceptance a tested position"], own["tokens_per_verifier_call"]
+    acceptance, calls = own["acceptance per tested position"], own["tokens_per_verifier_call"]
     assert own["round, ms"] == pytest.approx(2000)
     assert own["relative cost without prefill, measured"] == pytest.approx(2 / calls)
     assert own["predicted, a scoring call as one step"] == pytest.approx(relative_cost(acceptance, 2, 0.1))
     assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
         relative_cost(acceptance, 2, 0.1, 0.7)
     )
-    assert own["the same, by the tokens a call as counted"] == pytest.approx(2 / calls)
+    assert own["the same, with the counted tokens per call"] == pytest.approx(2 / calls)
     assert own["and with whole rounds as timed"] == pytest.approx(2.5 / calls)
     assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
     assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
@@ -160,7 +160,7 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
     assert written == [7] * 6
     own = figures_of(path)["tiny alone, 7 tokens"]
     assert float(own["times as fast as slow"].split()[0]) > 1e6
-    assert own["slow, ms a token"].startswith(f"{1e9 / 7:.2f}")
+    assert own["slow, ms per token"].startswith(f"{1e9 / 7:.2f}")
 
 
 @pytest.mark.full

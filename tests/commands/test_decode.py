@@ -266,23 +266,3 @@ def test_list_names_configs_to_decode_with_and_methods(capsys):
     assert "│ demo_verifier " not in decoding and "│ demo_verifier " in training
     assert "│ demo " in decoding and "│ demo " not in training
     assert all(name in shown for name in [*METHODS, *BASELINES, "demo", "wmt_small_large"])
-
-
-def test_every_flag_has_a_whole_sentence_of_help(monkeypatch, capsys):
-    """None is without one, and none ends where a line of the code does; the examples stand in lines."""
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit):
-        decode.main(["--help"])
-    said = capsys.readouterr().out
-    assert said.count("\n    python scripts/decode.py") == 3
-    helps = {}
-    for line in said.replace("│", "").splitlines():
-        if line.strip().startswith("--"):
-            flag, _, line = line.strip().partition("  ")
-            name = flag.split()[0].split(",")[0].removeprefix("--")
-        if "(default: " in line:
-            helps[name] = line.split("(default: ")[0].strip()
-    assert {"seed", "stop-below", "block-size", "top-n-sigma"} <= helps.keys()
-    assert not [name for name, text in helps.items() if not text]
-    assert helps["stop-below"].endswith("as with fixed blocks")
-    assert helps["block-size"].endswith("for as many rows")

@@ -181,7 +181,9 @@ def test_a_full_disk_is_named(flags, folder):
         env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(SCRIPTS.parent)},
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "out.jsonl: File too large; what was saved before stays whole" in " ".join(done.stderr.split())
+    assert "out.jsonl: File too large; files that were already saved are intact" in " ".join(
+        done.stderr.split()
+    )
     assert call("decode", *flags, "--input=data.jsonl", "--output=out.jsonl") == 0
     assert len((folder / "out.jsonl").read_text().splitlines()) == 6
 
@@ -415,7 +417,7 @@ def test_fewshot_goes_on_where_its_output_ends(few, folder, capsys):
         assert out.read_bytes() == whole
     figures = json.loads(whole.splitlines()[-1])
     assert f"{figures['acceptance_rate']:.3f}" in shown if figures["acceptance_rate"] else "exact" in shown
-    refused(capsys, "holds results of other settings", "fewshot", *few, *both, "--seed=3")
+    refused(capsys, "has results of other settings", "fewshot", *few, *both, "--seed=3")
     assert out.read_bytes() == whole
     assert call("fewshot", *few, "--methods", "drafter", "verifier") == 0  # one more method
     assert out.read_bytes().startswith(whole) and len(out.read_bytes().splitlines()) == 3 * 6

@@ -113,7 +113,7 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
     shown = capsys.readouterr().out
     for said in (
         "quality: 6 points of 4 methods and block sizes; 0 programs compiled",
-        "every point:",
+        "all points:",
         "temperature 1: fastest at the verifier's bleu",
         "temperature 1: best within",
         "picked for",
@@ -142,7 +142,7 @@ def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
     tradeoff.pick(asked, "bleu", [*FOUND, lossless], None, console())
     said = " ".join(capsys.readouterr().out.split())
     assert "block size 5, temperature 1: the verifier's own distribution (bleu 30.00)" in said
-    assert "The drafter alone: 20.00 (the pick's difference from it +6.00 to +10.00), in 0.10" in said
+    assert "The drafter alone: 20.00 (the pick differs from it by +6.00 to +10.00), in 0.10" in said
     assert configs.load(str(tmp_path / "picked.py")).method == "speculative"
 
 

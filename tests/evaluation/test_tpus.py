@@ -260,13 +260,13 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
         figures.setdefault(title, {})[line["figure"]] = line
     values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
     own = values.pop("a round")
-    assert list(values) == ["begin", "run", "drafter step", "verifier step", "scoring 3 tokens"]
+    assert list(values) == ["prefill", "decode loop", "drafter step", "verifier step", "scoring 3 tokens"]
     assert all(one["fits"] and one["HBM in all, MB"] > one["arguments, MB"] > 0 for one in values.values())
     least = 3 * own["to be read: drafter pass, MB"] + own["to be read: verifier pass, MB"]
     assert own["to be read, MB"] == pytest.approx(least)
     assert own["lower bound, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
     assert not any(value for name, value in own.items() if name.startswith("in the loop"))
-    assert {line["device"] for line in figures["run"].values()} == {"v5e:2x2"}
+    assert {line["device"] for line in figures["decode loop"].values()} == {"v5e:2x2"}
     assert "to be read, MB" in capsys.readouterr().out
 
 
@@ -274,7 +274,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
 def test_what_does_not_fit_is_told(devices):
     wide = dataclasses.replace(T5, vocab_size=2**26)  # 2 x 17 GB of 16
     [(title, found)] = tpus.figures(tpus.Pair(tpus.Shapes(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
-    assert title.startswith("begin, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]
+    assert title.startswith("prefill, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ BAD_LINES = {
     "list": ('{"source": ["a"]}', "`source` is ['a']; it must be a text"),
     "missing": ('{"text": "a"}', "not a JSON object with a `source`"),
     "no object": ('["source"]', "not a JSON object with a `source`"),
-    "half a character": ('{"source": "a\\ud800"}', r"`source` holds '\ud800', half a character"),
+    "half a character": ('{"source": "a\\ud800"}', r"`source` holds '\ud800', an unpaired surrogate"),
     "deep": ('{"source": "a", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
     "long number": ('{"source": "a", "x": ' + "1" * 5000 + "}", "not JSON (Exceeds the limit"),
     "no JSON": ('{"source": "a"', "not JSON (Expecting"),

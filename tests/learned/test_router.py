@@ -314,7 +314,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         (["--method=learned_mixture", mixture], "loss, mixture"),
     ):
         assert finetune.main([f"--config={names['router']}", "--examples=32", *flags]) == 0
-        assert f"on texts held out: {said}" in capsys.readouterr().out
+        assert f"on held-out texts, {said}" in capsys.readouterr().out
     assert (
         decode.main(
             [

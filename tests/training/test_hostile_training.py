@@ -148,7 +148,7 @@ def test_what_no_device_holds_is_refused_before_it_is_asked_for(refused, flag):
         ('{"source": "one", "target": {"de": "x"}}', "'target' is {'de': 'x'}"),
         ('["one", "eins"]', "is ['one', 'eins']; a line of a .jsonl is an object"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"source": "\\ud800", "target": "x"}', "half a character"),
+        ('{"source": "\\ud800", "target": "x"}', "unpaired surrogate"),
         ('{"source": "one", "target": "x', "not JSON"),
         ("1" * 5000, "not JSON"),
     ],

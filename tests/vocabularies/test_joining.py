@@ -185,10 +185,10 @@ def test_what_cannot_be_joined_is_refused(foreign, t5_pair, tmp_path):
 
 @pytest.mark.full
 def test_vocabularies_that_do_not_go_together():
-    with pytest.raises(ValueError, match="have no token in common: take another drafter"):
+    with pytest.raises(ValueError, match="have no token in common: use another drafter"):
         Pair(own=["end", "padding", "c", "d"]).models()
     whole = Tokenizer(DEMO / "verifier" / "spiece.model").surfaces()
-    with pytest.raises(ValueError, match=r"slrs would ask the drafter after more than \d+ texts.*; take tli"):
+    with pytest.raises(ValueError, match=r"slrs would ask the drafter after more than \d+ texts.*; use tli"):
         strings(whole, whole, 2048, 2048)
     with pytest.raises(FieldError) as refused:
         dataclasses.replace(load("demo"), vocabulary="both").check()

@@ -25,10 +25,10 @@ PARTS = 3  # widths in which drafts are verified; more are slower where other pr
 @partial(jax.tree_util.register_dataclass, data_fields=["passes", "tested", "kept", "hoped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """What each row has seen of its drafter, [B].
+    """Statistics of each row's drafter, [B].
 
-    Only of tested tokens, those up to and with a rejection: drafts after it meet the random numbers that the
-    next block draws with, and no decision may know those.
+    They cover tested tokens only, up to and including a rejection. Later drafts meet the random numbers that
+    the next block is drawn with, which no decision may depend on.
     """
 
     passes: Any
@@ -38,7 +38,7 @@ class Experience:
 
     @property
     def bias(self) -> Float[Array, " B"]:
-        """How much more of the tokens is kept than the drafter's confidence says."""
+        """The excess of the fraction of accepted tokens over the drafter's confidence."""
         return (self.kept - self.hoped) / (self.tested + PRIOR)
 
     @property
@@ -47,10 +47,10 @@ class Experience:
 
 
 def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
-    """How likely the likeliest token is against the second likeliest: were it one of the two, this is how
-    sure it would be, 1/2 where the two are equally likely. Better than its probability where a drafter is
-    sure of the token, but of many others that say the same, too: what matters is whether the verifier
-    prefers another."""
+    """The probability of the most likely token, given that it is one of the two most likely ones: 1/2 if both
+    are equally likely. It is a better estimate of acceptance than the token's own probability when the
+    remaining mass is spread over many similar tokens: what matters is whether the verifier prefers another
+    one."""
     highest = jnp.max(law, axis=-1)
     below = jnp.max(jnp.where(law < highest[:, None], law, 0.0), axis=-1)
     tied = jnp.sum(law == highest[:, None], axis=-1) > 1

@@ -77,6 +77,6 @@ class Parallel:
 
 
 def drafting(model: LanguageModel, block_size: int) -> Sampler:
-    """What drafts up to `block_size` tokens, and one more whose law serves the bonus position."""
+    """The sampler that drafts up to `block_size` tokens, and one more whose law serves the bonus position."""
     at_once = getattr(model, "drafts_at_once", None) is not None
     return Parallel(model, block_size + 1) if at_once else Autoregressive(model)

@@ -67,11 +67,10 @@ class WithLookup:
 )
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """What each row has seen of its drafter and of the lookup, [B].
+    """Statistics of each row's drafter and lookup, [B].
 
-    What is found in a round is compared with the tokens that are written, whether it was the draft or not:
-    that is known from the committed tokens. Of the drafter's tokens only those up to and with a rejection
-    count, as in adaptive.Experience.
+    Every lookup is compared with the committed tokens, whether it was used as the draft or not. Of the
+    drafter's tokens, only those up to and including a rejection count, as in adaptive.Experience.
     """
 
     passes: Any
@@ -82,7 +81,7 @@ class Tried:
     found_kept: Any
 
     def acceptance(self) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-        """How likely a token of the drafter's is accepted, and one that is looked up."""
+        """The estimated acceptance probabilities of the drafter's tokens and of tokens that are looked up."""
         return (
             (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR),
             (self.found_kept + PRIOR * LOOKED_UP) / (self.found_tested + PRIOR),

@@ -22,7 +22,7 @@ LONGEST = 3  # tokens that are compared; longer matches were no better a guide
 
 
 class Text(NamedTuple):
-    """What is searched. Entries of `tokens` at or past `length` are scratch."""
+    """The text to search. Entries of `tokens` at or past `length` are scratch."""
 
     source: Int[Array, "B S"]  # what an encoder reads; S = 0 where the text begins with the prompt
     source_length: Int[Array, " B"]
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What followed the longest match."""
+    """The tokens after the longest match."""
 
     tokens: Int[Array, "B G"]
     size: Int[Array, " B"]  # 0 .. G: how many of them there are
@@ -79,7 +79,8 @@ class Lookup:
     def draft(
         self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
     ) -> tuple[Drafts, Text]:
-        """What follows the longest match, up to and with the first eos_id, and the text with it."""
+        """The tokens after the longest match, up to and including the first eos_id, and the text with
+        them."""
         found, cache = self.find(cache, rows, limit, count, eos_id)
         return Drafts(found.tokens, found.size, jnp.zeros_like(found.size)), cache
 
@@ -95,8 +96,8 @@ class Lookup:
 
 
 def found_in(text: Text, count: int) -> Found:
-    """What follows, in the source or before the text's end, the longest run of tokens with which the text
-    ends. Of equally long matches the first one in the source, or where there is none, the last one in the
+    """The tokens that follow the longest earlier occurrence, in the source or the text, of the text's last
+    tokens. Among equally long matches, the first one in the source counts, or else the last one in the
     text."""
     width, length = text.source.shape[1], text.tokens.shape[1]
     last = text.length[:, None] - LONGEST + jnp.arange(LONGEST)
@@ -117,8 +118,8 @@ def found_in(text: Text, count: int) -> Found:
 def matches(
     tokens: Int[Array, "B H"], length: Int[Array, " B"], last: Int[Array, "B N"]
 ) -> Int[Array, "B H"]:
-    """How many of the N `last` tokens, from the newest back, are those up to each place; 0 where none of the
-    first `length` tokens follows the place."""
+    """The number of the N `last` tokens, from the newest back, that match the tokens up to each place; 0 if
+    none of the first `length` tokens follows the place."""
     size, count = tokens.shape[1], last.shape[1]
     before = jnp.pad(tokens, ((0, 0), (count, 0)), constant_values=NO_TOKEN)
     same, match = jnp.arange(size) < length[:, None] - 1, jnp.zeros_like(tokens)
@@ -153,7 +154,7 @@ MODEL_FREE = {
 
 
 def split_drafter(path: str) -> tuple[ModelFree | None, str]:
-    """What a model's path names: a drafter without a checkpoint, if any, and a folder, "" for none. Both are
-    named by NAME+FOLDER."""
+    """Splits a model's path into a drafter without a checkpoint, if any, and a folder ("" for none).
+    NAME+FOLDER gives both."""
     name, _, folder = path.partition("+")
     return (MODEL_FREE[name], folder) if name in MODEL_FREE else (None, path)

@@ -27,7 +27,7 @@ class Proposals(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a drafter without laws proposes after the committed tokens."""
+    """The proposals of a drafter without laws, to follow the committed tokens."""
 
     tokens: Int[AnyArray, "B G"]
     size: Int[AnyArray, " B"]  # 0 .. G: how many of them
@@ -60,7 +60,7 @@ class Proposed:
     def extend(
         self, params: Params, tokens: Int[AnyArray, "B T"], cache: Proposals
     ) -> tuple[Float[Array, "B T V"], Proposals]:
-        """Of what follows other tokens nothing is known: all are equally likely."""
+        """Uniform distributions, because nothing is known about the continuation of other tokens."""
         logits = jnp.zeros((*tokens.shape, self.vocab_size))
         return logits, cache._replace(length=cache.length + tokens.shape[1])
 

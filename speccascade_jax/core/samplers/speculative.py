@@ -51,13 +51,14 @@ HandOver = Literal["need", "truncate", "keep"]
 class Speculative:
     """GenSpecSample (Narasimhan et al., Algorithm 4): `drafter` writes, `verifier` scores.
 
-    The output follows method.target of the drafter's and the verifier's distributions; of several methods,
-    rows.methods says which, and of several ways to verify rows.verifications. Counts (the drafter's counts,
-    its own Counters).
+    The output follows method.target of the drafter's and the verifier's distributions. With several methods,
+    rows.methods selects one per row; with several ways to verify, rows.verifications does. Counts (the
+    drafter's counts, its own Counters).
 
-    A drafter that verifies itself writes blocks of unknown length until `block_size` tokens stand (Mohri et
-    al., arXiv 2510.19705). `hand_over` is what becomes of a surplus: "need" drafts no more than is needed,
-    "truncate" cuts it, "keep" hands it over (not to a rule, whose draft must end regardless of its tokens).
+    A drafter that itself verifies writes blocks of varying length until `block_size` tokens are accepted
+    (Mohri et al., arXiv 2510.19705). `hand_over` decides on surplus tokens: "need" drafts no more than
+    requested, "truncate" drops the surplus, "keep" passes it on (but not to a rule, whose draft must not end
+    depending on its tokens).
     """
 
     drafter: Sampler
@@ -67,9 +68,8 @@ class Speculative:
     hand_over: HandOver = "need"
     verification: Verification | tuple[Verification, ...] = TOKEN
     behind: int = 0  # as Autoregressive's
-    counted: int = (
-        0  # the most drafts a round of which its histogram has a place, if that is above `capacity`
-    )
+    counted: int = 0
+    """The largest number of drafts per round that the histogram can record, if greater than `capacity`."""
     by_prefix: ClassVar[bool] = True  # a rule by prefix has a law by prefix here
 
     @property
