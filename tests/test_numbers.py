@@ -107,7 +107,7 @@ EXCUSED = {
 
 
 def prose(text: str) -> str:
-    return NAMES.sub(" ", NO_PROSE.sub(" ", text))
+    return NAMES.sub(" ", " ".join(NO_PROSE.sub(" ", text).split()))  # a name may be split over two lines
 
 
 def numbers(text: str) -> Iterator[str]:
