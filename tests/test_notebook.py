@@ -1,6 +1,7 @@
 """The notebook of examples/ runs from its first cell to its last, as Jupyter would run it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,8 @@ import flax.nnx  # noqa: F401 - it asks whether there is an IPython: before the 
 import matplotlib
 import pytest
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "cascades.ipynb"
+ROOT = Path(__file__).parent.parent
+NOTEBOOK, PAGE = ROOT / "examples" / "cascades.ipynb", ROOT / "docs" / "guide" / "notebook.md"
 
 
 def code_cells():
@@ -25,6 +27,11 @@ def test_it_is_stored_without_results():
     )
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def test_its_page_shows_every_cell():
+    page = PAGE.read_text(encoding="utf-8")
+    assert re.findall(r"```python\n(.*?)\n```", page, re.DOTALL) == code_cells()
 
 
 def installed(monkeypatch, folder, **modules):
@@ -65,6 +72,9 @@ def test_it_runs(monkeypatch, capsys):
         exec(compile(cell, f"{NOTEBOOK.name}, code cell {number}", "exec"), shared)
     said = capsys.readouterr().out
     assert "Bahnhof" in said and said.count("deferred") == len(shared["TEXTS"])
+    shown = "\n".join(re.findall(r"```text\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+    assert shown.splitlines() == said.splitlines()  # its page is not stale
     [page] = displayed
+    assert page in PAGE.read_text(encoding="utf-8")
     assert shared["COLOURS"]["draft"] in page and shared["COLOURS"]["correction"] in page
     assert shared["curve"][-1] > shared["curve"][0] >= 1 and len(shared["curve"]) == len(shared["ALPHAS"])

@@ -66,7 +66,6 @@ EXCUSED = {
         "what `new` chooses, of training/new_task.py": "5% 500 512 2048 128 64 192 4 5 30000 80000",
         "and for how many steps": "2400 4500 6000 10000 60",
         "a port": "8000",
-        "printed by plan in the run of the record": "0.11",
         "its seconds, in minutes": "6 3.5 15",
         "what the shipped pairs learned from, of speccascade_jax/demo/README.md": "42000 126600",
         "and for how many minutes": "10 25 84 70",
@@ -108,7 +107,7 @@ EXCUSED = {
 
 
 def prose(text: str) -> str:
-    return NAMES.sub(" ", NO_PROSE.sub(" ", text))
+    return NAMES.sub(" ", " ".join(NO_PROSE.sub(" ", text).split()))  # a name may be split over two lines
 
 
 def numbers(text: str) -> Iterator[str]:
