@@ -15,7 +15,7 @@ import tyro
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.methods import Fixed, Knob, Method, Scheme
-from speccascade_jax.core.protocols import Sampler
+from speccascade_jax.core.protocols import Sampler, abilities_of
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
@@ -349,6 +349,21 @@ class Settings(Declared):
                 "temperature",
                 self.temperature,
                 f"{name} decodes greedily: make it 0, or take another method.",
+            )
+        if isinstance(scheme.sampler, Fixed):
+            self.check_verification(scheme.sampler.made)
+
+    def check_verification(self, sampler: Sampler) -> None:
+        """Raises FieldError for a way to verify that a sampler in place of a name does not choose from;
+        `token`, which nobody has to ask for, leaves it the first of its ways."""
+        ways = [way.name for way in abilities_of(sampler).verifications]
+        if self.verification not in (TOKEN.name, *ways):
+            raise FieldError(
+                "verification",
+                self.verification,
+                f"known: {', '.join(ways)}." if ways else "leave it out.",
+                f"verification is {self.verification!r}, and the sampler {type(sampler).__name__} does not "
+                "verify drafts in that way",
             )
 
 

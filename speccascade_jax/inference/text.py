@@ -25,14 +25,12 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
 from speccascade_jax.core.nests import network_of
-from speccascade_jax.core.protocols import LanguageModel, Sampler
+from speccascade_jax.core.protocols import LanguageModel, Sampler, abilities_of
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
-from speccascade_jax.core.samplers.block import drafting
-from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
+from speccascade_jax.core.samplers.drafts import Drafters, kind_of
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
-from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
@@ -291,12 +289,11 @@ class Cascade:
         verification = ways if len(ways) > 1 else ways[0]
         if self.host_drafter is not None:
             return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
-        sampler: Any = drafting(self.drafter, sizes[0])
-        if self.beside is not None:
-            sampler = WithLookup(sampler, self.beside)
-        kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
-        lowest = kind if self.model_free is None else Matched if self.beside is None else Choosing
-        kinds = [lowest, *[kind] * (self.levels - 1)]
+        drafters = Drafters(self.drafter, sizes[0], self.model_free is not None, self.beside)
+        drafts = kind_of(drafters)
+        kind: Any = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
+        kinds = [drafts.verified_by or kind, *[kind] * (self.levels - 1)]
+        sampler: Any = drafts.sampler(drafters)
         for kind, model, several, size in zip(kinds, self.models[1:], levels, sizes, strict=True):
             method = several if len(several) > 1 else several[0]
             sampler = kind(sampler, model, method, size, settings.hand_over, verification)
@@ -411,6 +408,9 @@ class Cascade:
         settings.check(self.verifier.vocab_size, self.levels, {**NAMED, **self.named})
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
+        scheme = settings.scheme(self.levels)
+        if scheme is not None and scheme not in NAMED.values():
+            settings.check_verification(scheme.sampler(self.models))
         self.check_model_free(settings)
         self.check_at_once(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
@@ -642,7 +642,7 @@ class Cascade:
     def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
         programs = self._programs(plan, params)
-        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
+        drafted = abilities_of(plan.sampler).proposed
         proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
 
