@@ -23,7 +23,7 @@ from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
-from speccascade_jax.core.samplers.lookup import split_drafter
+from speccascade_jax.core.samplers.lookup import MODEL_FREE, split_drafter
 from speccascade_jax.models import TrainedConfig
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
@@ -223,13 +223,27 @@ class RouterConfig:
             raise FieldError("output", self.output, "a router's file ends in .json.")
 
 
+DRAFTER_HELP = "; ".join(
+    (
+        "checkpoint folder of the small model",
+        "FOLDER@NAME: a member of a network",
+        *(
+            f"{name}: no model, but {entry.summary}; {name}+FOLDER: that or the model, round by round"
+            for name, entry in MODEL_FREE.items()
+        ),
+    )
+)
+VOCABULARY_HELP = "how a drafter of another vocabulary drafts. " + "; ".join(
+    f"{name}: {strategy.summary if name == strategy.name else strategy.name}"
+    for name, strategy in VOCABULARIES.items()
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Settings):
     """A cascade and how it decodes; every field, those of Settings too, is a flag of scripts/decode.py."""
 
-    # checkpoint folder of the small model; FOLDER@NAME: a member of a network; lookup: no model, but what
-    # followed the last tokens in the source and the text; lookup+FOLDER: that or the model, round by round
-    drafter: str = ""
+    drafter: Annotated[str, arg(help=DRAFTER_HELP)] = ""
     verifier: str = ""  # checkpoint folder of the large model
     models: tuple[str, ...] = ()  # instead of these two: one or more folders, the smallest model's first
     # of --list, or verifier / drafter alone; or one a level. An object in its place moves to `samplers`
@@ -243,7 +257,7 @@ class DecodeConfig(Settings):
     chat: bool = False  # each input is what a user says, in the models' own chat templates
     tokenizer: str | None = None  # spiece.model or tokenizer.json, where the checkpoints have none
     router: str | None = None  # the trained network's file, of the methods router and learned_mixture
-    vocabulary: Vocabulary = "auto"  # how a drafter of another vocabulary drafts; auto: tli
+    vocabulary: Annotated[Vocabulary, arg(help=VOCABULARY_HELP)] = "auto"
     tensor_parallel: int = 1  # devices that share each model's parameters
     # bytes on each device for what prompts begin with, so that decoder-only models read it once; 0: none
     prefix_cache_bytes: int = PREFIX_CACHE

@@ -21,7 +21,7 @@ from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_usual
 
 MOST_TOKENS = 2**17  # a text's
 MOST_MARKERS = 4  # of alpha_after
@@ -355,9 +355,9 @@ class Settings(Declared):
 
     def check_verification(self, sampler: Sampler) -> None:
         """Raises FieldError for a way to verify that a sampler in place of a name does not choose from;
-        `token`, which nobody has to ask for, leaves it the first of its ways."""
+        the usual one, which nobody has to ask for, leaves it the first of its ways."""
         ways = [way.name for way in abilities_of(sampler).verifications]
-        if self.verification not in (TOKEN.name, *ways):
+        if self.verification not in ways and not is_usual(self.verification):
             raise FieldError(
                 "verification",
                 self.verification,

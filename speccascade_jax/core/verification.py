@@ -118,6 +118,7 @@ class Verification:
     and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i): what plans and expected numbers of calls rest on."""
     summary: str  # for people
     by_round: bool = False  # each round needs numbers of its own: see randomness.noise
+    usual: bool = False  # where none is asked for
     name: str = ""
 
 
@@ -125,6 +126,7 @@ TOKEN = Verification(
     by_token,
     standing_by_token,
     "each drafted token by itself, up to the first rejection",
+    usual=True,
     name="token",
 )
 BLOCK = Verification(
@@ -135,6 +137,11 @@ BLOCK = Verification(
     name="block",
 )
 VERIFICATIONS = {way.name: way for way in (TOKEN, BLOCK)}
+
+
+def is_usual(name: str) -> bool:
+    """Whether nobody has to ask for the way to verify that has this name."""
+    return name in VERIFICATIONS and VERIFICATIONS[name].usual
 
 
 def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -46,7 +46,7 @@ from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, LogitsError, 
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.markers import Spelled, spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
-from speccascade_jax.vocabularies import VOCABULARIES
+from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -89,7 +89,8 @@ class Cascade:
     stop: tuple[str, ...] = ()  # each ends an output as the end of the sequence does, and is cut off
     chat: bool = False  # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
-    vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
+    # the drafters of another vocabulary; how these draft, of VOCABULARIES or in an object of its own
+    vocabulary: str | Strategy = "auto"
     model_free: ModelFree | None = None  # what drafts without a checkpoint
     beside: Any = None  # its model, where that is not the smallest one but drafts beside it
     trained: Method | None = None  # a trained method, which stands for its name: see learned.router
@@ -121,15 +122,15 @@ class Cascade:
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.prefixes = PrefixCache(self.prefix_cache_bytes) if self.prefix_cache_bytes else None
         self.latest: list[Request] = []  # the last one of a file, which the next one may begin like
-        self.strategy = VOCABULARIES[self.vocabulary]
+        self.strategy = strategy_of(self.vocabulary)
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
             if self.model_free is not None:
                 raise FieldError(
                     "vocabulary",
-                    self.vocabulary,
+                    self.strategy.name,
                     "take vocabulary tli.",
-                    f"{self.vocabulary} drafts on the host, {self.model_free.name} does not",
+                    f"{self.strategy.name} drafts on the host, {self.model_free.name} does not",
                 )
             self.host_drafter = self.strategy.drafts(
                 *next(iter(self.foreign.items())),
@@ -146,7 +147,7 @@ class Cascade:
         dtype: Any = jnp.float32,
         tokenizer: str | Path | None = None,
         tensor_parallel: int = 1,
-        vocabulary: str = "auto",
+        vocabulary: str | Strategy = "auto",
         **fields: Any,
     ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
@@ -185,7 +186,7 @@ class Cascade:
                 (checkpoint.model, checkpoint.params, model_tokenizer)
                 for checkpoint, model_tokenizer in zip(loaded, read, strict=True)
             ],
-            VOCABULARIES[vocabulary],
+            strategy_of(vocabulary),
         )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         models, params = joint.models, joint.params

@@ -22,7 +22,7 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler, abilities_of
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import TOKEN
+from speccascade_jax.core.verification import is_usual
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
@@ -67,7 +67,8 @@ class Lane(NamedTuple):
         Raises FieldError for a way to verify that the lane does not have, and ValueError for such a method.
         """
         ways = verifications_of(self.plan.sampler)
-        if ways and settings.verification not in (ways if self.methods else (TOKEN.name, *ways)):
+        unasked = not self.methods and is_usual(settings.verification)
+        if ways and settings.verification not in ways and not unasked:
             raise FieldError(
                 "verification",
                 settings.verification,

@@ -59,6 +59,10 @@ def laws_of(
     return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
 
 
-VERIFIER = Scheme(lambda models: Autoregressive(models[-1]), "the large model alone", name="verifier")
-DRAFTER = Scheme(lambda models: Autoregressive(models[0]), "the small model alone", name="drafter")
+def _alone(name: str, place: int, summary: str) -> Scheme:
+    return Scheme(lambda models: Autoregressive(models[place]), summary, model=place, name=name)
+
+
+VERIFIER = _alone("verifier", -1, "the large model alone")
+DRAFTER = _alone("drafter", 0, "the small model alone")
 SINGLE_MODEL = {scheme.name: scheme for scheme in (VERIFIER, DRAFTER)}
