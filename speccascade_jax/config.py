@@ -23,7 +23,7 @@ from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
-from speccascade_jax.core.samplers.lookup import split_drafter
+from speccascade_jax.core.samplers.lookup import MODEL_FREE, split_drafter
 from speccascade_jax.models import TrainedConfig
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
@@ -290,14 +290,26 @@ class RouterConfig:
             raise FieldError("output", self.output, "its name must end in .json.")
 
 
+DRAFTER_HELP = " ".join(
+    (
+        "The small model's checkpoint folder. FOLDER@NAME selects one member of a network.",
+        *(
+            f"`{name}` needs no model: it drafts {entry.summary}. {name}+FOLDER picks one of the two per round."
+            for name, entry in MODEL_FREE.items()
+        ),
+    )
+)
+VOCABULARY_HELP = "How a drafter with another vocabulary drafts. " + " ".join(
+    f"{name}: {strategy.summary if name == strategy.name else strategy.name}."
+    for name, strategy in VOCABULARIES.items()
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Settings):
     """The models and how they decode. The fields of --config are the defaults."""
 
-    # The small model's checkpoint folder. FOLDER@NAME selects one member of a network. `lookup` needs no
-    # model: it drafts whatever followed the last tokens earlier in the source or text. lookup+FOLDER picks
-    # one of the two in each round.
-    drafter: str = ""
+    drafter: Annotated[str, arg(help=DRAFTER_HELP)] = ""
     # The large model's checkpoint folder.
     verifier: str = ""
     # Use these models instead of --drafter and --verifier: one or more folders, smallest model first.
@@ -323,8 +335,7 @@ class DecodeConfig(Settings):
     tokenizer: str | None = None
     # The trained file that the methods `router` and `learned_mixture` read.
     router: str | None = None
-    # How a drafter with another vocabulary drafts: tli, union, slem or slrs. auto is tli.
-    vocabulary: Vocabulary = "auto"
+    vocabulary: Annotated[Vocabulary, arg(help=VOCABULARY_HELP)] = "auto"
     # The number of devices that share each model's parameters.
     tensor_parallel: int = 1
     # Bytes of memory per device for caching shared prompt prefixes, so that decoder-only models read them

@@ -16,13 +16,13 @@ import tyro
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.methods import Fixed, Knob, Method, Scheme
-from speccascade_jax.core.protocols import Sampler
+from speccascade_jax.core.protocols import Sampler, abilities_of
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import TOKEN, VERIFICATIONS
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_default
 
 MOST_TOKENS = 2**17  # of a text
 MOST_MARKERS = 4  # of alpha_after
@@ -364,6 +364,21 @@ class Settings(Declared):
                 "temperature",
                 self.temperature,
                 f"{name} decodes greedily: set it to 0, or choose another method.",
+            )
+        if isinstance(scheme.sampler, Fixed):
+            self.check_verification(scheme.sampler.made)
+
+    def check_verification(self, sampler: Sampler) -> None:
+        """Raises FieldError for a way to verify that a sampler in place of a name does not choose from;
+        the usual one, which nobody has to ask for, leaves it the first of its ways."""
+        ways = [way.name for way in abilities_of(sampler).verifications]
+        if self.verification not in ways and not is_default(self.verification):
+            raise FieldError(
+                "verification",
+                self.verification,
+                f"known: {', '.join(ways)}." if ways else "leave it out.",
+                f"verification is {self.verification!r}, and the sampler {type(sampler).__name__} does not "
+                "verify drafts in that way",
             )
 
 

@@ -44,8 +44,8 @@ def pytest_addoption(parser):
 
 
 CHECKED = "core", "baselines", "models", "inference"
-"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them. That
-takes a fifth of the quick suite's time. --rest goes without: it mostly repeats calls at other sizes."""
+"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them.
+That takes a fifth of the quick suite's time. --rest goes without: it mostly repeats calls at other sizes."""
 
 
 def pytest_configure(config):

@@ -6,26 +6,61 @@ name, or keeps a dict by such names, would have to be found and changed when an 
 """
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
 from speccascade_jax.baselines import BASELINES
+from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.rules import METHODS
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.lookup import MODEL_FREE
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.fewshot import TASKS
 from speccascade_jax.evaluation.quality import METRICS
+from speccascade_jax.training.optimizer import OPTIMIZERS
 from speccascade_jax.vocabularies import VOCABULARIES
 
 PACKAGE = Path(__file__).resolve().parent.parent / "speccascade_jax"
-ENTRIES = {*METHODS, *BASELINES, *TASKS, *METRICS, *VOCABULARIES, *TRUNCATIONS, *DIVERGENCES}
-TABLES = {"METHODS", "BASELINES", "TRUNCATIONS", "VOCABULARIES", "DIVERGENCES"}
+DECLARED: tuple[Mapping[str, Any], ...] = (
+    METHODS,
+    BASELINES,
+    SINGLE_MODEL,
+    MODEL_FREE,
+    TASKS,
+    METRICS,
+    VOCABULARIES,
+    VERIFICATIONS,
+    TRUNCATIONS,
+    DIVERGENCES,
+    OPTIMIZERS,
+)
+ENTRIES = set().union(*DECLARED)
+TABLES = {"METHODS", "BASELINES", "TRUNCATIONS", "VOCABULARIES", "DIVERGENCES", "OPTIMIZERS"}
 """The dict literals that declare entries."""
 
 COLLECTIONS = "set", "frozenset", "tuple", "list", "dict.fromkeys"
 ALLOWED = {  # what only looks like a comparison with an entry's name
+    # Of the timings of those models that there are.
+    "commands/benchmark.py": ["'drafter' in step"],
+    # Values of --at-quality.
+    "commands/tradeoff.py": ["a.at_quality not in (None, *QUALITIES)", "target in QUALITIES"],
+    # The flags, and the parts of a network, that are called like a model by itself.
+    "training/checks.py": ["{'drafter': config.exits.drafter}"],
+    "models/eagle.py": ["{'verifier': self.full.segment(cache.verifier, row, start, size), **he"],
+    # What is timed, as stored times call it.
+    "experiments/verification.py": ["{('verifier',): dataclasses.replace(run, method='verifier', block_size"],
+    # Fields of an answer.
+    "serving/answers.py": [
+        "{'token': piece.text, 'logprob': float(scores.logprobs[position]), 'of",
+        "{'token': token, 'logprob': value, 'bytes': [*token.encode(errors='rep",
+        "{'text': piece.text, 'token': piece.token, 'origin': piece.origin, 'le",
+    ],
     "config.py": ["config.dtype == 'auto'", "self.dtype != 'auto'"],
     "evaluation/tpus.py": ["run.dtype == 'auto'"],  # no vocabulary, but a dtype
     "inference/ray_jobs.py": ["address in ('local', 'auto')"],
@@ -40,13 +75,18 @@ Constants = dict[str, set[str]]
 
 
 def strings(node: ast.AST | None, constants: Constants) -> set[str]:
-    """The strings that an expression is, or holds: a literal, a collection of literals, or a name for one."""
+    """The strings that an expression is, or holds: a literal, a collection of literals, or a name for one. An
+    entry that has a name of its own, such as VERIFIER, is the entry's string, and so is VERIFIER.name."""
     if isinstance(node, ast.Constant):
         return {node.value} if isinstance(node.value, str) else set()
     if isinstance(node, ast.Name):
         return constants.get(node.id, set())
-    if isinstance(node, ast.Attribute):  # module.CONSTANT
-        return constants.get(node.attr, set()) if node.attr.isupper() else set()
+    if isinstance(node, ast.Attribute):  # module.CONSTANT, ENTRY.name
+        return (
+            strings(node.value, constants)
+            if node.attr == "name"
+            else (constants.get(node.attr, set()) if node.attr.isupper() else set())
+        )
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         return set().union(*(strings(element, constants) for element in node.elts))
     if isinstance(node, ast.Starred):
@@ -103,8 +143,19 @@ def violations(source: str, elsewhere: Constants | None = None) -> Iterator[str]
             yield " ".join(ast.unparse(node).split())[:70]
 
 
-def all_constants() -> Constants:
+def named_entries() -> Constants:
+    """Constant -> the entry's name, where an entry is an object that a module has given a name."""
+    entries = {id(entry): name for table in DECLARED for name, entry in table.items()}
     found: Constants = {}
+    for name, module in [*sys.modules.items()]:
+        for constant, value in vars(module).items() if name.startswith(PACKAGE.name) else ():
+            if constant.isupper() and id(value) in entries:
+                found[constant] = {entries[id(value)]}
+    return found
+
+
+def all_constants() -> Constants:
+    found: Constants = named_entries()
     for path in PACKAGE.rglob("*.py"):
         for name, values in constants_of(ast.parse(path.read_text(encoding="utf-8"))).items():
             if name.isupper():
@@ -159,10 +210,21 @@ def test_what_is_mended_is_no_longer_listed():
         "assert name == 'router'",
         "f(lambda name: name == 'oracle')",
         "far = lk if config.divergence == 'lk' else kl",
+        "if name == 'verifier': pass",
+        "blank = r.name == DRAFTER.name",
+        "unusual = point.verification != verification.TOKEN.name",
+        "ok = way not in (TOKEN.name, *ways)",
+        "ok = entry is VERIFIER",
+        "if way == 'block': pass",
+        "if path == 'lookup': pass",
+        "matrices = config.optimizer == 'muon'",
+        "LOOKS = {'verifier': 1, 'drafter': 2}",
+        "calls = {VERIFIER.name: 1}",
+        "joined = UNION.name == vocabulary",
     ],
 )
 def test_a_planted_violation_is_seen(source):
-    assert len(list(violations(source, {"LOOKAHEAD": {"lookahead"}}))) == 1
+    assert len(list(violations(source, {"LOOKAHEAD": {"lookahead"}, **named_entries()}))) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,7 +238,9 @@ def test_a_planted_violation_is_seen(source):
         "METRICS = {metric.name: metric for metric in (Metric('bleu'),)}",
         "if method.lossless: pass",
         "COMPARED = ('opt', 'chow')\nfor name in COMPARED: pass",
-        "if name == 'verifier': pass",
+        "if name == 'both': pass",
+        "settings = replace(settings, method=VERIFIER.name)",
+        "if point.name in SINGLE_MODEL: pass",
         "replace(settings, method='speculative', top_p=0.5)",
         "found = 'optimizer' in flags",
     ],
@@ -190,3 +254,11 @@ def test_the_names_are_those_of_the_entries():
     assert {"speculative", "lookahead", "bild", "gsm8k", "bleu", "slem", "min_p", "lk"} <= ENTRIES
     assert all(task.name == name and task.summary for name, task in TASKS.items())
     assert all(metric.name == name and metric.summary for name, metric in METRICS.items())
+    assert {"token", "lookup", "drafter", "muon"} <= ENTRIES
+    assert named_entries().keys() >= {"VERIFIER", "DRAFTER", "TOKEN", "BLOCK", "SLEM", "TLI"}
+
+
+@pytest.mark.parametrize("flag,table", [("vocabulary", VOCABULARIES), ("drafter", MODEL_FREE)])
+def test_a_flags_help_is_made_of_its_entries(flag, table):
+    [about] = get_type_hints(DecodeConfig, include_extras=True)[flag].__metadata__
+    assert all(f"{name}: " in about.help and entry.summary in about.help for name, entry in table.items())

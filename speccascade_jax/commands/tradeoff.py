@@ -38,7 +38,7 @@ from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.measurements import Measurements
-from speccascade_jax.evaluation.reductions import Comparison, best, fastest, table_two
+from speccascade_jax.evaluation.reductions import Comparison, best, fastest, is_largest, table_two
 from speccascade_jax.evaluation.sweep import COMPARED, alone, block_size_of, grid
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.vocabulary_checks import check_methods
@@ -107,7 +107,7 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
         verifier = next(
             r
             for r in comparisons
-            if r.name == "verifier" and (r.point.temperature, r.point.top_p) == (temperature, top_p)
+            if r.is_verifier and (r.point.temperature, r.point.top_p) == (temperature, top_p)
         )
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
         quickest = _table(
@@ -220,7 +220,7 @@ def measurements_of(arguments: Arguments, task: Task, split: str, screen: Consol
 def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> tuple[Comparison, str]:
     """The point that --at-quality or --at-latency selects, and the criterion in words."""
     candidates = [r for r in comparisons if r.point.method not in SINGLE_MODEL]
-    goals = {v.panel: v.quality for v in comparisons if v.name == "verifier"}
+    goals = {v.panel: v.quality for v in comparisons if v.is_verifier}
     if arguments.at_latency is not None:
         chosen = best(candidates, arguments.at_latency)
         wish = f"at most {arguments.at_latency:g} of the verifier's time"
@@ -228,7 +228,7 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
         target = arguments.at_quality or ""
         if target == "truncated":
             goals = {
-                panel: max(r.quality for r in comparisons if r.point.name == "verifier" and r.panel == panel)
+                panel: max(r.quality for r in comparisons if is_largest(r.point.name) and r.panel == panel)
                 for panel in goals
             }
         choices = [

@@ -82,6 +82,7 @@ class Scheme:
     high: float = np.inf  # alpha's bounds, both included
     low: float = -np.inf
     models: int | None = None  # how many models it needs; None: any number
+    model: int | None = None  # the place of the one that decodes alone, 0 the smallest, -1 the largest
     greedy: bool = False  # decodes only greedily
     confidence: Callable[[np.ndarray], float] | None = None  # in [0, 1], from the log probabilities of the
     # drafter's tokens: if it is below 1 - alpha, the verifier decodes the text again

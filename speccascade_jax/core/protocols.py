@@ -4,6 +4,7 @@ Shape letters: B rows, T tokens in this call, S source, L buffer, G block size (
 V vocabulary, H heads, D width, K verifiers of a hierarchy.
 """
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -45,7 +46,7 @@ class LanguageModel(Protocol):
       vocabulary  tokens in and logits out are over the target vocabulary, whatever lies inside
 
     Every array of a cache begins with the axis of rows. A model with a different cache layout must also
-    define insert(cache, fresh, slots, like_fresh): see `insert` below.
+    define insert(cache, fresh, slots, like_fresh): see core.nests.insert.
 
     A model's state after part of a prompt can be copied into other rows if the model has two more methods.
     segment(cache, row, start, size) returns the cache's content for positions start .. start+size-1 of a row;
@@ -75,9 +76,6 @@ class LanguageModel(Protocol):
         """The cache as it was when it covered `length` positions, which must not exceed its current
         length."""
         ...
-
-
-# What a sampler's models have in common is done to all of them: `models` nests as parameters and caches do.
 
 
 class Origin(IntEnum):
@@ -140,7 +138,7 @@ class Block(NamedTuple):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Static and hashable."""
+    """Static and hashable. What a sampler can do beyond these members it says in those of Abilities."""
 
     @property
     def models(self) -> Any:
@@ -173,3 +171,51 @@ class Sampler(Protocol):
         On return the caches cover start + size - 1 positions.
         """
         ...
+
+
+Laws = tuple[Float[Array, "B N V"], Float[Array, "B N V"]]
+"""Of each token: built from the models' own distributions, and from the transformed ones."""
+
+
+class Abilities(NamedTuple):
+    """The optional members of a sampler, and what holds for one that lacks them."""
+
+    verifications: tuple[Any, ...] = ()  # the ways to verify that rows.verifications numbers
+    remembers: bool = False  # a step reads rows.so_far
+    noise_sizes: tuple[tuple[int, ...], ...] | None = None  # see core.rounds.noise_sizes_of
+    at_once: bool = False  # as a drafter, one step emits a whole draft
+    behind: int | None = None  # committed tokens besides the last that its caches may lack; None: none, ever
+    catches_up: bool = False  # as a drafter, its cache covers what its `model` has been given to read
+    resizes: bool = False  # of_blocks(size) drafts less in the same states; see Speculative
+    proposed: bool = False  # its drafts are put into its first cache between two rounds
+    # (params, caches, rows, tokens [B, N]) -> Laws of the token after each prefix of `tokens`, whose first is
+    # the one the caches lack; those of its drafts
+    laws: Callable[..., Laws] | None = None
+    draft_laws: Callable[..., Laws] | None = None
+    # (methods, one for each verifier from the smallest up; none: the sampler's own) -> whether `laws` gives
+    # the law of what they write, wherever the rounds begin
+    states_law: Callable[[Sequence[Any]], bool] = lambda methods: True
+
+
+def abilities_of(sampler: Sampler) -> Abilities:
+    """What a sampler says of itself, in members that it need not have."""
+    return Abilities(**{name: getattr(sampler, name) for name in Abilities._fields if hasattr(sampler, name)})
+
+
+def states_law(sampler: Sampler, methods: Sequence[Any] = ()) -> bool:
+    """Whether a sampler's laws() gives the law of what `methods` write, one for each verifier from the
+    smallest up; without any, of what its own methods do."""
+    abilities = abilities_of(sampler)
+    return abilities.laws is not None and abilities.states_law(methods)
+
+
+def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
+    """The law of the token after each prefix of `tokens`, whose first is the one the caches lack: built from
+    the models' own distributions, and from the transformed ones. The second is what a text is drawn from.
+
+    Raises ValueError for a sampler whose law is not one of the prefix.
+    """
+    stated = abilities_of(sampler).laws
+    if stated is None:
+        raise ValueError(f"{type(sampler).__name__} states no law of its tokens by their prefix.")
+    return stated(params, caches, rows, tokens)

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import covered
-from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows, Sampler
+from speccascade_jax.core.protocols import (
+    Block,
+    Cache,
+    Counts,
+    LanguageModel,
+    Origin,
+    Params,
+    Rows,
+    Sampler,
+    abilities_of,
+)
 from speccascade_jax.core.randomness import Role
 from speccascade_jax.core.verification import Draft, Verdict
 
@@ -37,7 +47,8 @@ def uniforms(
 def noise_sizes_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
     """For each sampler from the innermost drafter up to this one, what randomness.noise takes. A sampler that
     contains others says it in `noise_sizes`; without, all numbers belong to positions."""
-    return getattr(sampler, "noise_sizes", ((),) * (sampler.level + 1))
+    sizes = abilities_of(sampler).noise_sizes
+    return ((),) * (sampler.level + 1) if sizes is None else sizes
 
 
 def read(

@@ -118,6 +118,7 @@ class Verification:
     and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i): what plans and expected numbers of calls rest on."""
     summary: str  # a phrase for help texts
     by_round: bool = False  # each round needs its own random numbers: see randomness.noise
+    default: bool = False
     name: str = ""
 
 
@@ -125,6 +126,7 @@ TOKEN = Verification(
     by_token,
     standing_by_token,
     "each drafted token individually, up to the first rejection",
+    default=True,
     name="token",
 )
 BLOCK = Verification(
@@ -135,6 +137,11 @@ BLOCK = Verification(
     name="block",
 )
 VERIFICATIONS = {way.name: way for way in (TOKEN, BLOCK)}
+
+
+def is_default(name: str) -> bool:
+    """Whether this is the name of the default verification."""
+    return name in VERIFICATIONS and VERIFICATIONS[name].default
 
 
 def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:

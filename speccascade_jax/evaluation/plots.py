@@ -46,7 +46,11 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"ls": (0, (1, 3)), "fillstyle": "right"},
     {"ls": (0, (8, 3)), "fillstyle": "bottom"},
 )  # of one method
-ALONE = {"verifier": {"marker": "*", "ms": 12, "ls": ":"}, "drafter": {"marker": "H", "ms": 9, "ls": "-."}}
+LOOKS: tuple[dict[str, Any], ...] = (
+    {"marker": "*", "ms": 12, "ls": ":"},
+    {"marker": "H", "ms": 9, "ls": "-."},
+)
+ALONE = dict(zip(SINGLE_MODEL, LOOKS, strict=True))
 
 
 def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]:

@@ -42,6 +42,11 @@ class Comparison:
         return self.contest.name if self.contest else self.point.name
 
     @property
+    def is_verifier(self) -> bool:
+        """Whether its curve is that of the verifier alone, without another truncation."""
+        return is_largest(self.name)
+
+    @property
     def expected(self) -> float:
         """The quality to count on. Lossless outputs have the verifier's distribution, so they have its
         measured quality: two samples of one distribution differ by noise only."""
@@ -66,7 +71,9 @@ def compare(
     for point, q, contest in stands:
         verifier, drafter = (qualities[alone(contest.panel, model)] for model in SINGLE_MODEL)
         alike = alone(point, "verifier")
-        calls = {"verifier": q.tokens, "drafter": 0}.get(point.name, q.counts.get("rounds", 0))
+        calls = q.counts.get("rounds", 0)
+        if point.name in SINGLE_MODEL:
+            calls = q.tokens if is_largest(point.name) else 0
         time = None
         if point in latencies:
             latency, large, small = (
@@ -98,6 +105,11 @@ def compare(
     return comparisons
 
 
+def is_largest(name: str) -> bool:
+    """Whether a method's name stands for the largest model alone."""
+    return name in SINGLE_MODEL and SINGLE_MODEL[name].model == -1
+
+
 def _quality(metric: str, quality: Quality) -> float:
     return score(metric, quality.statistics.sum(axis=0))
 
@@ -117,7 +129,7 @@ def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
     if block_size_of(point) and not point.adaptive:
         return relative_cost(quality.acceptance, block_size_of(point), step_ratio)
     if point.name in SINGLE_MODEL:
-        return {"verifier": 1.0, "drafter": step_ratio}[point.name]
+        return 1.0 if is_largest(point.name) else step_ratio
     counts = quality.counts
     if not counts.keys() >= {"drafter_passes", "rounds", "emitted"}:
         return math.nan  # a custom sampler: the cost of its passes is not known

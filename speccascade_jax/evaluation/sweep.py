@@ -18,7 +18,7 @@ from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import TOKEN
+from speccascade_jax.core.verification import TOKEN, is_default
 from speccascade_jax.evaluation.quality import METRICS, statistics
 from speccascade_jax.evaluation.rates import check_counts, position_acceptance
 from speccascade_jax.inference.outputs import resume
@@ -71,7 +71,7 @@ def curve_of(point: Settings) -> str:
         "+".join(f"{value:g}" for value in (values if isinstance(values, tuple) else (values,)))
         for values in point.alpha_after.values()
     )
-    unusual = [point.verification] * (point.verification != TOKEN.name) + [f"{after} after"] * bool(after)
+    unusual = [point.verification] * (not is_default(point.verification)) + [f"{after} after"] * bool(after)
     return f"{point.name} ({'; '.join(unusual)})" if unusual else point.name
 
 

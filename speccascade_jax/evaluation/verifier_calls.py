@@ -19,13 +19,12 @@ from jaxtyping import Float, Int
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.samplers import Speculative
+from speccascade_jax.core.protocols import Sampler, abilities_of, laws, states_law
 from speccascade_jax.core.verification import Verification
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.evaluation.sweep import DAMAGE, Track
 from speccascade_jax.evaluation.turns import Cascades, Ratio, described
 from speccascade_jax.inference.outputs import resume
-from speccascade_jax.inference.scoring import laws, states_law
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.runs import Runs
 from speccascade_jax.scheduling.prompts import Request
@@ -37,16 +36,16 @@ BATCH = 16
 
 
 def ratios(
-    sampler: Speculative, params: Any, requests: loop.Requests, tokens: Int[jax.Array, "B L"]
+    sampler: Sampler, params: Any, requests: loop.Requests, tokens: Int[jax.Array, "B L"]
 ) -> Float[jax.Array, "B L"]:
     """q~/pi of each of `tokens` after its request and the tokens before it, 0 where pi is."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
-    below = (params, state.caches) if sampler.shares else (params[0], state.caches[0])
+    draft_laws: Any = abilities_of(sampler).draft_laws
     drafted, written = (
         jnp.take_along_axis(law, tokens[..., None], axis=-1)[..., 0]
         for _, law in (
-            laws(sampler.drafter, *below, state.rows, read),
+            draft_laws(params, state.caches, state.rows, read),
             laws(sampler, params, state.caches, state.rows, read),
         )
     )
@@ -61,7 +60,8 @@ def ratios_along(
     settings = cascade.checked(settings, {})
     [(_, lane)] = cascade.lanes([settings]).items()
     sampler = lane.plan.sampler
-    if not isinstance(sampler, Speculative) or not states_law(sampler, settings.rules(cascade.levels)):
+    rules = () if settings.scheme(cascade.levels) else settings.rules(cascade.levels)
+    if abilities_of(sampler).draft_laws is None or not states_law(sampler, rules):
         raise FieldError(
             "method", settings.name, "take a rule whose target distribution depends on the prefix alone."
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.samplers.autoregressive import DRAFTER, SINGLE_MODEL, VERIFIER
+from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.measurements import Measurements
 from speccascade_jax.evaluation.quality import METRICS, bootstrap, score
@@ -112,8 +112,8 @@ def shown(r: Comparison, mark: str = "") -> list[Any]:
         "" if plain else f"{r.lenience:g}",
         "" if alone else block_size_of(r.point),
         f"{r.quality:.1f}",
-        "" if r.name == VERIFIER.name else difference(r.gain),
-        "" if r.name == DRAFTER.name else difference(r.gain_over_drafter),
+        "" if r.is_verifier else difference(r.gain),
+        "" if r.name in SINGLE_MODEL and not r.is_verifier else difference(r.gain_over_drafter),
         time,
         f"{r.calls_per_token:.3f}",
     ]

@@ -25,14 +25,12 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
 from speccascade_jax.core.nests import network_of
-from speccascade_jax.core.protocols import LanguageModel, Sampler
+from speccascade_jax.core.protocols import LanguageModel, Sampler, abilities_of
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.autoregressive import VERIFIER
-from speccascade_jax.core.samplers.block import drafting
-from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
+from speccascade_jax.core.samplers.drafts import Drafters, kind_of
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
-from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
@@ -48,7 +46,7 @@ from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, LogitsError, 
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.markers import Spelled, spelled
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
-from speccascade_jax.vocabularies import VOCABULARIES
+from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
@@ -91,7 +89,8 @@ class Cascade:
     stop: tuple[str, ...] = ()  # each ends an output as the end of the sequence does, and is cut off
     chat: bool = False  # each text is what a user says, in the models' own chat templates
     foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
-    vocabulary: str = "auto"  # the drafters of another vocabulary; how these draft, of VOCABULARIES
+    # the drafters of another vocabulary; how these draft, of VOCABULARIES or in an object of its own
+    vocabulary: str | Strategy = "auto"
     model_free: ModelFree | None = None  # what drafts without a checkpoint
     beside: Any = None  # its model, where that is not the smallest one but drafts beside it
     trained: Method | None = None  # a trained method, which stands for its name: see learned.router
@@ -123,15 +122,15 @@ class Cascade:
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.prefixes = PrefixCache(self.prefix_cache_bytes) if self.prefix_cache_bytes else None
         self.latest: list[Request] = []  # the last one of a file, which the next one may begin like
-        self.strategy = VOCABULARIES[self.vocabulary]
+        self.strategy = strategy_of(self.vocabulary)
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
             if self.model_free is not None:
                 raise FieldError(
                     "vocabulary",
-                    self.vocabulary,
+                    self.strategy.name,
                     "use vocabulary tli.",
-                    f"{self.vocabulary} drafts on the host, {self.model_free.name} does not",
+                    f"{self.strategy.name} drafts on the host, {self.model_free.name} does not",
                 )
             self.host_drafter = self.strategy.drafts(
                 *next(iter(self.foreign.items())),
@@ -148,7 +147,7 @@ class Cascade:
         dtype: Any = jnp.float32,
         tokenizer: str | Path | None = None,
         tensor_parallel: int = 1,
-        vocabulary: str = "auto",
+        vocabulary: str | Strategy = "auto",
         **fields: Any,
     ) -> "Cascade":
         """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
@@ -187,7 +186,7 @@ class Cascade:
                 (checkpoint.model, checkpoint.params, model_tokenizer)
                 for checkpoint, model_tokenizer in zip(loaded, read, strict=True)
             ],
-            VOCABULARIES[vocabulary],
+            strategy_of(vocabulary),
         )
         fields["stop"] = (*fields.get("stop", ()), *target.ends(full_of(largest.model.config)))
         models, params = joint.models, joint.params
@@ -291,12 +290,11 @@ class Cascade:
         verification = ways if len(ways) > 1 else ways[0]
         if self.host_drafter is not None:
             return self.host_drafter.sampler(self.verifier, levels[0], sizes[0], verification)
-        sampler: Any = drafting(self.drafter, sizes[0])
-        if self.beside is not None:
-            sampler = WithLookup(sampler, self.beside)
-        kind = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
-        lowest = kind if self.model_free is None else Matched if self.beside is None else Choosing
-        kinds = [lowest, *[kind] * (self.levels - 1)]
+        drafters = Drafters(self.drafter, sizes[0], self.model_free is not None, self.beside)
+        drafts = kind_of(drafters)
+        kind: Any = Speculative if settings.stops is None else partial(Adaptive, stop_below=settings.stops)
+        kinds = [drafts.verified_by or kind, *[kind] * (self.levels - 1)]
+        sampler: Any = drafts.sampler(drafters)
         for kind, model, several, size in zip(kinds, self.models[1:], levels, sizes, strict=True):
             method = several if len(several) > 1 else several[0]
             sampler = kind(sampler, model, method, size, settings.hand_over, verification)
@@ -411,6 +409,9 @@ class Cascade:
         settings.check(self.verifier.vocab_size, self.levels, {**NAMED, **self.named})
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
+        scheme = settings.scheme(self.levels)
+        if scheme is not None and scheme not in NAMED.values():
+            settings.check_verification(scheme.sampler(self.models))
         self.check_model_free(settings)
         self.check_at_once(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
@@ -642,7 +643,7 @@ class Cascade:
     def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
         """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
         programs = self._programs(plan, params)
-        drafted = isinstance(plan.sampler, Matched) and self.host_drafter is not None
+        drafted = abilities_of(plan.sampler).proposed
         proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
 

@@ -11,7 +11,7 @@ from speccascade_jax.core.rules import TRAINED
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.settings import NAMED, Settings, named, resolved
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
-from speccascade_jax.vocabularies import VOCABULARIES, Strategy
+from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.strategy import UNSTATED, refused_without_law
 
 
@@ -65,4 +65,4 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
     for point in points:
         point.check(len(target), len(others), {**NAMED, **samplers})
         if point.name not in TRAINED:
-            check_method(resolved(point, samplers), len(others), VOCABULARIES[run.vocabulary])
+            check_method(resolved(point, samplers), len(others), strategy_of(run.vocabulary))

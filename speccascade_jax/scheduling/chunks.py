@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from speccascade_jax.core.nests import each, network_of, roll_back
-from speccascade_jax.core.protocols import AnyArray, Cache, Counts, Params, Prefix, Rows, Sampler
+from speccascade_jax.core.protocols import (
+    AnyArray,
+    Cache,
+    Counts,
+    Params,
+    Prefix,
+    Rows,
+    Sampler,
+    abilities_of,
+)
 from speccascade_jax.core.rounds import noise_sizes_of, step
 from speccascade_jax.vocabularies.translated import Resized, Translated
 
@@ -81,7 +90,7 @@ class Unread:
 
     @property
     def verifications(self) -> Any:
-        return getattr(self.sampler, "verifications", ())
+        return abilities_of(self.sampler).verifications
 
     def plain(self, counts: Counts) -> dict[str, Any]:
         return self.sampler.plain(counts)

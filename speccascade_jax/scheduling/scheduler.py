@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler
+from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler, abilities_of
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.verification import is_default
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
@@ -30,7 +32,7 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
 from speccascade_jax.vocabularies.joining import inputs_of
 
 LOOK_EVERY = 8  # rounds between two looks for stop sequences
-NO_LIMIT = np.int32(2**31 - 1)
+ALL_ROUNDS = np.int32(2**31 - 1)
 
 
 class Result(NamedTuple):
@@ -62,11 +64,17 @@ class Lane(NamedTuple):
     def numbers(self, settings: Settings) -> tuple[int, ...]:
         """The index of the method that these settings name at each level.
 
-        Raises ValueError for a method, or a way to verify, that the lane does not have.
+        Raises FieldError for a way to verify that the lane does not have, and ValueError for such a method.
         """
         ways = verifications_of(self.plan.sampler)
-        if self.methods and settings.verification not in ways:
-            raise ValueError(f"verification {settings.verification} is not compiled into this program.")
+        unasked = not self.methods and is_default(settings.verification)
+        if ways and settings.verification not in ways and not unasked:
+            raise FieldError(
+                "verification",
+                settings.verification,
+                f"take {' or '.join(ways)}.",
+                f"verification {settings.verification} is not compiled into this program",
+            )
         rules = settings.rules(len(self.methods)) if self.methods else ()
         return tuple(known.index(rule) for known, rule in zip(self.methods, rules, strict=True))
 
@@ -150,7 +158,7 @@ class Scheduler:
         if not self.running:
             return
         stops = any(request.stop for _, request in self.running.values())
-        limit = NO_LIMIT if rounds is None else np.int32(rounds)
+        limit = ALL_ROUNDS if rounds is None else np.int32(rounds)
         limit = min(limit, np.int32(1 if held else LOOK_EVERY)) if stops or held else limit
         enough = self.share if self.waiting and not held else self.batch_size
         self._rounds(np.int32(enough), limit)
@@ -364,7 +372,7 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
 
 def verifications_of(sampler: Sampler) -> tuple[str, ...]:
     """The ways to verify that rows of a program choose from; none for a sampler that does not say any."""
-    return tuple(way.name for way in getattr(sampler, "verifications", ()))
+    return tuple(way.name for way in abilities_of(sampler).verifications)
 
 
 def as_floats(values: Any) -> np.ndarray:

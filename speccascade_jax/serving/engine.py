@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from speccascade_jax.core.protocols import states_law
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.inference.scoring import Scorer, TokenScores, states_law
+from speccascade_jax.inference.scoring import Scorer, TokenScores
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prompts import Request

@@ -11,3 +11,8 @@ from speccascade_jax.vocabularies.union import UNION
 VOCABULARIES: dict[str, Strategy] = {"auto": TLI, "tli": TLI, "union": UNION, "slem": SLEM, "slrs": SLRS}
 """By the names that --vocabulary takes."""
 Vocabulary = Literal[tuple(VOCABULARIES)]
+
+
+def strategy_of(vocabulary: str | Strategy) -> Strategy:
+    """What a name of --vocabulary stands for; a Strategy stands for itself."""
+    return vocabulary if isinstance(vocabulary, Strategy) else VOCABULARIES[vocabulary]

@@ -14,12 +14,12 @@ from speccascade_jax.checkpoints import Checkpoint
 from speccascade_jax.commands import decode, plan
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.core.protocols import states_law
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.core.samplers.lookup import Lookup
-from speccascade_jax.inference.scoring import states_law
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import BlockDrafterConfig, model_of
 from speccascade_jax.models.t5 import T5Config, T5Model

@@ -4,23 +4,41 @@ import dataclasses
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from toys import TableLM
+from toys import Digits, TableLM, sequence_law, table
 
 from speccascade_jax.commands import main
 from speccascade_jax.commands.plan import sampler_runs
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
+from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.protocols import (
+    Abilities,
+    Block,
+    Origin,
+    Sampler,
+    abilities_of,
+    states_law,
+)
+from speccascade_jax.core.randomness import Role, draw
+from speccascade_jax.core.rounds import uniforms
 from speccascade_jax.core.rules import target_probs
-from speccascade_jax.core.samplers import Autoregressive, Speculative
+from speccascade_jax.core.samplers import Autoregressive, Speculative, drafts
 from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.drafts import DraftKind
+from speccascade_jax.core.transforms import token_probs
+from speccascade_jax.core.verification import BLOCK, TOKEN
 from speccascade_jax.evaluation.sweep import block_size_of, grid
+from speccascade_jax.inference.scoring import Scorer
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.prediction import PlannedHierarchy
+from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.settings import NAMED, Settings, named
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ensemble.py"
@@ -76,6 +94,107 @@ def test_a_model_that_is_not_the_cascades_is_refused(cascade):
     with pytest.raises(FieldError) as refused:
         list(cascade.generate(TEXTS, sampler=Autoregressive(TableLM(cascade.verifier.vocab_size))))
     assert refused.value.field == "sampler"
+
+
+def own(cascade, *ways):
+    return Speculative(Autoregressive(cascade.drafter), cascade.verifier, NAMED["opt"], 3, verification=ways)
+
+
+@pytest.mark.parametrize("ways", [(), (TOKEN,)])
+def test_a_way_to_verify_that_it_lacks_is_refused(cascade, ways):
+    """Before models are loaded if it is an object, and with them if it is made of them."""
+    sampler = own(cascade, *ways) if ways else Autoregressive(cascade.verifier)
+    settings = Settings(method=sampler, verification="block")
+    made = Settings(method=lambda models: sampler, verification="block")
+    for refuse in (settings.check, lambda: cascade.checked(settings, {}), lambda: cascade.checked(made, {})):
+        with pytest.raises(FieldError) as refused:
+            refuse()
+        assert (refused.value.field, refused.value.value) == ("verification", "block")
+        assert refused.value.remedy == (f"known: {TOKEN.name}." if ways else "leave it out.")
+
+
+def test_its_ways_to_verify_can_be_chosen(cascade):
+    options = {"temperature": 1.0, "alpha": 0.3}
+    both = own(cascade, TOKEN, BLOCK)
+    for way in both.verifications:
+        chosen = written(cascade.generate(TEXTS, sampler=both, verification=way.name, **options))
+        assert chosen == written(
+            cascade.generate(TEXTS, method="opt", block_size=3, verification=way.name, **options)
+        )
+    [lane] = cascade.lanes([Settings(method=own(cascade, TOKEN))]).values()
+    with pytest.raises(FieldError) as refused:
+        lane.numbers(Settings(method=own(cascade, TOKEN), verification="block"))
+    assert (refused.value.field, refused.value.value) == ("verification", "block")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """examples/ensemble.py's sampler, which says nothing of itself but what it must."""
+
+    first: Any
+    second: Any
+    width: int = dataclasses.field(default=1, init=False)
+    level: int = dataclasses.field(default=0, init=False)
+    overhang: int = dataclasses.field(default=0, init=False)
+
+    models = property(lambda self: (self.first, self.second))
+
+    def plain(self, counts):
+        return {"model_passes": int(counts)}
+
+    def step(self, params, caches, rows, eos_id):
+        (untransformed, probs), caches = self._both(params, caches, rows, rows.last[:, None])
+        token = draw(uniforms(rows, self.level, Role.DRAW, 1)[:, 0], probs[:, 0])[:, None]
+        size = jnp.minimum(rows.room, 1)
+        caches = roll_back(self.models, caches, rows.start - 1 + size)
+        return Block(token, probs, untransformed, jnp.full_like(token, Origin.MODEL), size), caches, size
+
+    def _both(self, params, caches, rows, tokens):
+        read = [m.extend(w, tokens, c) for m, w, c in zip(self.models, params, caches, strict=True)]
+        logits, caches = zip(*read, strict=True)
+        laws = [jax.nn.softmax(x, axis=-1) for x in logits], [token_probs(x, rows.options) for x in logits]
+        return tuple(sum(law) / 2 for law in laws), caches
+
+
+class StatedMean(Mean):
+    def laws(self, params, caches, rows, tokens):
+        return self._both(params, caches, rows, tokens)[0]
+
+
+def test_it_says_what_it_can_do():
+    silent, stating = (kind(TableLM(4), TableLM(4)) for kind in (Mean, StatedMean))
+    assert abilities_of(silent) == Abilities() and isinstance(silent, Sampler)
+    assert not states_law(silent) and states_law(stating)
+    for drafter, stated in ((silent, False), (stating, True)):
+        assert states_law(Speculative(drafter, TableLM(4), NAMED["opt"], 2)) == stated
+        assert states_law(Speculative(drafter, TableLM(4), NAMED["speculative"], 2))
+
+
+def test_a_law_that_it_states_is_scored():
+    """The scores of every text sum to the probability with which it is written."""
+    tables = tuple(table(seed, 4) for seed in (39, 40))
+    twice = Cascade((TableLM(4),) * 2, tables, Digits(), max_source_length=16, max_new_tokens=2)
+    settings, prompt = Settings(method=StatedMean(*twice.models), temperature=1.0), (2, 0, 1)
+    [lane] = twice.lanes([settings]).values()
+    scorer, request = Scorer(lane.plan, lane.params, 16), Request(prompt, settings, 0, lane.numbers(settings))
+    mean = np.log(sum(np.asarray(jax.nn.softmax(rows)) for rows in tables) / 2)
+    law = sequence_law((mean,), [], [], prompt, steps=2, eos=3, temperature=1.0)
+    scores = [np.exp(scorer(request, list(text)).logprobs.sum()) for text in law]
+    np.testing.assert_allclose(scores, list(law.values()), atol=1e-6)
+
+
+def test_a_new_way_to_draft_is_an_entry(cascade, monkeypatch):
+    """Of the table of what drafts: here every draft is the mean of both models."""
+    way = DraftKind(
+        "the mean", lambda drafters: True, lambda drafters: Mean(drafters.model, cascade.verifier)
+    )
+    monkeypatch.setattr(drafts, "DRAFTS", (way, *drafts.DRAFTS))
+    options = {"temperature": 1.0, "batch_size": 2, "block_size": 4}
+    texts = written(cascade.generate(TEXTS, **options))
+    sampler = Speculative(Mean(*cascade.models), cascade.verifier, NAMED["speculative"], 4)
+    assert texts == written(cascade.generate(TEXTS, sampler=sampler, **options))
+    monkeypatch.undo()
+    assert texts != written(cascade.generate(TEXTS, **options))
 
 
 @pytest.mark.parametrize("value", ["verifier", 3, None])

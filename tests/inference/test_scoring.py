@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from toys import Digits, TableBlock, TableLM, places_table, sequence_law, table
 
+from speccascade_jax.core.protocols import states_law
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.inference.scoring import Scorer, states_law
+from speccascade_jax.inference.scoring import Scorer
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import model_of
 from speccascade_jax.models.shared_encoder import SharedEncoderConfig

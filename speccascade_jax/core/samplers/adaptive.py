@@ -62,6 +62,8 @@ class Narrowed(Speculative):
     """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
     every row's, or of four, where a width of no drafts is worth it."""
 
+    sized: ClassVar[bool] = False
+
     @property
     def narrowest(self) -> int:
         """The first width, in parts of a block."""

@@ -1,14 +1,15 @@
 """One model, one token a step."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.nests import network_of, roll_back
-from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Origin, Params, Rows
+from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Laws, Origin, Params, Rows
 from speccascade_jax.core.randomness import Role, draw
 from speccascade_jax.core.rounds import read, uniforms
 from speccascade_jax.core.transforms import token_probs
@@ -23,6 +24,7 @@ class Autoregressive:
     width: int = dataclasses.field(default=1, init=False)
     level: int = dataclasses.field(default=0, init=False)
     overhang: int = dataclasses.field(default=0, init=False)
+    catches_up: ClassVar[bool] = True
 
     @property
     def models(self) -> Any:
@@ -45,7 +47,22 @@ class Autoregressive:
         )
         return block, roll_back(self.models, caches, rows.start - 1 + size), size
 
+    def laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[jax.Array, "B N"]) -> Laws:
+        return laws_of(self.model, params, caches, rows, tokens)
 
-VERIFIER = Scheme(lambda models: Autoregressive(models[-1]), "the large model alone", name="verifier")
-DRAFTER = Scheme(lambda models: Autoregressive(models[0]), "the small model alone", name="drafter")
+
+def laws_of(
+    model: LanguageModel, params: Params, cache: Cache, rows: Rows, tokens: Int[jax.Array, "B N"]
+) -> Laws:
+    """A model's own laws after each of `tokens`."""
+    logits, _ = model.extend(params, tokens, cache)
+    return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
+
+
+def _alone(name: str, place: int, summary: str) -> Scheme:
+    return Scheme(lambda models: Autoregressive(models[place]), summary, model=place, name=name)
+
+
+VERIFIER = _alone("verifier", -1, "the large model alone")
+DRAFTER = _alone("drafter", 0, "the small model alone")
 SINGLE_MODEL = {scheme.name: scheme for scheme in (VERIFIER, DRAFTER)}

@@ -3,10 +3,12 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import (
@@ -16,6 +18,7 @@ from speccascade_jax.core.protocols import (
     Cache,
     Counts,
     LanguageModel,
+    Laws,
     Origin,
     Params,
     Rows,
@@ -23,7 +26,7 @@ from speccascade_jax.core.protocols import (
 )
 from speccascade_jax.core.randomness import Role, draw
 from speccascade_jax.core.rounds import cut_after, read, uniforms
-from speccascade_jax.core.samplers.autoregressive import Autoregressive
+from speccascade_jax.core.samplers.autoregressive import Autoregressive, laws_of
 from speccascade_jax.core.transforms import token_probs
 
 
@@ -74,6 +77,14 @@ class Parallel:
             tokens, probs, jax.nn.softmax(logits, axis=-1), jnp.full_like(tokens, Origin.MODEL), size
         )
         return block, caches, jnp.minimum(rows.room, 1)
+
+    def laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[jax.Array, "B N"]) -> Laws:
+        """What the model predicts after each token, without masks: not what it drafts from."""
+        return laws_of(self.model, params, caches, rows, tokens)
+
+    def states_law(self, methods: Sequence[Any]) -> bool:
+        """A draft's laws depend on where the round begins."""
+        return False
 
 
 def drafting(model: LanguageModel, block_size: int) -> Sampler:

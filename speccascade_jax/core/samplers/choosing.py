@@ -108,6 +108,7 @@ class Choosing(Speculative):
 
     remembers: ClassVar[bool] = True
     by_prefix: ClassVar[bool] = False  # a token's law depends on who drafted it
+    sized: ClassVar[bool] = False
 
     def plain(self, counts: Counts) -> dict[str, Any]:
         tried, verified = counts

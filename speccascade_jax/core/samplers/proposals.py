@@ -41,6 +41,7 @@ class Proposed:
     vocab_size: int
     block_size: int  # drafts of a round
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
+    from_host: ClassVar[bool] = True
 
     def params_from(self, params_of: Any) -> Params:
         return ()
@@ -89,6 +90,12 @@ class Matched(Narrowed):
     def narrowest(self) -> int:
         drafter: Any = self.drafter
         return 0 if getattr(drafter.model, "sparse", False) else 1
+
+    @property
+    def proposed(self) -> bool:
+        """Whether the drafts come from outside the compiled loop."""
+        drafter: Any = self.drafter
+        return getattr(drafter.model, "from_host", False)
 
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)

@@ -19,9 +19,13 @@ from speccascade_jax.core.protocols import (
     Cache,
     Counts,
     LanguageModel,
+    Laws,
     Params,
     Rows,
     Sampler,
+    abilities_of,
+    laws,
+    states_law,
 )
 from speccascade_jax.core.randomness import Role
 from speccascade_jax.core.rounds import (
@@ -37,7 +41,6 @@ from speccascade_jax.core.rounds import (
     written,
 )
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.block import drafting
 from speccascade_jax.core.spans import lenience
 from speccascade_jax.core.transforms import token_probs
@@ -71,6 +74,7 @@ class Speculative:
     counted: int = 0
     """The largest number of drafts per round that the histogram can record, if greater than `capacity`."""
     by_prefix: ClassVar[bool] = True  # a rule by prefix has a law by prefix here
+    sized: ClassVar[bool] = True  # drafts as many tokens as it is told to
 
     @property
     def shares(self) -> bool:
@@ -113,7 +117,7 @@ class Speculative:
     @property
     def _at_once(self) -> bool:
         """Whether one step of the drafter writes all of a draft: see core.samplers.block."""
-        return getattr(self.drafter, "at_once", False)
+        return abilities_of(self.drafter).at_once
 
     @property
     def capacity(self) -> int:
@@ -128,7 +132,7 @@ class Speculative:
     @property
     def resizes(self) -> bool:
         """Whether of_blocks() serves: one model drafts token by token, as many as it is told to."""
-        return type(self) is Speculative and type(self.drafter) is Autoregressive
+        return self.sized and abilities_of(self.drafter).catches_up
 
     def of_blocks(self, size: int) -> "Speculative":
         """The sampler whose rounds draft up to `size` <= block_size tokens, and whose states are this one's.
@@ -146,8 +150,7 @@ class Speculative:
         tokens at a time. `tokens` are those from position `first` on, and `end` [B] is how many positions
         are covered then."""
         drafter: Any = self.drafter
-        model, held = drafter.model, caches if self.shares else caches[0]
-        weights = params if self.shares else params[0]
+        model, held, weights = drafter.model, self.below(caches), self.below(params)
 
         def lacks(cache: Cache) -> Array:
             return jnp.any(covered(model, cache) < end)
@@ -173,23 +176,60 @@ class Speculative:
     def spares(self) -> bool:
         """The spared bonus pass: a lossless pi needs no q at the bonus position, so in rows of such methods
         the drafter does not read its last token, and where that is kept, the next draft begins with it."""
-        return any(method.lossless for method in self.methods) and hasattr(self.drafter, "behind")
+        can_lack = abilities_of(self.drafter).behind is not None
+        return any(method.lossless for method in self.methods) and can_lack
 
     @property
     def reader(self) -> Sampler:
         """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
         and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
-        needs, deep = self.hand_over == "need", isinstance(self.drafter, Speculative)
+        drafter = self.drafter
+        needs, deep = self.hand_over == "need", drafter.level > 0 and abilities_of(drafter).behind is not None
         lacks = self.behind  # the verifier's cache, which is that of a drafter that writes at once
         if not self._at_once:
             lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
-        return dataclasses.replace(self.drafter, behind=lacks) if lacks else self.drafter  # type: ignore
+        return dataclasses.replace(drafter, behind=lacks) if lacks else drafter  # type: ignore
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        drafted = self._draft(
-            params if self.shares else params[0], caches if self.shares else caches[0], rows, eos_id
-        )
+        drafted = self._draft(self.below(params), self.below(caches), rows, eos_id)
         return self.verified(params, caches, rows, eos_id, *drafted)
+
+    def below(self, nest: Any) -> Any:
+        """The drafter's part of parameters or caches."""
+        return nest if self.shares else nest[0]
+
+    def draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
+        return laws(self.drafter, self.below(params), self.below(caches), rows, tokens)
+
+    def laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
+        if not all(method.by_prefix for method in self.methods):
+            raise ValueError(f"{type(self).__name__} states no law of its tokens by their prefix.")
+        q, q_sampled = self.draft_laws(params, caches, rows, tokens)
+        cache = top(self.drafter.models, caches) if self.shares else caches[1]
+        logits, _ = self.verifier.extend(top(self.models, params), tokens, cache)
+        scores = Scores(
+            q,
+            jax.nn.softmax(logits, axis=-1),
+            q_sampled,
+            token_probs(logits, rows.options),
+            is_greedy(rows),
+        )
+        draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
+        untransformed, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
+        return untransformed, self.target(scores, rows, draft)[0]
+
+    def states_law(self, methods: Sequence[Method]) -> bool:
+        """A lossless method's law is its verifier's. Another's is also made of the drafter's, which must be a
+        law by prefix: that of a drafter that reads its verifier's states, or proposes tokens without a law,
+        depends on where the rounds began.
+        """
+        below, here = methods[:-1], tuple(methods[-1:]) or self.methods
+        reads_states = self.shares and not getattr(network_of(self.verifier), "by_prefix", True)
+        by_prefix = self.by_prefix and not reads_states
+        return all(
+            method.lossless or (by_prefix and method.by_prefix and states_law(self.drafter, below))
+            for method in here
+        )
 
     def verified(
         self,
@@ -341,6 +381,3 @@ def hierarchy(
     for verifier, method, block_size in zip(models[1:], methods, block_sizes, strict=True):
         sampler = Speculative(sampler, verifier, method, block_size, hand_over, verification)
     return sampler
-
-
-# Pieces of rounds
