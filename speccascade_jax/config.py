@@ -294,7 +294,7 @@ DRAFTER_HELP = " ".join(
     (
         "The small model's checkpoint folder. FOLDER@NAME selects one member of a network.",
         *(
-            f"`{name}` needs no model: it drafts {entry.summary}. {name}+FOLDER picks one of the two per round."
+            f"`{name}` drafts {entry.summary}, without a model. {name}+FOLDER chooses in each round."
             for name, entry in MODEL_FREE.items()
         ),
     )
