@@ -114,7 +114,7 @@ class ServedModel:
             )
 
     def _check_load(self, samplers: Sequence[Any]) -> None:
-        """Raises FieldError where a sampler's rounds cannot differ in their block size."""
+        """Raises FieldError if a sampler's rounds cannot differ in their block size."""
         if not samplers or not all(getattr(sampler, "resizes", False) for sampler in samplers):
             raise FieldError(
                 "block_size",
@@ -298,7 +298,7 @@ class ServedModel:
 
 
 def rendered(tokenizer: Tokenizer, request: ParsedRequest) -> str:
-    """A conversation in a tokenizer's template. Raises FieldError where that does not take it."""
+    """A conversation in a tokenizer's template. Raises FieldError if that does not take it."""
     try:
         return tokenizer.conversation(request.messages)
     except ValueError as error:
