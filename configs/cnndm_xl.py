@@ -1,4 +1,4 @@
-"""T5 1.1 xl (lm100k) on CNN/DailyMail; everything but the model is cnndm_small's."""
+"""T5 1.1 xl (lm100k) on CNN/DailyMail; all other settings are those of cnndm_small."""
 
 import dataclasses
 

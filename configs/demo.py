@@ -1,4 +1,4 @@
-"""The shipped English-to-German pair (speccascade_jax/demo), ready to run."""
+"""The bundled English-to-German pair (speccascade_jax/demo), ready to run."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

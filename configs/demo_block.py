@@ -1,4 +1,5 @@
-"""The shipped verifier with a drafter that writes a whole draft in one pass, once it is trained."""
+"""The bundled verifier with a drafter that writes a whole draft in one pass, which has to be trained
+first."""
 
 import dataclasses
 
@@ -15,5 +16,5 @@ config = dataclasses.replace(
     method="speculative",
     alpha=0.0,
     block_size=8,
-    missing="Make it with python scripts/finetune.py --config=demo_block_drafter.",
+    missing="Train it with python scripts/finetune.py --config=demo_block_drafter.",
 )

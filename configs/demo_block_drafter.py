@@ -1,6 +1,5 @@
-"""A drafter that writes a whole draft in one pass: it reads the shipped verifier's states after three of its
-layers and its encoder, and learns from what the verifier writes and from the distributions it writes it from;
-the verifier stays as it is.
+"""A drafter that writes a whole draft in one pass: it reads the bundled verifier's states after three of its
+layers and its encoder, and learns from the verifier's outputs and distributions. The verifier is frozen.
 """
 
 import dataclasses

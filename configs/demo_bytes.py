@@ -1,4 +1,4 @@
-"""The shipped verifier and a drafter of bytes, once it is trained."""
+"""The bundled verifier and a byte-level drafter, which has to be trained first."""
 
 import dataclasses
 
@@ -9,5 +9,5 @@ config = dataclasses.replace(
     router=None,
     drafter="runs/demo_bytes_drafter",
     vocabulary="slem",
-    missing="Make it with python scripts/finetune.py --config=demo_bytes_drafter.",
+    missing="Train it with python scripts/finetune.py --config=demo_bytes_drafter.",
 )

@@ -1,4 +1,4 @@
-"""A drafter of bytes for the shipped verifier, trained on what the verifier writes."""
+"""A byte-level drafter for the bundled verifier, trained on the verifier's outputs."""
 
 import dataclasses
 

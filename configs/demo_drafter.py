@@ -1,6 +1,6 @@
-"""The shipped drafter: the verifier's task and vocabulary, a decoder of one narrow layer, trained on what
-the verifier writes for all training sentences, joined afresh every epoch, and towards the distributions it
-writes it from."""
+"""The bundled drafter: the verifier's task and vocabulary, and a decoder of one narrow layer. It is trained
+on the verifier's outputs for all training sentences, which are joined again in every epoch, and on the
+verifier's distributions."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The shipped verifier and a drafter whose vocabulary is another one of half the size."""
+"""The bundled verifier and a drafter with a different vocabulary of half the size."""
 
 import dataclasses
 
@@ -8,5 +8,5 @@ config = dataclasses.replace(
     load("demo"),
     router=None,
     drafter=str(DEMO / "foreign_drafter"),
-    missing="Make it with python scripts/finetune.py --config=demo_foreign_drafter.",
+    missing="Train it with python scripts/finetune.py --config=demo_foreign_drafter.",
 )

@@ -1,6 +1,6 @@
-"""A drafter of another vocabulary for the shipped verifier: its own 1024 pieces. It learns from the
-verifier's texts for all training sentences, joined again in every epoch and cut as the verifier cuts them.
-(It cannot learn the verifier's distributions, which are over another vocabulary.)"""
+"""A drafter for the bundled verifier with a vocabulary of its own, 1024 pieces. It learns from the verifier's
+outputs for all training sentences, joined again in every epoch and split into the verifier's tokens. (It
+cannot learn the verifier's distributions, which are over a different vocabulary.)"""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""The shipped pair with demo_middle between the two, once it is trained: three levels, lossless."""
+"""The bundled pair with demo_middle, which has to be trained first, between the two: a lossless hierarchy of
+three."""
 
 import dataclasses
 
@@ -13,5 +14,5 @@ config = dataclasses.replace(
     method="speculative",
     alpha=0.0,
     block_size=(2, 4),
-    missing="Make it with python scripts/finetune.py --config=demo_middle.",
+    missing="Train it with python scripts/finetune.py --config=demo_middle.",
 )

@@ -1,5 +1,5 @@
-"""A model between the shipped drafter and the shipped verifier, for a hierarchy of three, trained as the
-drafter is, but for a shorter time and on texts joined once."""
+"""A model between the bundled drafter and verifier, for a hierarchy of three. It is trained like the drafter,
+but for fewer steps and on texts that are joined once."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The learned mixture of the shipped pair: python scripts/finetune.py --config=demo_mixture."""
+"""The learned mixture of the bundled pair: python scripts/finetune.py --config=demo_mixture."""
 
 from speccascade_jax.config import RouterConfig
 

@@ -1,4 +1,4 @@
-"""The learned rule of the shipped English-to-German pair: python scripts/finetune.py --config=demo_router."""
+"""The learned rule of the bundled English-to-German pair: python scripts/finetune.py --config=demo_router."""
 
 from speccascade_jax.config import RouterConfig
 

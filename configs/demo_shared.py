@@ -1,4 +1,4 @@
-"""The shipped verifier with the drafter that reads its encoder and its states."""
+"""The bundled verifier with a drafter that reads its encoder and its states."""
 
 import dataclasses
 
@@ -15,5 +15,5 @@ config = dataclasses.replace(
     method="speculative",
     alpha=0.0,
     block_size=5,
-    missing="Make it with python scripts/finetune.py --config=demo_shared_drafter.",
+    missing="Train it with python scripts/finetune.py --config=demo_shared_drafter.",
 )

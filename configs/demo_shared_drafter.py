@@ -1,6 +1,6 @@
-"""A drafter that reads the shipped verifier's encoder and its states: it begins as the shipped drafter's
-decoder, and learns from what the verifier writes and from the distributions it writes it from; the verifier
-stays as it is. What is shipped of it (config demo_shared) has no copy of the verifier.
+"""A drafter that reads the bundled verifier's encoder and its states. It is initialised with the bundled
+drafter's decoder, and learns from the verifier's outputs and distributions; the verifier is frozen. The
+bundled drafter (config demo_shared) contains no copy of the verifier.
 """
 
 import dataclasses

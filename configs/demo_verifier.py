@@ -1,4 +1,4 @@
-"""The shipped verifier: EN->DE on Tatoeba, one to four sentences an example, from scratch."""
+"""The bundled verifier: English to German on Tatoeba, one to four sentences per example, from scratch."""
 
 from speccascade_jax.config import DATA, Task, TrainConfig
 from speccascade_jax.models.t5 import T5Config

@@ -1,5 +1,5 @@
-"""The shipped data-to-text pair: facts about a restaurant to a sentence. Its models are so small that
-deciding where a draft ends costs more than the draft: its adaptive blocks never stop."""
+"""The data-to-text pair: facts about a restaurant to a sentence. Its models are so small that deciding where
+a draft ends costs more than drafting, so its adaptive blocks never stop early."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

@@ -1,5 +1,5 @@
-"""A deep data-to-text model whose early layers write, too (LayerSkip), on E2E NLG from scratch:
-sixteen decoder layers, with exits after 1, 2, 4 and 8 that share its head.
+"""A deep data-to-text model with early exits (LayerSkip), on E2E NLG from scratch: sixteen decoder layers,
+with exits after 1, 2, 4 and 8 layers that share its head.
 
 Decode it as runs/e2e_deep@2 and runs/e2e_deep.
 """

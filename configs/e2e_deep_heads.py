@@ -1,4 +1,4 @@
-"""Exits fitted after the fact to e2e_deep_plain, which stays as it is bit for bit.
+"""Exits fitted afterwards to e2e_deep_plain, which is frozen.
 
 Each has a norm and an adapter before the full model's head.
 """

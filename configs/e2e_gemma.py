@@ -1,4 +1,5 @@
-"""The shipped decoder-only pair, restaurant facts to a sentence; block size 1 as in the paper for Gemma."""
+"""The decoder-only data-to-text pair, restaurant facts to a sentence; block size 1, as in the paper for
+Gemma."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

@@ -1,4 +1,4 @@
-"""A tenth of e2e_gemma_verifier, trained towards its distributions."""
+"""A tenth of e2e_gemma_verifier, trained to match its distributions."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The shipped decoder-only verifier and a drafter of another vocabulary."""
+"""The decoder-only data-to-text verifier and a drafter with another vocabulary."""
 
 import dataclasses
 
@@ -8,5 +8,5 @@ config = dataclasses.replace(
     load("e2e_gemma"),
     drafter=str(DEMO / "e2e_gemma_foreign_drafter"),
     block_size=3,
-    missing="Make it with python scripts/finetune.py --config=e2e_gemma_foreign_drafter.",
+    missing="Train it with python scripts/finetune.py --config=e2e_gemma_foreign_drafter.",
 )

@@ -1,5 +1,5 @@
-"""A decoder-only drafter of another vocabulary for e2e_gemma_verifier: 512 pieces found in another way,
-trained on what the verifier writes."""
+"""A decoder-only drafter with another vocabulary for e2e_gemma_verifier: 512 pieces of another kind, trained
+on the verifier's outputs."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""The E2E pair with a larger verifier, next to which a drafter's step is cheap, once scripts/finetune.py has
-made it. So blocks are long; the numbers were chosen on validation inputs."""
+"""The data-to-text pair with a larger verifier, which has to be trained first. A drafter's step is cheap next
+to the verifier's, so blocks are long; the settings were chosen on validation inputs."""
 
 import dataclasses
 
@@ -14,6 +14,6 @@ config = dataclasses.replace(
     max_block_size=20,
     stop_below=0.03,
     task="e2e_large_verifier",
-    missing="Make it with python scripts/finetune.py --config=e2e_large_verifier, then "
+    missing="Train it with python scripts/finetune.py --config=e2e_large_verifier, then "
     "--config=e2e_large_drafter.",
 )

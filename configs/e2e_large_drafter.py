@@ -1,4 +1,4 @@
-"""The shipped data-to-text drafter, trained further to match e2e_large_verifier, with its own texts."""
+"""The data-to-text drafter, trained further to match e2e_large_verifier, also on its own texts."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""A larger data-to-text verifier, next to whose step a drafter's is cheap: ten decoder layers, on E2E NLG."""
+"""A larger data-to-text verifier on E2E NLG: with ten decoder layers, its step is expensive next to a
+drafter's."""
 
 import dataclasses
 

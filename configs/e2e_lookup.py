@@ -1,4 +1,4 @@
-"""The shipped data-to-text verifier without a drafter: drafts are looked up in its source and its text."""
+"""The data-to-text verifier without a drafter: drafts are looked up in its source and its output."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

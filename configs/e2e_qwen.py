@@ -1,4 +1,5 @@
-"""A decoder-only pair in the Qwen 3 architecture, restaurant facts to a sentence; not shipped."""
+"""A decoder-only pair in the Qwen 3 architecture, restaurant facts to a sentence; it has to be trained
+first."""
 
 import dataclasses
 
@@ -9,5 +10,5 @@ config = dataclasses.replace(
     drafter="runs/e2e_qwen_drafter",
     verifier="runs/e2e_qwen_verifier",
     task="e2e_qwen_verifier",
-    missing="Make it with python scripts/finetune.py --config=e2e_qwen_verifier, then e2e_qwen_drafter.",
+    missing="Train it with python scripts/finetune.py --config=e2e_qwen_verifier, then e2e_qwen_drafter.",
 )

@@ -1,4 +1,4 @@
-"""A tenth of e2e_qwen_verifier, trained towards its distributions."""
+"""A tenth of e2e_qwen_verifier, trained to match its distributions."""
 
 import dataclasses
 

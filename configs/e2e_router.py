@@ -1,4 +1,4 @@
-"""The learned rule of the shipped data-to-text pair: python scripts/finetune.py --config=e2e_router."""
+"""The learned rule of the data-to-text pair: python scripts/finetune.py --config=e2e_router."""
 
 from speccascade_jax.config import RouterConfig
 

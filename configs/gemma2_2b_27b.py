@@ -1,4 +1,4 @@
-"""Gemma 2 2B drafts for 27B (the paper's pair): 59.7 GB of weights in bfloat16, cut over eight chips."""
+"""Gemma 2 2B drafts for 27B (the paper's pair): 59.7 GB of weights in bfloat16, split over eight chips."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Gemma 2 9B drafts for itself, with two of the exits that gemma2_9b_heads has fitted."""
+"""Gemma 2 9B drafts for itself, with two of the exits trained by gemma2_9b_heads."""
 
 from speccascade_jax.config import DecodeConfig, load
 

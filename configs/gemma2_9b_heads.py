@@ -1,5 +1,5 @@
-"""Exits fitted to Gemma 2 9B, which stays as it is bit for bit: after 7, 14 and 28 of its 42 layers, each
-with a norm and an adapter before the full model's head. In bfloat16 on eight chips of 16 GB.
+"""Exits fitted to Gemma 2 9B, which is frozen: after 7, 14 and 28 of its 42 layers, each with a norm and an
+adapter before the full model's head. In bfloat16 on eight chips of 16 GB.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Gemma 3 1B drafts for 27B: 56.0 GB of weights in bfloat16, cut over eight chips of 16 GB."""
+"""Gemma 3 1B drafts for 27B: 56.0 GB of weights in bfloat16, split over eight chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

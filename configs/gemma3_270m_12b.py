@@ -1,4 +1,4 @@
-"""Gemma 3 270M drafts for 12B: 24.1 GB of weights in bfloat16, cut over four chips of 16 GB."""
+"""Gemma 3 270M drafts for 12B: 24.1 GB of weights in bfloat16, split over four chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

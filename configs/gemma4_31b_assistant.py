@@ -1,4 +1,4 @@
-"""Gemma 4 31B with its assistant: 62.3 GB of weights in bfloat16, cut over eight chips of 16 GB."""
+"""Gemma 4 31B with its assistant: 62.3 GB of weights in bfloat16, split over eight chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

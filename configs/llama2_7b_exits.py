@@ -16,6 +16,6 @@ config = DecodeConfig(
     tensor_parallel=2,
     max_source_length=2048,
     max_new_tokens=512,
-    missing="Make it with python scripts/finetune.py --config=llama2_7b_layerskip.",
+    missing="Train it with python scripts/finetune.py --config=llama2_7b_layerskip.",
     examples=("Q: Why does ice float on water?\nA:",),
 )

@@ -1,4 +1,4 @@
-"""Llama 2 7B trained on so that it drafts for itself (LayerSkip): 27 GB in float32, on 16 chips of 16 GB.
+"""Llama 2 7B trained further to draft for itself (LayerSkip): 27 GB in float32, on 16 chips of 16 GB.
 
 Exits after 7 and 9 of its 32 layers share its head. Decode it with llama2_7b_exits.
 """

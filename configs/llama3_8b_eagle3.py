@@ -1,4 +1,4 @@
-"""Llama 3.1 8B with an EAGLE-3 head: 16.9 GB of weights in bfloat16, cut over two chips of 16 GB."""
+"""Llama 3.1 8B with an EAGLE-3 head: 16.9 GB of weights in bfloat16, split over two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

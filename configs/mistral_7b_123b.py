@@ -1,4 +1,4 @@
-"""Mistral 7B drafts for Large, 123B: 259.7 GB of weights in bfloat16, cut over eight chips of 80 GB."""
+"""Mistral 7B drafts for Large, 123B: 259.7 GB of weights in bfloat16, split over eight chips of 80 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

@@ -1,4 +1,4 @@
-"""The research pair on Multi30k, once scripts/finetune.py has made it."""
+"""The research pair on Multi30k, which has to be trained first."""
 
 from speccascade_jax.config import DecodeConfig
 
@@ -10,6 +10,6 @@ config = DecodeConfig(
     max_source_length=64,
     max_new_tokens=64,
     task="multi30k_verifier",
-    missing="Make it with python scripts/finetune.py --config=multi30k_verifier, then "
+    missing="Train it with python scripts/finetune.py --config=multi30k_verifier, then "
     "--config=multi30k_drafter.",
 )

@@ -1,5 +1,5 @@
-"""A deep, narrow model whose early layers write, too (LayerSkip), on Multi30k EN->DE from scratch: sixteen
-decoder layers, with exits after 2, 4 and 8 that share its head.
+"""A deep, narrow model with early exits (LayerSkip), on Multi30k EN->DE from scratch: sixteen decoder layers,
+with exits after 2, 4 and 8 layers that share its head.
 
 Decode it as runs/multi30k_deep@4 and runs/multi30k_deep.
 """

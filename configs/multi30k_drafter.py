@@ -1,4 +1,4 @@
-"""The demo's drafter fine-tuned on what the Multi30k verifier writes, towards its distributions."""
+"""The demo drafter, fine-tuned on the outputs and distributions of the Multi30k verifier."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The demo's verifier fine-tuned on Multi30k EN->DE (image captions; its data is for research)."""
+"""The demo verifier, fine-tuned on Multi30k EN->DE (image captions; for research only)."""
 
 import dataclasses
 

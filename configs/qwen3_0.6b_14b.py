@@ -1,4 +1,4 @@
-"""Qwen3 0.6B drafts for 14B: 30.7 GB of weights in bfloat16, cut over four chips of 16 GB."""
+"""Qwen3 0.6B drafts for 14B: 30.7 GB of weights in bfloat16, split over four chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

@@ -1,4 +1,4 @@
-"""Qwen3 0.6B drafts for 8B: 17.6 GB of weights in bfloat16, cut over two chips of 16 GB."""
+"""Qwen3 0.6B drafts for 8B: 17.6 GB of weights in bfloat16, split over two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

@@ -1,5 +1,5 @@
-"""Qwen 3 8B with its DFlash drafter, which writes 15 tokens in one pass: 18.5 GB of weights in bfloat16, cut
-over two chips of 16 GB. The drafter was trained on answers without thinking."""
+"""Qwen 3 8B with its DFlash drafter, which writes 15 tokens in one pass: 18.5 GB of weights in bfloat16,
+split over two chips of 16 GB. The drafter was trained on answers without thinking."""
 
 from speccascade_jax.config import DecodeConfig
 

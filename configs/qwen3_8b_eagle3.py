@@ -1,4 +1,4 @@
-"""Qwen 3 8B with an EAGLE-3 head: 17.2 GB of weights in bfloat16, cut over two chips of 16 GB."""
+"""Qwen 3 8B with an EAGLE-3 head: 17.2 GB of weights in bfloat16, split over two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

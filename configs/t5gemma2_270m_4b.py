@@ -1,4 +1,4 @@
-"""T5Gemma 2 270M-270M drafts for 4B-4B: 14.9 GB of weights in bfloat16, cut over two chips of 16 GB."""
+"""T5Gemma 2 270M-270M drafts for 4B-4B: 14.9 GB of weights in bfloat16, split over two chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

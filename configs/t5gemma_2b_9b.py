@@ -1,4 +1,4 @@
-"""T5Gemma 2B-2B drafts for 9B-9B: 51.9 GB of weights in bfloat16, cut over eight chips of 16 GB."""
+"""T5Gemma 2B-2B drafts for 9B-9B: 51.9 GB of weights in bfloat16, split over eight chips of 16 GB."""
 
 from speccascade_jax.config import DecodeConfig
 

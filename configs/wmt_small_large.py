@@ -13,6 +13,6 @@ config = DecodeConfig(
     max_source_length=80,
     max_new_tokens=80,
     prefix="translate English to German: ",
-    missing="Make it with python scripts/finetune.py --config=wmt_small (drafter) and --config=wmt_large "
+    missing="Train it with python scripts/finetune.py --config=wmt_small (drafter) and --config=wmt_large "
     "(verifier), or give fine-tuned checkpoints with --drafter=FOLDER --verifier=FOLDER.",
 )

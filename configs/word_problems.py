@@ -1,4 +1,4 @@
-"""The shipped pair in the Qwen 3 architecture: word problems, solved step by step."""
+"""A pair in the Qwen 3 architecture that solves word problems step by step."""
 
 from speccascade_jax.config import DEMO, DecodeConfig
 

@@ -1,4 +1,4 @@
-"""A tenth of word_problems_verifier, in two narrow layers, trained towards its distributions."""
+"""A tenth of word_problems_verifier, in two narrow layers, trained to match its distributions."""
 
 import dataclasses
 

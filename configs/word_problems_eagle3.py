@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for the shipped verifier of word problems, which stays as it is.
+"""An EAGLE-3 head for word_problems_verifier, which is frozen.
 
 It learns to draft from the verifier's states and, up to five tokens ahead, from its own outputs.
 """

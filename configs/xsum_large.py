@@ -1,4 +1,4 @@
-"""T5 1.1 large (lm100k) on XSum; everything but the model is xsum_small's."""
+"""T5 1.1 large (lm100k) on XSum; all other settings are those of xsum_small."""
 
 import dataclasses
 

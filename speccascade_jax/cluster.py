@@ -43,7 +43,7 @@ def connect(cluster: str) -> None:
     """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
     Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
 
-    Raises FieldError for anything else, and ValueError where the processes do not find each other.
+    Raises FieldError for anything else, and ValueError if the processes do not find each other.
     """
     if cluster == "auto":
         try:
@@ -92,7 +92,7 @@ def connect(cluster: str) -> None:
 
 
 def _gather(port: int, processes: int) -> None:
-    """Waits for all other processes, and tells them. Raises ValueError where one does not come."""
+    """Waits for all other processes, and tells them. Raises ValueError if one does not come."""
     deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
     try:
         server = _server(port)
@@ -125,7 +125,7 @@ def _gather(port: int, processes: int) -> None:
 
 
 def _join(host: str, port: int, processes: int, number: int) -> None:
-    """Waits until the first process has met all. Raises ValueError where it does not answer so."""
+    """Waits until the first process has met all. Raises ValueError if it does not answer so."""
     deadline, answer = time.monotonic() + PATIENCE, ""
     while not answer and time.monotonic() < deadline:
         try:
@@ -166,7 +166,7 @@ class Job:
         raise RuntimeError("a single process has no others to receive from")
 
     def agree(self, settings: dict[str, Any]) -> None:
-        """Raises ValueError where another process has other settings."""
+        """Raises ValueError if another process has other settings."""
         first, here = (json.loads(json.dumps(x)) for x in (self.share(lambda: settings), settings))
         names = sorted(name for name in {*first, *here} if first.get(name, ...) != here.get(name, ...))
         if names:

@@ -38,7 +38,7 @@ def make_mesh() -> Mesh:
 
 
 def local_mesh() -> Mesh | None:
-    """This process's own devices along one axis; None where it has one."""
+    """This process's own devices along one axis; None if it has one."""
     if jax.local_device_count() == 1:
         return None
     return jax.make_mesh(
@@ -76,10 +76,10 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
 
 def decoding_mesh(tensor_parallel: int, batched: bool = True) -> Mesh | None:
     """The devices that share the rows and the models: those of all processes, in groups of `tensor_parallel`
-    that hold the models once and have rows of their own. In a single process, None where one group is enough
+    that hold the models once and have rows of their own. In a single process, None if one group is enough
     (not `batched`) or all there is.
 
-    Raises FieldError where the devices cannot be divided so.
+    Raises FieldError if the devices cannot be divided so.
     """
     count = jax.device_count()
     if jax.process_count() == 1:

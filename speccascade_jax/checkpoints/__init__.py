@@ -67,7 +67,7 @@ class Checkpoint(NamedTuple):
     path: str
 
     def tokenizer_file(self) -> Path:
-        """The tokenizer. Raises ValueError with the remedy where the checkpoint came without one."""
+        """The tokenizer. Raises ValueError with the remedy if the checkpoint came without one."""
         if self.tokenizer is None:
             raise ValueError(missing_tokenizer(self.path))
         return self.tokenizer
@@ -108,7 +108,7 @@ def from_hub(name: str) -> str:
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint on this machine, or at the hub. Raises ValueError where there is none."""
+    """The folder of a checkpoint on this machine, or at the hub. Raises ValueError if there is none."""
     folder = checked_path(path)
     if str(path).startswith("hf://"):
         folder = Path(from_hub(str(path).removeprefix("hf://")))

@@ -94,7 +94,7 @@ def chunks(shape: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 def read_array(path: str, name: str, array: Any) -> np.ndarray:
-    """An open TensorStore's values. Raises ValueError where they are damaged."""
+    """An open TensorStore's values. Raises ValueError if they are damaged."""
     import tensorstore
 
     try:
@@ -115,7 +115,7 @@ def checksum(array: np.ndarray) -> int:
 
 
 def check(name: str, array: np.ndarray, expected: int | None) -> None:
-    """Raises ValueError where an array is not the one whose checksum was written, if any was."""
+    """Raises ValueError if an array is not the one whose checksum was written, if any was."""
     if expected is not None and checksum(array) != expected:
         raise ValueError(
             f"{name} holds values other than those written (its checksum differs): the file is "
@@ -292,7 +292,7 @@ def size_of(ends: Iterable[tuple[int, int]]) -> int:
 
 
 def finite(name: str, array: np.ndarray | Stored) -> np.ndarray | Stored:
-    """The array. Raises ValueError where it, or a part of it that is read, holds NaN or infinity."""
+    """The array. Raises ValueError if it, or a part of it that is read, holds NaN or infinity."""
     if isinstance(array, Stored):
         read = array.read
         return dataclasses.replace(array, read=lambda index: np.asarray(finite(name, read(index))))

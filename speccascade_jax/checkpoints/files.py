@@ -71,7 +71,7 @@ def read(path: Any, limit: int) -> bytes:
 
 
 def parse_json(name: Any, content: bytes) -> dict[str, Any]:
-    """The object that a JSON file `name` holds. Raises ValueError where it is damaged or nested too deep."""
+    """The object that a JSON file `name` holds. Raises ValueError if it is damaged or nested too deep."""
     try:
         parsed = json.loads(content)
     except RecursionError:
@@ -84,7 +84,7 @@ def parse_json(name: Any, content: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Any) -> dict[str, Any]:
-    """The object in a JSON file, local or remote. Raises ValueError where it is missing or damaged."""
+    """The object in a JSON file, local or remote. Raises ValueError if it is missing or damaged."""
     return parse_json(path, read(path, JSON_BYTES))
 
 

@@ -56,7 +56,7 @@ def read_config(folder: Path) -> Config:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the folder's files of arrays. Raises ValueError where the index names anything but regular
+    """The names of the folder's files of arrays. Raises ValueError if the index names anything but regular
     files of this folder."""
     index = folder / "model.safetensors.index.json"
     files: set[Any] = {"model.safetensors"}
@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def open_file(path: Path) -> Any:
-    """A file of arrays, open. Raises SafetensorError, OSError or ValueError where it is damaged."""
+    """A file of arrays, open. Raises SafetensorError, OSError or ValueError if it is damaged."""
     return TorchFile(path) if path.name == TORCH_FILE else safe_open(path, framework="numpy")
 
 
@@ -121,7 +121,7 @@ def place_arrays(
 ) -> list[tuple[ParameterPath, str, str, bool]]:
     """(path in our parameters, name, name of the array that is read for it, whether that is transposed).
 
-    Raises ValueError where the files' arrays are not those of `config`. The names are generated one at a
+    Raises ValueError if the files' arrays are not those of `config`. The names are generated one at a
     time, so a config with more layers than the files have costs nothing.
     """
     family, places = MODEL_FAMILIES[config.family], []

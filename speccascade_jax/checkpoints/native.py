@@ -86,14 +86,14 @@ def shape_of(config: Config) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> Config:
-    """The model's shape. Raises ValueError where model.json is missing or damaged."""
+    """The model's shape. Raises ValueError if model.json is missing or damaged."""
     shape = read_json(run / "model.json")
     shape.pop(FULL_AT, None)
     return config_from(run / "model.json", shape)
 
 
 def full_at(run: Path) -> str | None:
-    """The name of the folder next to `run` that holds a network's full model; None where that is in `run`.
+    """The name of the folder next to `run` that holds a network's full model; None if that is in `run`.
     Raises ValueError for anything else."""
     where = run / "model.json"
     name = read_json(where).get(FULL_AT)
@@ -299,7 +299,7 @@ def stored(dtype: Any, array: Any) -> jax.Array:
 
 
 def remote(path: str) -> Any:
-    """A run at gs://, as a path. Raises ValueError where it holds none or gcsfs is not installed."""
+    """A run at gs://, as a path. Raises ValueError if it holds none or gcsfs is not installed."""
     from etils import epath
 
     run = epath.Path(path)

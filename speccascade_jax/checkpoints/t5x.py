@@ -158,7 +158,7 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
 def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
     """The directory, and name -> numpy array or open TensorStore of every parameter, none of them read yet.
 
-    Raises ValueError where `checkpoint` or an array's header is missing or damaged.
+    Raises ValueError if `checkpoint` or an array's header is missing or damaged.
     """
     directory, content = read_checkpoint_file(path)
     if content is None:
@@ -218,7 +218,7 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
 
 
 def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
-    """The config, completed by what our exports store next to the arrays. Raises ValueError where it is
+    """The config, completed by what our exports store next to the arrays. Raises ValueError if it is
     damaged."""
     content, where = read_entry(path, directory, UNTOLD_FILE), f"{path}/{UNTOLD_FILE}"
     if content is not None:

@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
 
 class TorchFile:
     """A file of torch.save() with a dictionary of tensors, used as safetensors' safe_open. Raises ValueError
-    where it is anything else."""
+    if it is anything else."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,4 @@
-"""The one compiled loop that runs a sampler: rounds until every row is finished.
+"""The compiled decoding loop: runs a sampler's rounds until every row is finished.
 
 The functions:
 
@@ -201,7 +201,7 @@ def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) ->
 
 
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
-    """One round: every unfinished row commits one block."""
+    """Runs one round: every unfinished row commits one block."""
     so_far = state.counts if abilities_of(sampler).remembers else None
     with jax.named_scope("round"):
         block, caches, counted = step(
@@ -259,7 +259,7 @@ def run(
 
 
 def caught_up(sampler: Any, params: Params, state: State) -> State:
-    """`state` after rounds in which nothing was drafted: the drafter has read what was written then. For a
+    """`state` after rounds without drafting, once the drafter has read the tokens written in them. For a
     sampler that `resizes`."""
     start, tokens = state.rows.start, jnp.concatenate([state.before[:, None], state.tokens], axis=1)
     first = start - state.emitted - 1
@@ -292,13 +292,13 @@ def generate(
 ) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
 
-    inputs [B, S] int; or nested as the models, where not all read the same tokens. params nests as the
-    sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas [K] or [B, K]
-    holds the lenience of each verifier, from the smallest up (K = 0 for Autoregressive); methods [K] or [B,
-    K] which of its methods each row follows, where it has several; limits [B] the most tokens of each row, no
-    more than max_new_tokens; verifications [B] in which of the sampler's ways each row is verified; markers
-    the lenience after certain tokens (core.spans). All of these, the keys and the options are traced: unlike
-    rows share one program, and sweeping compiles once. Raises FieldError for arrays of other shapes.
+    inputs: [B, S] int, or nested as the models if not all read the same tokens. params: nested as the
+    sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas: [K] or [B, K],
+    the lenience of each verifier, smallest first (K = 0 for Autoregressive). methods: [K] or [B, K], the
+    index of each row's method, if a verifier has several. limits: [B], the most tokens of each row, up to
+    max_new_tokens. verifications: [B], the index of each row's way to verify. markers: the lenience after
+    certain tokens (core.spans). All of these, the keys and the options are traced: different rows share one
+    program, and sweeping compiles once. Raises FieldError for arrays of other shapes.
     """
     batch = requests(
         sampler,

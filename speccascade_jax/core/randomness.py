@@ -41,7 +41,7 @@ class Noise(NamedTuple):
     ) -> Float[Array, "B count"]:
         """The numbers of the `count` positions from `start` on; `by_round`: of a round that begins there.
 
-        Raises ValueError where they belong to the other: a sampler around this one does not say what it
+        Raises ValueError if they belong to the other: a sampler around this one does not say what it
         contains (`noise_sizes`).
         """
         table, place = self.levels[level][:, role], (start - self.begin)[:, None]

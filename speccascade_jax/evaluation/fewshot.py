@@ -84,7 +84,7 @@ def build_prompts(task: FewShotTask, seed: int, limit: int | None = None) -> Pro
     """The prompts of the first `limit` examples: the shots, drawn from the pool with `seed`, then the
     question. Where both come from one file, the shots are no questions.
 
-    Raises FieldError where the pool has too few examples, no question is left, or one cannot be scored.
+    Raises FieldError if the pool has too few examples, no question is left, or one cannot be scored.
     """
     pool = checked_examples(task, task.shot_pool)
     if len(pool) < task.shots:

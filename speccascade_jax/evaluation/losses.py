@@ -66,7 +66,7 @@ def judged(status: int, answer: bytes, stream: bool) -> Outcome:
 
 
 async def texts_of(url: str, bodies: Sequence[Body], clients: int) -> list[str]:
-    """The answers to all bodies, while nothing is killed. Raises ValueError where one is not answered."""
+    """The answers to all bodies, while nothing is killed. Raises ValueError if one is not answered."""
     waiting, texts = iter(enumerate(bodies)), [""] * len(bodies)
 
     async def client() -> None:

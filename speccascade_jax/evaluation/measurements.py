@@ -37,7 +37,7 @@ class Measurements:
     """The measurements of one split.
 
     limit: only this many examples, the first ones. timed: how many random examples are timed, `trials` times;
-    0: none. Raises ValueError where the split has no examples or references that its metric cannot use.
+    0: none. Raises ValueError if the split has no examples or references that its metric cannot use.
     """
 
     def __init__(

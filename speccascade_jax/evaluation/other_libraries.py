@@ -25,7 +25,7 @@ NEEDED = {"hf": ("torch", "transformers"), "ctranslate2": ("ctranslate2", "torch
 
 
 def check_installed(libraries: Sequence[str]) -> None:
-    """Raises FieldError with the remedy where a module that one of `libraries` needs is missing."""
+    """Raises FieldError with the remedy if a module that one of `libraries` needs is missing."""
     for library in libraries:
         needed = NEEDED[library]
         if any(find_spec(module) is None for module in needed):

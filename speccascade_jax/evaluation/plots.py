@@ -66,7 +66,7 @@ def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]
 
 
 def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
-    """The matplotlib Figure of one of AXES; None where nothing was measured for it.
+    """The matplotlib Figure of one of AXES; None if nothing was measured for it.
 
     All names are in a legend outside the panels, where no line reaches them.
     """

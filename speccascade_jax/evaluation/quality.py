@@ -39,11 +39,11 @@ class Metric:
     details: Callable[[Texts, References], dict[str, str]] | None = None  # further figures of a report
 
     def __call__(self, texts: Texts, references: References) -> float:
-        """Raises FieldError where the references are not one list of texts for each text."""
+        """Raises FieldError if the references are not one list of texts for each text."""
         return self.score(statistics(self, texts, references).sum(axis=0))
 
     def check(self, references: References, texts: int | None = None) -> None:
-        """Raises FieldError where `references` are not what it needs: for each of `texts` texts (any number
+        """Raises FieldError if `references` are not what it needs: for each of `texts` texts (any number
         where it is None) one reference or more."""
         if not references:
             raise FieldError(
@@ -93,7 +93,7 @@ def check_references(metric: str | Metric, references: References, texts: int | 
 def statistics(metric: str | Metric, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
     """Each text's contribution to the sums that `score` turns into the metric.
 
-    Raises FieldError where the references are not one list of texts for each text.
+    Raises FieldError if the references are not one list of texts for each text.
     """
     entry = metric_of(metric)
     entry.check(references, len(texts))

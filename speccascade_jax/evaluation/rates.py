@@ -1,4 +1,4 @@
-"""Rates computed from counts, and the identities that counts obey."""
+"""Rates computed from counts, and checks of identities between counts."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from speccascade_jax.planning.prediction import expected_tokens
 
 
 def check_identities(counters: Counters) -> None:
-    """Raises ValueError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and
-    emitted = accepted + rounds, less one where a row's last round was cut inside its draft."""
+    """Raises ValueError unless sum(histogram) = rounds, sum(i * histogram[i]) = accepted and emitted =
+    accepted + rounds, or one less if a row's last round ended inside its draft."""
     c: Any = Counters._make(map(np.asarray, counters))
     weights = np.arange(c.histogram.shape[-1])
     _must_hold(c.histogram.sum(-1) == c.rounds, "the histogram does not sum to the rounds")
@@ -21,8 +21,8 @@ def check_identities(counters: Counters) -> None:
 
 
 def check_tally(tally: Tally) -> None:
-    """Raises ValueError unless every row has emitted = accepted + rounds, less one where the
-    verifier found nothing to add to a finished text; or both models gave every token (the oracle)."""
+    """Raises ValueError unless every row has emitted = accepted + rounds, or one less if the verifier had
+    nothing to add to a finished text, or unless both models were called for every token (the oracle)."""
     t: Any = Tally._make(map(np.asarray, tally))
     missing = t.accepted + t.rounds - t.emitted
     both = (t.rounds == t.emitted) & (t.drafter_passes == t.emitted) & (t.accepted + t.deferred == t.emitted)
@@ -31,9 +31,9 @@ def check_tally(tally: Tally) -> None:
 
 
 def check_counts(rows: list[dict[str, Any]], lengths: list[int], stopped: bool = False) -> None:
-    """Raises ValueError where an identity of a row's counts (Output.counts) does not hold, or where it has
-    a number of tokens that was not counted; with stop sequences (`stopped`) it may have fewer. Rows of
-    empty inputs have no counts. Other counts of a sampler have no known identities."""
+    """Raises ValueError if an identity of a row's counts (Output.counts) does not hold, or if its number of
+    tokens differs from the counts; with stop sequences (`stopped`) it may have fewer tokens. Rows of empty
+    inputs have no counts. Other counts of a sampler have no known identities."""
     for row, size in zip(rows, lengths, strict=True):
         said = row.get("emitted", row.get("model_passes"))
         if said is not None:
@@ -61,8 +61,8 @@ def _columns(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of sums over `rows`, dicts of a row's counts; None where nothing was counted. For a hierarchy,
-    also `levels`: the passes of each model, the smallest first, what it was given to verify and accepted."""
+    """Ratios of sums over `rows`, which are dicts of counts; None if nothing was counted. For a hierarchy,
+    also `levels`: each model's passes, and the tokens that it verified and accepted, smallest model first."""
 
     def ratio(a: str, b: str) -> float | None:
         below = sum(row.get(b, 0) for row in rows)
@@ -86,8 +86,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def position_acceptance(origins: list[list[str]]) -> float:
-    """accepted / tested drafted positions, from who wrote each row's tokens. (acceptance_rate also divides
-    by the drafts after a rejection or the end.)"""
+    """Accepted / tested drafted positions, from the origins of each row's tokens. (The denominator of
+    acceptance_rate also includes drafts after a rejection or the end.)"""
     accepted = sum(origin.count("draft") for origin in origins)
     return accepted / max(accepted + sum(origin.count("correction") for origin in origins), 1)
 
@@ -95,8 +95,8 @@ def position_acceptance(origins: list[list[str]]) -> float:
 def relative_cost(acceptance: float, block_size: int, step_ratio: float, overhead: float = 0.0) -> float:
     """Predicted time per token relative to the verifier's.
 
-    step_ratio: drafter step / verifier step; overhead: everything else a round costs beyond one
-    verifier step, in verifier steps.
+    step_ratio: drafter step / verifier step. overhead: all other costs of a round beyond one verifier step,
+    in verifier steps.
     """
     cost = (block_size + 1) * step_ratio + 1.0 + overhead
     return float(cost / expected_tokens(acceptance, block_size))

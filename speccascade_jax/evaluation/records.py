@@ -39,7 +39,7 @@ PLACE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end of table -->"
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file. Raises ValueError where a field is missing, or a row lacks cells."""
+    """The record in a file. Raises ValueError if a field is missing, or a row lacks cells."""
     record = json.loads(path.read_text(encoding="utf-8"))
     missing = [field for field in FIELDS if field not in record]
     if missing:
@@ -57,7 +57,7 @@ def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tabl
     """The record with `tables` as the experiment `name` has found them, in place of those that it found
     before.
 
-    record: None where there is none yet. about: summary, command, commit, machine, date, settings, and the
+    record: None if there is none yet. about: summary, command, commit, machine, date, settings, and the
     names of its pictures. The record's own command and so on are those of tables that name no experiment;
     where there is none of these, of all its experiments.
     """

@@ -161,7 +161,7 @@ Choices = tuple[Comparison | None, Comparison | None]
 
 def table_two(comparisons: Sequence[Comparison]) -> dict[tuple[float, float | None], dict[str, Choices]]:
     """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (the fastest point at no
-    less than the verifier's quality, the best one within its latency), None where there is no such point."""
+    less than the verifier's quality, the best one within its latency), None if there is no such point."""
     tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
     for r in comparisons:
         if r.name not in SINGLE_MODEL and r.time is not None:

@@ -87,7 +87,7 @@ def run_program(program: str, tests: Sequence[str], seconds: float = 10.0, memor
     """Runs Python source, then the tests: `passed` if every call returns what its test expects.
 
     tests: each `assert CALL == VALUE`; seconds: of wall-clock time; memory: bytes of address space, the
-    interpreter's own included. Raises ValueError where there is no sandbox or a test has another form.
+    interpreter's own included. Raises ValueError if there is no sandbox or a test has another form.
     """
     calls, expected = parse_tests(tests)
     check_sandbox()
@@ -128,7 +128,7 @@ def parse_tests(tests: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @functools.cache
 def check_sandbox() -> None:
-    """Raises ValueError, with the remedy, where programs cannot be run in a sandbox."""
+    """Raises ValueError, with the remedy, if programs cannot be run in a sandbox."""
     if shutil.which("bwrap") is None:
         raise ValueError(f"running programs needs bubblewrap (bwrap), which is not installed: {REMEDY}")
     status, said = in_sandbox("answer", ["", ["max(1, 2)"]], 30.0, 2**29)

@@ -246,7 +246,7 @@ def measure_quality(
     """The quality of every point over `sources`, read from `path` if it is there already.
 
     settings: what determines the results besides the point; it is stored next to `path`. Raises ValueError
-    where `path` has results of other settings or a damaged line.
+    if `path` has results of other settings or a damaged line.
     """
     known: dict[Settings, Quality] = {}
 
@@ -331,7 +331,7 @@ def measure_latency(
     All points decode an example in turn, in a random order, so that a machine that slows down affects all of
     them. Compilation and first runs are not counted. Methods whose time means nothing are left out.
 
-    Raises ValueError where `path` has results of other settings or a damaged line.
+    Raises ValueError if `path` has results of other settings or a damaged line.
     """
     points = [point for point in points if _is_timed(point)]
     settings = {**settings, "points": [dataclasses.asdict(point) for point in points]}

@@ -41,7 +41,7 @@ class Measurement(Protocol):
     """A frozen dataclass whose fields are the settings of an experiment."""
 
     def check(self) -> None:
-        """Raises ValueError, which says what is missing, where it cannot be measured here."""
+        """Raises ValueError, which says what is missing, if it cannot be measured here."""
 
     def measure(self, bench: Bench) -> Findings:
         """Measures what bench.folder lacks."""
@@ -72,7 +72,7 @@ def pair(name: str, **changes: Any) -> DecodeConfig:
 
 
 def check_pair(run: DecodeConfig, split: str) -> None:
-    """Raises FieldError, with the remedy, where a checkpoint, a trained rule or the data of a pair is
+    """Raises FieldError, with the remedy, if a checkpoint, a trained rule or the data of a pair is
     missing."""
     check_folders(run)
     if run.router is not None and not Path(run.router).is_file():
@@ -86,7 +86,7 @@ def check_pair(run: DecodeConfig, split: str) -> None:
 
 
 def task_of(run: DecodeConfig) -> Task:
-    """The task that a pair is scored on. Raises FieldError where its config names none."""
+    """The task that a pair is scored on. Raises FieldError if its config names none."""
     if run.task is None:
         raise FieldError("task", None, "name one in the config.")
     task: Task = configs.load(run.task, TrainConfig).task

@@ -34,7 +34,7 @@ LARGEST_SETTINGS = 2**22  # bytes: a config's fields and its texts
 class OutputFile:
     """A file of JSON lines, open for more of them, that no other process writes meanwhile.
 
-    Raises ValueError where another one does (unless told to `wait`), OSError where it cannot be opened. The
+    Raises ValueError if another one does (unless told to `wait`), OSError if it cannot be opened. The
     lock is the kernel's: it is released when the process ends. File systems without locks have no protection.
     """
 
@@ -135,7 +135,7 @@ def resume(
     """The whole lines that a killed run has left in a file of JSON lines, and the file, open for more.
 
     settings: what the lines are made of; kept next to the file, so that those of other settings are never
-    mixed in. read(number, line): what a line stands for; it raises ValueError where the line is damaged.
+    mixed in. read(number, line): what a line stands for; it raises ValueError if the line is damaged.
 
     A half line at the end is what a kill leaves, and is cut off. For any other damage, and other settings:
     ValueError, and the file is left as it was.

@@ -48,7 +48,7 @@ def read_shards(pattern: str, limit: int | None = None) -> list[str]:
 
 
 def check_address(address: str) -> None:
-    """Raises FieldError where no cluster can answer at HOST:PORT or ray://HOST:PORT: Ray itself would try for
+    """Raises FieldError if no cluster can answer at HOST:PORT or ray://HOST:PORT: Ray itself would try for
     minutes. `local` and `auto`, which name no host, are left to Ray."""
     if address in ("local", "auto"):
         return
@@ -70,7 +70,7 @@ def check_address(address: str) -> None:
 
 
 def _check_http2(connection: socket.socket) -> None:
-    """Ray speaks gRPC, whose servers open with HTTP/2's settings. Raises OSError where none come."""
+    """Ray speaks gRPC, whose servers open with HTTP/2's settings. Raises OSError if none come."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
     header = connection.recv(9, socket.MSG_WAITALL)
     if len(header) < 9 or header[3] != SETTINGS:
@@ -117,7 +117,7 @@ class Worker:
 
 def connect(address: str, cores: int = 0) -> None:
     """Connects to the Ray cluster at `address`; `local` is a new one on this machine, with `cores` places for
-    processes or as many as it has cores, whichever is more. Raises FieldError where no cluster answers."""
+    processes or as many as it has cores, whichever is more. Raises FieldError if no cluster answers."""
     import ray
 
     options: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def decode(
     """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with so many workers
     (None: as many as it has machines), and yields the first index of each as it is done.
 
-    Raises ValueError where Ray is missing or no cluster answers.
+    Raises ValueError if Ray is missing or no cluster answers.
     """
     try:
         import ray

@@ -62,41 +62,43 @@ class Output:
     index: int
     source: str
     text: str
-    tokens: list[int]  # what ends them (the end-of-sequence token, a stop sequence) included
-    origin: list[str]  # who wrote each: draft, correction, bonus; model (autoregressive)
+    tokens: list[int]  # including the end-of-sequence token or stop sequence at the end
+    origin: list[str]  # of each token: draft, correction, bonus, or model (autoregressive)
     counts: dict[str, Any]  # core.counters.Counters and the drafter's passes; empty for an empty input
-    truncated: bool = False  # the input was cut to max_source_length
-    level: list[int] = dataclasses.field(default_factory=list)  # which model wrote each token, 0 the smallest
+    truncated: bool = False  # the input was truncated to max_source_length
+    level: list[int] = dataclasses.field(
+        default_factory=list
+    )  # the model that wrote each token; 0: the smallest
 
 
 @dataclasses.dataclass
 class Cascade:
-    """Models of one vocabulary, the smallest first: a drafter and a verifier, or one alone, or a hierarchy.
+    """Models that decode together, smallest first: a drafter and a verifier, a single model, or a hierarchy.
 
-    Members of one network stand next to each other, and have the same parameters. With `model_free` the
-    smallest is no model and has no parameters, or `beside` drafts together with it.
+    Members of one network are adjacent and have the same parameters. With `model_free`, the smallest one is
+    not a model and has no parameters, or `beside` drafts together with it.
     """
 
     models: tuple[LanguageModel, ...]
     params: tuple[Any, ...]  # of each model
     tokenizer: Tokenizer
     prefix: str = ""
-    max_source_length: int = 80  # tokens, the one that begins or ends a source included
+    max_source_length: int = 80  # tokens, including the special one at the beginning or end
     max_new_tokens: int = 80
-    # Devices that share the rows, each with all parameters (parallel.make_mesh), or in groups
-    mesh: Mesh | None = None  # that share these, too (parallel.decoding_mesh).
+    # The devices that share the rows, each with all parameters (parallel.make_mesh), or in groups that share
+    mesh: Mesh | None = None  # the parameters, too (parallel.decoding_mesh)
     suffix: str = ""
-    stop: tuple[str, ...] = ()  # each ends an output as the end of the sequence does, and is cut off
-    chat: bool = False  # each text is what a user says, in the models' own chat templates
-    foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)  # what reads a text for
-    # the drafters of another vocabulary; how these draft, of VOCABULARIES or in an object of its own
-    vocabulary: str | Strategy = "auto"
-    model_free: ModelFree | None = None  # what drafts without a checkpoint
-    beside: Any = None  # its model, where that is not the smallest one but drafts beside it
-    trained: Method | None = None  # a trained method, which stands for its name: see learned.router
-    # Further names of methods: samplers, or functions from the models, the smallest first, to one.
+    stop: tuple[str, ...] = ()  # each ends an output, as the end-of-sequence token does, and is removed
+    chat: bool = False  # each text is a user's message, formatted with the models' own chat templates
+    # The tokenizers of drafters with another vocabulary
+    foreign: dict[Translated, Tokenizer] = dataclasses.field(default_factory=dict)
+    vocabulary: str | Strategy = "auto"  # how these draft: a name of VOCABULARIES, or a Strategy
+    model_free: ModelFree | None = None  # the drafter without a checkpoint
+    beside: Any = None  # the model that drafts together with it
+    trained: Method | None = None  # a trained method, used for its name; see learned.router
+    # Further methods by name: samplers, or functions from the models, smallest first, to a sampler.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prefix_cache_bytes: int = PREFIX_CACHE  # on each device, of what several prompts begin with; 0: none
+    prefix_cache_bytes: int = PREFIX_CACHE  # per device, for shared prompt prefixes; 0: no cache
 
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
@@ -150,13 +152,13 @@ class Cascade:
         vocabulary: str | Strategy = "auto",
         **fields: Any,
     ) -> "Cascade":
-        """From checkpoints, the smallest model's first, and a `tokenizer` file that stands for theirs where
-        given. FOLDER@NAME is a member of the network in FOLDER, an early exit say; what members share is
-        read once. The first of several may be a name of MODEL_FREE, such as lookup, or NAME+FOLDER.
-        Parameters are cut over `tensor_parallel` devices as they are read. Where vocabularies differ,
-        `vocabulary` says how they are joined.
+        """Loads checkpoints, smallest model first, with a `tokenizer` file that replaces their own if given.
+        FOLDER@NAME is a member of the network in FOLDER, for example an early exit; shared parameters are
+        read once. The first of several models may be a name of MODEL_FREE, such as lookup, or NAME+FOLDER.
+        Parameters are split over `tensor_parallel` devices as they are read. If vocabularies differ,
+        `vocabulary` selects how they are joined.
 
-        Raises ValueError where the models do not fit each other.
+        Raises ValueError if the models are incompatible.
         """
         model_free, folder = split_drafter(str(paths[0])) if paths else (None, "")
         paths = paths if model_free is None else (folder, *paths[1:])[not folder :]
@@ -212,14 +214,15 @@ class Cascade:
     def from_pretrained(
         cls, verifier: str | Path, drafter: str | Path | None = None, **options: Any
     ) -> "Cascade":
-        """load() of a verifier and its drafter, or of a verifier alone: folders, or names at the Hugging Face
-        hub such as google/flan-t5-large. `options` are load()'s."""
+        """Loads a verifier and its drafter, or a verifier alone, from folders or names on the Hugging Face
+        hub such as google/flan-t5-large. `options` are those of load()."""
         paths = (verifier,) if drafter is None else (drafter, verifier)
         return cls.load(*map(checkpoints.at_hub, paths), **options)
 
     @classmethod
     def from_config(cls, config: DecodeConfig, mesh: Mesh | None = None) -> "Cascade":
-        """The models a DecodeConfig names. Raises ValueError with the remedy where they cannot be had."""
+        """Loads the models of a DecodeConfig. Raises a ValueError that says what to do if they cannot be
+        loaded."""
         check_folders(config)
         config.check()
         names = (
@@ -249,7 +252,7 @@ class Cascade:
 
     @property
     def looks_up_alone(self) -> bool:
-        """Whether the smallest model is none: drafts are looked up, and no model drafts beside that."""
+        """Whether drafts are only looked up, without a model that drafts."""
         return self.model_free is not None and self.beside is None
 
     @property
@@ -283,7 +286,7 @@ class Cascade:
         methods: tuple[tuple[Method, ...], ...] | None,
         verifications: Sequence[str],
     ) -> Sampler:
-        """Each model but the smallest verifies what those below it draft."""
+        """A sampler in which each model, except the smallest, verifies the drafts of those below it."""
         levels = methods or tuple((rule,) for rule in settings.rules(self.levels))
         sizes = settings.block_sizes(self.levels)
         ways = tuple(VERIFICATIONS[name] for name in verifications)
@@ -301,8 +304,8 @@ class Cascade:
         return sampler
 
     def _params_of(self, model: Any) -> Any:
-        """A model's parameters, or the network's; a model that is not the cascade's makes its parameters with
-        `params_from`. Raises FieldError where it has no such method."""
+        """The parameters of a model, or of its network. A model that is not part of the cascade makes its
+        parameters with `params_from`. Raises FieldError if it has no such method."""
         if hasattr(model, "params_from"):
             if model not in self.made:
                 self.made[model] = self._placed(model.params_from(self._params_of))
@@ -326,7 +329,8 @@ class Cascade:
     def encode(
         self, texts: Sequence[str], truncate: bool = False, first_index: int = 0
     ) -> tuple[list[list[int]], list[bool]]:
-        """Token ids, [] for blank texts, and which texts were cut; errors count from `first_index`.
+        """The token ids of texts ([] for blank ones), and which texts were truncated. Errors count inputs
+        from `first_index`.
 
         Raises ValueError for a text longer than max_source_length unless `truncate`.
         """
@@ -368,12 +372,11 @@ class Cascade:
     ) -> Iterator[Output]:
         """Decodes `texts` and yields their outputs in order, as soon as they are known.
 
-        settings: how, for all texts or one for each; `changes` are fields of Settings in place of theirs:
+        settings: one for all texts, or one per text. `changes` replace fields of the settings:
         generate(texts, method="token_v3", alpha=0.3). In float32 an output depends on its text, its settings
-        and its index (counted from `first_index`), not on its batch. Blank texts give empty outputs. Each
-        device decodes `batch_size` rows, fewer where there are not so many texts. What several texts begin
-        with is read once; `beginnings` says what that is before the first one is read.
-        Raises ValueError before anything is decoded for settings out of their range.
+        and its index (counted from `first_index`), but not on its batch. Blank texts have empty outputs. Each
+        device decodes up to `batch_size` rows. Shared prefixes of texts are read once; `beginnings` gives
+        such prefixes in advance. Raises ValueError for invalid settings before anything is decoded.
         """
         if isinstance(texts, str):
             raise FieldError(
@@ -397,7 +400,7 @@ class Cascade:
         return self._generate(iter(texts), each, shared, batch_size, truncate, first_index, beginnings)
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
-        """The settings with `changes`, and with this cascade's limits where they set none."""
+        """The settings with `changes`, and with this cascade's limits for those that they do not set."""
         if "sampler" in changes:  # says that it is no name
             changes = {name: value for name, value in changes.items() if name != "sampler"} | {
                 "method": changes["sampler"]
@@ -426,7 +429,7 @@ class Cascade:
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
 
     def check_at_once(self, settings: Settings) -> None:
-        """Raises FieldError for settings that a drafter of several tokens at once cannot decode with."""
+        """Raises FieldError for settings that are incompatible with a drafter of several tokens at once."""
         limit = getattr(self.drafter, "drafts_at_once", None)
         if limit is None:
             return
@@ -444,7 +447,7 @@ class Cascade:
             raise FieldError("method", settings.name, "choose a rule from --list, or verifier.", problem)
 
     def check_model_free(self, settings: Settings) -> None:
-        """Raises FieldError for settings that cannot decode with drafts of no model."""
+        """Raises FieldError for settings that are incompatible with drafts without a model."""
         if self.model_free is None:
             return
         check_drafts(settings, self.levels, self.model_free)
@@ -500,7 +503,7 @@ class Cascade:
         truncate: bool,
         beginnings: list[Request],
     ) -> Iterator[Output]:
-        """The texts' outputs; raises ValueError in place of the first that cannot be had."""
+        """The texts' outputs. Raises ValueError at the first one that cannot be decoded."""
         rows, cut = self.encode(texts, truncate, begun)
         outputs: list[Output | LogitsError] = [
             Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)
@@ -554,7 +557,8 @@ class Cascade:
         return [results[number] for number in ids]
 
     def _confidence(self, settings: Settings) -> Callable[[np.ndarray], float] | None:
-        """Computes how sure the drafter is of its text; None if the verifier never rewrites one."""
+        """The function that computes the drafter's confidence in its text; None if the verifier never
+        rewrites texts."""
         scheme = settings.scheme(self.levels)
         return scheme.confidence if scheme else None
 
@@ -564,7 +568,8 @@ class Cascade:
         requests: list[Request],
         decode: Callable[[Lane, list[Request]], list[Result | LogitsError]],
     ) -> list[Result | LogitsError]:
-        """A sequence cascade: the drafter's texts, and the verifier's for those it is not sure of."""
+        """Decodes with a sequence cascade: the drafter's texts, and the verifier's if the drafter's
+        confidence is low."""
         drafts = decode(lanes[self.lane_of(requests[0].settings)], requests)
         deferred = []
         for n, (draft, request) in enumerate(zip(drafts, requests, strict=True)):
@@ -602,7 +607,8 @@ class Cascade:
     def stream(
         self, text: str, settings: Settings | None = None, *, index: int = 0, **changes: Any
     ) -> Iterator[str]:
-        """The text so far after every round; the last is generate's output for the same index."""
+        """Yields the text so far after every round; the last one is generate()'s output for the same
+        index."""
         settings = self.checked(settings or Settings(), changes)
         if self._confidence(settings):  # nothing of its text is certain before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
@@ -633,22 +639,22 @@ class Cascade:
             yield text_of(self.tokenizer, result.tokens, settings.stop)
 
     def precompile(self, settings: Settings | None = None, *, batch_size: int = 1, **changes: Any) -> None:
-        """Compiles what generate() with these arguments will run, for every source length. alpha, seed, the
-        markers and values of alpha_after, and the values of temperature, top_p and min_p do not matter."""
+        """Compiles the programs of generate() with these arguments, for every source length. The values of
+        alpha, seed, alpha_after and its markers, temperature, top_p and min_p do not matter."""
         settings = self.checked(settings or Settings(), changes)
         widths = sorted({self.bucket(n) for n in range(1, self.max_source_length + 1)})
         for lane in self.lanes([settings]).values():
             self.scheduler(lane.plan, lane.params, batch_size).precompile(widths)
 
     def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
-        """An empty scheduler of `batch_size` rows a device; its programs are kept for the next one."""
+        """An empty scheduler with `batch_size` rows per device; its programs are kept for the next one."""
         programs = self._programs(plan, params)
         drafted = abilities_of(plan.sampler).proposed
         proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
 
     def steady_scheduler(self, plan: Plan, params: Any, batch_size: int, width: int) -> Continuous:
-        """A server's, for requests of up to `width`."""
+        """The scheduler of a server, for requests of up to `width` tokens."""
         programs = self._programs(plan, params)
         return Continuous(programs, batch_size, self.tokenizer, self.bucket, width, self.prefixes)
 
@@ -696,8 +702,8 @@ class Cascade:
         return scheme or (settings.block_sizes(self.levels), settings.stops, settings.hand_over)
 
     def bucket(self, length: int) -> int:
-        """`length` rounded up, so that few source lengths are compiled: to eighths of max_source_length, and
-        where an eighth is long, to halves of it, down to SHORT."""
+        """`length` rounded up, so that few source lengths are compiled: to eighths of max_source_length and,
+        if an eighth is long, to halves of it, down to SHORT."""
         step = -(-self.max_source_length // 8 // 16) * 16 or 16
         while step > SHORT and length <= step // 2:
             step //= 2
@@ -705,7 +711,7 @@ class Cascade:
 
 
 def check_folders(config: DecodeConfig) -> None:
-    """Raises FieldError, with the remedy, where a checkpoint that a DecodeConfig names is not here."""
+    """Raises a FieldError that says what to do if a checkpoint of a DecodeConfig is missing."""
     for role, path in config.folders:
         if not (checkpoints.is_remote(path) or Path(checkpoints.split_member(path)[0]).is_dir()):
             flag = "models" if config.models else role.removeprefix("the ")

@@ -1,7 +1,8 @@
-"""Any function from tokens to logits as a LanguageModel: a Flax NNX or Linen model, or plain JAX.
+"""Adapters that turn any function from tokens to logits into a LanguageModel: a Flax NNX or Linen model, or
+plain JAX.
 
-The function keeps no cache, so every call reads the whole text again: right for trying a model out, and for
-small ones. A model for production should have the three methods of core.protocols.LanguageModel itself.
+The function has no cache, so every call reads the whole text again, which suits small models and experiments.
+A model for production should implement the methods of core.protocols.LanguageModel itself.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ class TextCache(NamedTuple):
 class AdaptedModel:
     """apply(params, tokens [B, T]) -> logits [B, T, V], as a LanguageModel that continues its prompt.
 
-    `apply` must be hashable, and causal: logits at a position depend on the tokens up to it. It is called
-    with a text that is padded at its end.
+    `apply` must be hashable and causal: logits at a position depend only on the tokens up to it. It is called
+    with texts that are padded at the end.
     """
 
     apply: Callable[[Params, Array], Array]
@@ -78,12 +79,12 @@ class Applied:
 
 
 def from_nnx(module: nnx.Module, vocab_size: int) -> tuple[AdaptedModel, Params]:
-    """A Flax NNX module, tokens -> logits, as a LanguageModel, and its parameters. Call module.eval() first
-    where it has dropout."""
+    """Turns a Flax NNX module, tokens -> logits, into a LanguageModel and its parameters. Call module.eval()
+    first if it has dropout."""
     graphdef, state = nnx.split(module)
     return AdaptedModel(Merged(graphdef), vocab_size), state
 
 
 def from_linen(module: Any, variables: Params, vocab_size: int) -> tuple[AdaptedModel, Params]:
-    """A Flax Linen module, tokens -> logits, as a LanguageModel, and its parameters."""
+    """Turns a Flax Linen module, tokens -> logits, into a LanguageModel and its parameters."""
     return AdaptedModel(Applied(module), vocab_size), variables

@@ -2,8 +2,8 @@
 arXiv 2404.16710).
 
 An exit reads the residual stream after some decoder layers through a norm and a head. Keys and values are
-cached once: when a deeper member reads the same tokens, it overwrites what an exit has written into the lower
-layers, so no exit has to catch up with a deeper one.
+cached once: when a deeper member reads the same tokens, it overwrites the entries that an exit wrote in the
+lower layers, so no exit has to catch up with a deeper one.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ HEADS = "shared", "norm", "adapter", "own"
 class ExitsConfig(NetworkShape):
     """A model and its exits.
 
-    head: what each exit adds to the full model's norm and head: nothing ("shared", as in LayerSkip), a norm
-    ("norm"), a norm and a low-rank residual layer of `rank` ("adapter"), or a norm and a head ("own").
+    head: the additional parameters of each exit: none ("shared", as in LayerSkip), a norm ("norm"), a norm
+    and a low-rank residual layer of `rank` ("adapter"), or a norm and a head ("own").
     """
 
     family: ClassVar[str] = "exits"
@@ -105,7 +105,8 @@ class Exits(nnx.Module):
 class ExitsModel(FlaxModel):
     """A network whose members are its exits, named by their numbers of layers, and the full model.
 
-    Used alone it is the full model, with the fresh parameters that the full model has with the same seed.
+    Used alone, it is the full model, and has the same initial parameters as the full model with the same
+    seed.
     """
 
     config: ExitsConfig

@@ -26,13 +26,12 @@ Array = np.ndarray
 def best(
     candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need", most_models: int | None = None
 ) -> PlannedHierarchy:
-    """The plan with the least predicted seconds per token, of all chains that end with the verifier, have
-    block sizes 1 .. max_block, and have at most most_models models. The verifier without a drafter is one.
+    """The plan with the least predicted seconds per token among all chains that end with the verifier, have
+    block sizes 1 .. max_block and at most most_models models. One of them is the verifier without a drafter.
 
-    For `truncate` and `need` this is the least. For `keep` it is the best end of a local search from the
-    `truncate` plans of max_block and every smaller one, and from the best pair.
-    Raises FieldError for an unknown rule, bounds below 1, and calls of max_block + 1 tokens that were not
-    timed.
+    For `truncate` and `need` the result is optimal. For `keep` it is the best result of local searches from
+    the `truncate` plans of max_block and every smaller value, and from the best pair. Raises FieldError for
+    an unknown rule, for bounds below 1, and if calls of max_block + 1 tokens were not timed.
     """
     check_rule(hand_over)
     timed, max_models = candidates.call_seconds.shape[1] - 1, len(candidates.names)

@@ -44,20 +44,20 @@ Chain = tuple[tuple[int, ...], tuple[int, ...]]  # models, smallest first, and t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidates:
-    """The models that a plan may take, and what was measured of them. The last is the verifier.
+    """The models that a plan may use, and their measurements. The last one is the verifier.
 
     names: smallest first. call_seconds[i, n]: seconds of one call of model i that reads n >= 1 tokens; column
     0 is not read. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of
-    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. besides[j, i]: seconds of a round of model i
-    besides its calls and those of model j < i that drafts; entries with j >= i are not read. lengths: the
-    tokens of typical texts; none: one text without end. text_seconds[i]: what a text costs besides its calls
-    where model i takes part, the verifier's with all that every text costs; read where there are lengths.
-    runs[j, i]: how far drafts of model j stand in texts of model i; for a pair that has none, each token
-    stands with the chance acceptance[j, i], whatever the others do. at_once: the smaller of two models writes
-    a draft in one call, which reads as many tokens as that of the verifier; any other reads one token in each
-    of its calls where it drafts alone.
-    Raises FieldError for other shapes, a name twice, seconds that are not positive numbers, acceptances
-    outside [0, 1], lengths below 1, and a third model with `at_once`.
+    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. besides[j, i]: fixed seconds of a round of
+    model i, without its calls and those of model j < i that drafts; entries with j >= i are not read.
+    lengths: the tokens of typical texts; if empty, one endless text. text_seconds[i]: the fixed cost of a
+    text, without its calls, due to model i; the verifier's includes the costs of every text. It is read if
+    there are lengths. runs[j, i]: the numbers of accepted tokens in drafts of model j for texts of model i;
+    for a pair without runs, each token is accepted with probability acceptance[j, i], independently of the
+    others. at_once: the smaller of two models writes a draft in one call, which reads as many tokens as that
+    of the verifier; any other reads one token in each of its calls where it drafts alone. Raises FieldError
+    for other shapes, a name twice, seconds that are not positive numbers, acceptances outside [0, 1], lengths
+    below 1, and a third model with `at_once`.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class Candidates:
     runs: Mapping[tuple[int, int], Runs] = dataclasses.field(default_factory=dict)
     at_once: bool = False
     survival: Float[Array, "M M N"] = dataclasses.field(init=False)
-    """[j, i, x]: the chance that the first x tokens that model j drafts stand where model i verifies them."""
+    """[j, i, x]: the probability that model i accepts the first x tokens that model j drafts."""
 
     def __post_init__(self) -> None:
         names, count = tuple(self.names), len(self.names)
@@ -182,7 +182,7 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedHierarchy:
-    """A chain of models and what is predicted of it. The verifier without a drafter has no block sizes."""
+    """A chain of models, or the verifier alone (without block sizes), and its predictions."""
 
     models: tuple[str, ...]  # smallest first
     block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
@@ -192,13 +192,15 @@ class PlannedHierarchy:
 
 
 def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
-    """(1 - a^(n+1)) / (1 - a): tokens that a verification of n drafts emits if each passes with chance a."""
+    """(1 - a^(n+1)) / (1 - a): the tokens that a verification of n drafts emits if each is accepted with
+    probability a."""
     return sum(np.asarray(a, np.float64) ** x for x in range(n + 1))
 
 
 def even_acceptance(survives: Float[Array, " L"]) -> float:
-    """The a at which expected_tokens(a, L - 1) are those of a verification that emits more than x tokens with
-    chance survives[x]: as if each drafted token stood with one chance, whatever the others do."""
+    """The acceptance a at which expected_tokens(a, L - 1) equals that of a verification that emits more than
+    x tokens with probability survives[x]: as if each drafted token were accepted independently with one
+    probability."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -208,7 +210,8 @@ def even_acceptance(survives: Float[Array, " L"]) -> float:
 
 
 def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
-    """gamma(a, n, m): how many verifications of n drafts each it takes to collect at least m tokens, in mean.
+    """gamma(a, n, m): the mean number of verifications, of n drafts each, until at least m tokens are
+    collected.
 
     gamma(m) = 1 + sum_x P(X = x) gamma(m - x) and gamma(m <= 0) = 0, where X is what one verification emits:
     P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises FieldError for a negative n or m.

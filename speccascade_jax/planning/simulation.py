@@ -103,7 +103,7 @@ class Simulation:
         self.ahead = max(server.rows // 2, 1)  # prompts read together where so many wait
 
     def run(self) -> None:
-        """Until every request is answered or refused. Raises FieldError where that takes too long."""
+        """Until every request is answered or refused. Raises FieldError if that takes too long."""
         while self.come < len(self.arrivals) or self.waiting or self.rows:
             self._hear()
             if not (self.waiting or self.rows):

@@ -1,4 +1,4 @@
-"""The one scheduler: requests wait for free rows, rounds run, finished rows come out.
+"""The scheduler: requests wait for free rows, rounds run, and finished rows are returned.
 
     scheduler = Scheduler(programs, batch_size, tokenizer, bucket)
     ids = scheduler.admit(requests)
@@ -7,7 +7,7 @@
         for number, result in scheduler.finished():
             ...
 
-Files, evaluation and streaming are its clients; nothing else loops over batches.
+Decoding of files, evaluation and streaming use it; nothing else loops over batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ ALL_ROUNDS = np.int32(2**31 - 1)
 
 
 class Result(NamedTuple):
-    """The result of a request: tokens up to its end or stop sequence, who wrote each, and the counts."""
+    """The result of a request: tokens up to its end or stop sequence, their origins, and the counts."""
 
     tokens: list[int]
     origin: list[str]
@@ -93,9 +93,9 @@ class Proposer(Protocol):
 class Scheduler:
     """The rows of a batch, `batch_size` on each device, and the requests that wait for a row.
 
-    Waiting requests are taken longest first, so that few rows are idle at the end and the batch's inputs
-    become narrower. A result depends on its request only, never on what else is decoded. (This holds in
-    float32; other dtypes round products of different shapes differently.)
+    Waiting requests are scheduled longest first, so that few rows are idle at the end and the batch's inputs
+    become narrower. A result depends only on its request, never on other requests. (This holds in float32;
+    other dtypes round products of different shapes differently.)
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Scheduler:
         return [number for number, _ in new]
 
     def _turn(self, entry: tuple[int, Request]) -> Any:
-        """Its place among the waiting requests."""
+        """The position of a request in the queue."""
         return entry[1].size, entry[0]
 
     def cancel(self, number: int) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
         return Result(kept, names, levels.tolist(), numbers), stopped is not None
 
     def _stop(self, rows: list[int]) -> None:
-        """Frees these rows before their ends."""
+        """Frees these rows before they are finished."""
         if not rows:
             return
         which = np.isin(np.arange(self.batch_size * self.programs.devices), rows)

@@ -83,7 +83,7 @@ class Service:
 
     def _submitted(self, model: ServedModel, parsed: ParsedRequest, decoding: Decoding) -> Answer:
         """The answer to come. Raises FieldError for more choices than the server ever has a place for, Full
-        where it has none now."""
+        if it has none now."""
         capacity = self.engine.capacity(decoding.lane)
         if len(decoding.requests) > capacity:
             raise FieldError(
@@ -271,14 +271,14 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 
 
 def check_json(request: Request) -> None:
-    """Raises Refused where a body is not said to be JSON."""
+    """Raises Refused if a body is not said to be JSON."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused("send JSON with Content-Type: application/json.", status=415)
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """A request's body. Raises Refused where it is too long, late or cut off."""
+    """A request's body. Raises Refused if it is too long, late or cut off."""
     limit = limits.body_bytes
     body, size = bytearray(), 0
     try:

@@ -66,7 +66,7 @@ class Replicas(Protocol):
     running: int  # how many there are
 
     def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The messages of ASGI that answer a request. Raises Lost, and Full where no replica has a place."""
+        """The messages of ASGI that answer a request. Raises Lost, and Full if no replica has a place."""
         ...
 
     async def metrics(self) -> dict[str, str]:
@@ -157,7 +157,7 @@ class Forwarded(Response):
                 task.cancel()
 
     async def _write(self, request: Scope, passing: "Passing") -> None:
-        """Passes on the answer of the first replica that gives one. Raises Refused where none does."""
+        """Passes on the answer of the first replica that gives one. Raises Refused if none does."""
         seconds = self.front.limits.seconds + 2 * GRACE  # a replica's own limit comes first
         try:
             async with asyncio.timeout(seconds):

@@ -115,7 +115,7 @@ class ServedModel:
             )
 
     def _check_load(self, samplers: Sequence[Any]) -> None:
-        """Raises FieldError where a sampler's rounds cannot differ in their block size."""
+        """Raises FieldError if a sampler's rounds cannot differ in their block size."""
         if not samplers or not all(abilities_of(sampler).resizes for sampler in samplers):
             raise FieldError(
                 "block_size",
@@ -299,7 +299,7 @@ class ServedModel:
 
 
 def rendered(tokenizer: Tokenizer, request: ParsedRequest) -> str:
-    """A conversation in a tokenizer's template. Raises FieldError where that does not take it."""
+    """A conversation in a tokenizer's template. Raises FieldError if that does not take it."""
     try:
         return tokenizer.conversation(request.messages)
     except ValueError as error:

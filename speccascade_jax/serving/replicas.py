@@ -78,7 +78,7 @@ class Replica:
         return serve.get_replica_context().replica_id.unique_id, text
 
     def check_health(self) -> None:
-        """Raises RuntimeError where the replica is to be replaced."""
+        """Raises RuntimeError if the replica is to be replaced."""
         if not self.engine.healthy:
             raise RuntimeError("three rounds in a row have failed")
 
@@ -107,7 +107,7 @@ class RayReplicas:
 
     def deploy(self) -> None:
         """Places the replicas, and returns when they are ready. Where there are some, new ones replace them,
-        a few at a time. Raises RuntimeError where they do not start."""
+        a few at a time. Raises RuntimeError if they do not start."""
         from ray import serve
 
         self.handle = serve.run(self.target, name=self.name, route_prefix=None)
@@ -162,7 +162,7 @@ def replicas_on(
     requests at once for each device, lets `queue` wait, and has `drain` seconds to finish when it is stopped.
     Where machines have GPUs or TPUs, a replica takes all of one machine.
 
-    Raises ValueError where Ray is missing or no cluster answers, and where one machine is to hold more
+    Raises ValueError if Ray is missing or no cluster answers, and where one machine is to hold more
     replicas than it can.
     """
     try:

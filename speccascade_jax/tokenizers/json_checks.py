@@ -27,7 +27,7 @@ def checked_content(described: Mapping[str, Any]) -> str:
     """The file for the library to read: without truncation and padding, which the caller does, and without
     BPE's dropout, which would give a text different tokens each time.
 
-    Raises RuntimeError where reading it would end the process.
+    Raises RuntimeError if reading it would end the process.
     """
     for part in _parts(described):
         _check_ids(part)

@@ -24,7 +24,7 @@ decides."""
 
 
 def spellings(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
-    """The tokens of a marker, as often as it has unlike ones. Raises FieldError where the tokenizer does not
+    """The tokens of a marker, as often as it has unlike ones. Raises FieldError if the tokenizer does not
     keep the text, or needs too many tokens for it."""
     piece = tokenizer.id_of(marker)
     found: list[tuple[int, ...]] = [] if piece is None else [(piece,)]

@@ -231,7 +231,7 @@ def is_finite(value: float) -> bool:
 
 
 def check_head(config: TrainConfig) -> None:
-    """Raises FieldError where an EAGLE-3 head cannot be trained so."""
+    """Raises FieldError if an EAGLE-3 head cannot be trained so."""
     if not config.exits.frozen:
         raise FieldError(
             "frozen",
@@ -249,7 +249,7 @@ def check_head(config: TrainConfig) -> None:
 
 
 def check_network(config: TrainConfig, network: NetworkConfig) -> None:
-    """Raises FieldError where a network's members cannot be trained so."""
+    """Raises FieldError if a network's members cannot be trained so."""
     if network.learns_ahead:
         check_head(config)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
@@ -283,7 +283,7 @@ def check_network(config: TrainConfig, network: NetworkConfig) -> None:
 
 
 def check_lora(config: TrainConfig) -> None:
-    """Raises ValueError where the model cannot be trained by adapters."""
+    """Raises ValueError if the model cannot be trained by adapters."""
     if config.init is None:
         raise FieldError(
             "lora_rank",
@@ -311,7 +311,7 @@ def encodable(text: str) -> bool:
 
 
 def check_reachable(path: str) -> None:
-    """Raises ValueError where the host of gs:// does not answer: TensorStore would try for a quarter of a
+    """Raises ValueError if the host of gs:// does not answer: TensorStore would try for a quarter of a
     minute, and log it."""
     server = os.environ.get("TENSORSTORE_GCS_HTTP_URL", "https://storage.googleapis.com")
     bucket = path.removeprefix("gs://").split("/")[0]
@@ -329,7 +329,7 @@ def check_reachable(path: str) -> None:
 
 
 def check_split(split: str, path: str) -> None:
-    """Raises ValueError where the file of a split, or the library that reads it, is not there, and FieldError
+    """Raises ValueError if the file of a split, or the library that reads it, is not there, and FieldError
     for examples that cannot be made."""
     scheme, _, name = path.partition("://")
     if scheme in SCHEMES and name:
@@ -432,7 +432,7 @@ def check_outputs(config: TrainConfig, ship: bool = False) -> None:
 
 
 def check_export(config: TrainConfig, export: Path) -> None:
-    """Raises FieldError where the best parameters cannot go to `export`, or would be written over what the
+    """Raises FieldError if the best parameters cannot go to `export`, or would be written over what the
     run reads."""
     check_folder("export_dir", str(export))
     if not isinstance(config.model, NetworkConfig):
@@ -474,7 +474,7 @@ def check_folder(name: str, path: str) -> None:
 
 
 def check_memory(config: TrainConfig, rows: int) -> None:
-    """Raises ValueError where a batch of `rows` rows certainly needs more memory than a device has."""
+    """Raises ValueError if a batch of `rows` rows certainly needs more memory than a device has."""
     full, task, devices = full_of(config.model), config.task, jax.device_count()
     model = full.decoder if isinstance(full, T5GemmaConfig) else full
     stats = jax.local_devices()[0].memory_stats() or {}

@@ -147,7 +147,7 @@ def field(example: dict[str, Any], name: str, where: str) -> str:
 
 
 def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
-    """The texts listed in `name`; [] where there is no such field. Raises FieldError unless it is a list."""
+    """The texts listed in `name`; [] if there is no such field. Raises FieldError unless it is a list."""
     if name not in example:
         return []
     references = example[name]

@@ -45,7 +45,7 @@ Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """No other process trains into `run` meanwhile. Raises ValueError where one does already."""
+    """No other process trains into `run` meanwhile. Raises ValueError if one does already."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")
@@ -143,7 +143,7 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
 
     metric: scores the decoded validation texts at every evaluation; config.task.metric is its name.
     ship: the best parameters also take the place of those that come with the package (config.shipped).
-    Raises ValueError where the config, its files or the loss are unusable; what was saved stays whole.
+    Raises ValueError if the config, its files or the loss are unusable; what was saved stays whole.
     """
     check(config, ship)
     mesh, run = make_mesh(), Path(config.output_dir)
@@ -294,7 +294,7 @@ def export(run: Path, folder: Path, init: str | None) -> None:
     A network is exported in this package's format, without the full model's parameters: it names the folder
     `init` for those.
 
-    Each file of an earlier export stays whole until the new one takes its place. Raises ValueError where they
+    Each file of an earlier export stays whole until the new one takes its place. Raises ValueError if they
     cannot be written.
     """
     try:

@@ -41,7 +41,7 @@ def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
 
 
 def chosen(config: TrainConfig) -> list[ParameterPath]:
-    """The kernels that get an adapter. Raises ValueError where the model has none of a name."""
+    """The kernels that get an adapter. Raises ValueError if the model has none of a name."""
     kernels = kernels_of(config.model)
     names = config.lora_kernels or [name for name in kernels if name != "head"]
     for name in names:
@@ -56,7 +56,7 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
 
 
 def check_adapters(config: TrainConfig) -> None:
-    """Raises ValueError where adapters cannot be trained so."""
+    """Raises ValueError if adapters cannot be trained so."""
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
@@ -138,7 +138,7 @@ def merging(config: TrainConfig, mesh: Mesh) -> Callable[[nnx.State], nnx.State]
 
 
 def describe(config: TrainConfig, base: nnx.State) -> None:
-    """Writes into the run what it adapts, and how. Raises ValueError where it began with something else."""
+    """Writes into the run what it adapts, and how. Raises ValueError if it began with something else."""
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):

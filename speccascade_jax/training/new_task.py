@@ -100,7 +100,7 @@ class NewTask:
 
 def fields_of(example: dict[str, Any], where: str) -> tuple[str, str]:
     """The names of the source's and the target's field: known ones, or the only two that hold texts.
-    Raises FieldError where neither is so."""
+    Raises FieldError if neither is so."""
     for names in FIELDS:
         if all(isinstance(lookup(example, name), str) for name in names):
             return names
@@ -163,7 +163,7 @@ def _objects(path: str, names: tuple[str, str] | None) -> Iterator[Pair]:
 def held_out(pairs: Sequence[Pair], seed: int = 0) -> dict[str, list[Pair]]:
     """The pairs as splits: train, validation and test. All pairs of one source are in the same split.
 
-    Raises FieldError where there are too few.
+    Raises FieldError if there are too few.
     """
     groups: dict[str, list[Pair]] = {}
     for pair in dict.fromkeys(pairs):

@@ -195,7 +195,7 @@ def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
     gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
     run starts over.
 
-    Raises FieldError where the config, its pair or its texts are unusable.
+    Raises FieldError if the config, its pair or its texts are unusable.
     """
     pair: DecodeConfig = configs.load(config.pair, DecodeConfig)
     name = config.task or pair.task

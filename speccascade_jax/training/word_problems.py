@@ -181,7 +181,7 @@ def graph(rng: random.Random, operations: int) -> list[tuple[Operation | None, t
 def numbered(
     rng: random.Random, shape: list[tuple[Operation | None, tuple[int, ...]]], largest: int
 ) -> list[Quantity] | None:
-    """The graph with numbers, each quantity in [1, largest]; None where 20 draws found none."""
+    """The graph with numbers, each quantity in [1, largest]; None if 20 draws found none."""
     for _ in range(20):
         quantities = [
             Quantity(

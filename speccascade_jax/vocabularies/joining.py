@@ -40,7 +40,7 @@ def translated(
     adds `others`; its
     parameters with the tables. start_id, number: see Translated.
 
-    Raises ValueError where the vocabularies have no text in common.
+    Raises ValueError if the vocabularies have no text in common.
     """
     ours, theirs = drafter_tokenizer.surfaces(), target.surfaces()
     pairs = matched(theirs, ours)

@@ -37,7 +37,7 @@ def matched(target: Sequence[Surface], drafter: Sequence[Surface]) -> Int[np.nda
 
 
 def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
-    """`text` in the fewest drafter tokens, whose texts `ids` numbers; None where it cannot be written."""
+    """`text` in the fewest drafter tokens, whose texts `ids` numbers; None if it cannot be written."""
     longest = max(map(len, ids), default=0)
     best: list[list[int] | None] = [[]]
     for end in range(1, len(text) + 1):

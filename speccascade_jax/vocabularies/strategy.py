@@ -35,7 +35,7 @@ WITHOUT_A_LAW = ", ".join(name for name, method in METHODS.items() if not method
 def refused_without_law(
     drafter: str, name: str, method: Method, alternative: str = ""
 ) -> tuple[str, str] | None:
-    """Why a method cannot follow drafts that have no distribution, and the remedy; None where it can."""
+    """Why a method cannot follow drafts that have no distribution, and the remedy; None if it can."""
     if not method.needs_q:
         return None
     problem = f"{name} needs the drafter's distribution, which {drafter} does not have"

@@ -230,7 +230,7 @@ os.setuid(65534)
 try: checkpoints.check_absent({str(tmp_path / "out")!r})
 except ValueError as error: print(error)"""
     tmp_path.chmod(0o755)
-    assert "you may not write in" in run(code)
+    assert "no permission to write in" in run(code)
 
 
 def test_out_in_folders_that_are_not_there_yet(folder, tmp_path):

@@ -36,7 +36,7 @@ def test_shards_are_cut_in_order(tmp_path, capsys):
     ]
     assert [text for shard in shards for text in shard.texts] == TEXTS
     for flags, words in (
-        (["--text=x"], "reads --input"),
+        (["--text=x"], "needs --input"),
         ([f"--input={tmp_path}/*.csv", "--output=x"], "no file"),
         ([f"--input={tmp_path}/a.txt", "--output=x", "--shard-size=0"], "shard-size"),
     ):

@@ -89,7 +89,7 @@ def test_a_page_and_what_others_measured_stay(place, capsys):
     assert "Caveats." in page.read_text()
     told = capsys.readouterr().out
     for place in "<!-- table: one -->", "<!-- table: two -->", "../pictures/one.png", "../pictures/two.png":
-        assert f"{page.relative_to(place_of(page))} does not show {place}" in told
+        assert f"{page.relative_to(place_of(page))} lacks {place}" in told
     assert "<!-- table: old -->" not in told
     assert {key: made.get("from") for key, made in record["tables"].items()} == {
         "old": None,
@@ -102,7 +102,7 @@ def test_a_draft_shows_all_that_a_record_holds(place, capsys):
     assert report.main(["one", "two", "--quick"]) == 0
     text = (place / "runs/report/quick/speeds.md").read_text()
     assert all(f"<!-- table: {name} -->" in text and f"({name}.png)" in text for name in ("one", "two"))
-    assert "does not show" not in capsys.readouterr().out
+    assert " lacks " not in capsys.readouterr().out
 
 
 def test_trials_leave_the_documentation_alone(place):

@@ -259,8 +259,8 @@ def test_members_stand_in_their_order(spiece):
     for models, held, said in (
         ((middle, small, full), (params,) * 3, "member 2 comes before member 1"),
         ((small, small), (params,) * 2, "member 1 comes before member 1"),
-        ((small, full), (params, other), "two networks of one shape do not go together"),
-        ((small, T5Model(T5), full), (params, other, params), "stand next to each other"),
+        ((small, full), (params, other), "two networks of one shape cannot be combined"),
+        ((small, T5Model(T5), full), (params, other, params), "must be adjacent"),
     ):
         with pytest.raises(ValueError, match=said):
             Cascade(models, held, Tokenizer(spiece), **LIMITS)

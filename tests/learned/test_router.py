@@ -343,7 +343,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
     for flags, said in (
         (["--split=dev"], "unknown split"),
         (["--pair=router_of_none"], "no config"),
-        ([f"--output={output[:-5]}"], "ends in .json"),
+        ([f"--output={output[:-5]}"], "must end in .json"),
     ):
         assert finetune.main([f"--config={names['router']}", *flags]) == 2
         assert said in capsys.readouterr().err

@@ -265,7 +265,7 @@ def test_an_assistant_of_another_verifier_is_one_sentence(change, words, tmp_pat
 def test_an_assistant_needs_its_verifier(tmp_path, capsys):
     drafter, verifier = folders(tmp_path, TINY_ASSISTANT, TINY_GEMMA4)
     for paths in ([drafter], [verifier, drafter]):
-        with pytest.raises(ValueError, match="name that model's folder right after it"):
+        with pytest.raises(ValueError, match="list that model's folder right after it"):
             checkpoints.load_all(paths)
     assert decode.main([f"--drafter={verifier}", f"--verifier={drafter}", "--text=a"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -229,7 +229,7 @@ def test_a_drafter_needs_its_verifier(tmp_path, capsys):
     drafter, verifier = pair_in(tmp_path)
     checkpoints.save(tmp_path / "t5", random_checkpoint(TINY_T5), "huggingface")
     for paths in ([drafter], [verifier, drafter], [drafter, tmp_path / "t5"]):
-        with pytest.raises(ValueError, match="name that model's folder right after it"):
+        with pytest.raises(ValueError, match="list that model's folder right after it"):
             checkpoints.load_all(paths)
     assert decode.main([f"--drafter={verifier}", f"--verifier={drafter}", "--text=a"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

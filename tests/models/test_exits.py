@@ -197,7 +197,7 @@ def test_an_exit_there_is_none_of_is_one_sentence(name, folder, monkeypatch):
 @pytest.mark.parametrize("to", ["native", "huggingface", "t5x"])
 def test_a_plain_checkpoint_has_no_exits(to, tmp_path):
     checkpoints.save(tmp_path / "plain", random_checkpoint(T5), to)
-    with pytest.raises(ValueError, match="plain holds one model, not several with a '2' among them"):
+    with pytest.raises(ValueError, match="plain is a single model without a member '2'"):
         checkpoints.load(f"{tmp_path}/plain@2")
 
 

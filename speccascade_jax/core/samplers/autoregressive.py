@@ -1,4 +1,4 @@
-"""One model, one token a step."""
+"""Autoregressive decoding: one model, one token per step."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from speccascade_jax.core.transforms import token_probs
 
 @dataclasses.dataclass(frozen=True)
 class Autoregressive:
-    """One model, one token a step. Counts its passes, [B]."""
+    """One model that writes one token per step. Counts its passes, [B]."""
 
     model: LanguageModel
     behind: int = 0  # how many committed tokens besides the last its cache may lack: they are read first

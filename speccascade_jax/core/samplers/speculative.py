@@ -96,7 +96,7 @@ class Speculative:
 
     @property
     def by_round(self) -> bool:
-        """Whether random numbers belong to rounds, in some rows: see randomness.noise."""
+        """Whether random numbers belong to rounds in some rows; see randomness.noise."""
         return any(way.by_round for way in self.verifications)
 
     @property
@@ -116,12 +116,12 @@ class Speculative:
 
     @property
     def _at_once(self) -> bool:
-        """Whether one step of the drafter writes all of a draft: see core.samplers.block."""
+        """Whether the drafter writes a whole draft in one step; see core.samplers.block."""
         return abilities_of(self.drafter).at_once
 
     @property
     def capacity(self) -> int:
-        """The most tokens it drafts."""
+        """The largest number of tokens that it drafts."""
         has_surplus = self.hand_over == "keep" and not self._at_once
         return self.block_size + (self.drafter.width - 1 if has_surplus else 0)
 
@@ -131,24 +131,24 @@ class Speculative:
 
     @property
     def resizes(self) -> bool:
-        """Whether of_blocks() serves: one model drafts token by token, as many as it is told to."""
+        """Whether of_blocks() is supported: a single model drafts token by token, any number of tokens."""
         return self.sized and abilities_of(self.drafter).catches_up
 
     def of_blocks(self, size: int) -> "Speculative":
         """The sampler whose rounds draft up to `size` <= block_size tokens, and whose states are this one's.
 
-        With `size` 0 a lossless row is decoded by its verifier alone: nothing drafts, and the drafter's cache
-        falls behind. caught_up() is called before the next round that drafts. A row of another method
-        asks its drafter for the law of the token.
+        With `size` 0 a lossless row is decoded by its verifier alone: nothing is drafted, and the drafter's
+        cache falls behind. caught_up() must be called before the next round with drafting. A row with another
+        method still asks its drafter for the law of the token.
         """
         return dataclasses.replace(self, block_size=size, counted=self.capacity)
 
     def caught_up(
         self, params: Params, caches: Cache, tokens: Int[Array, "B N"], first: Int[Array, " B"], end: Any
     ) -> Cache:
-        """The caches after the drafter has read what it lacks of the committed tokens but the last, `width`
-        tokens at a time. `tokens` are those from position `first` on, and `end` [B] is how many positions
-        are covered then."""
+        """The caches once the drafter has read the missing committed tokens, except the last one, `width`
+        tokens at a time. `tokens` are those from position `first` on, and `end` [B] is the number of
+        positions covered afterwards."""
         drafter: Any = self.drafter
         model, held, weights = drafter.model, self.below(caches), self.below(params)
 
@@ -174,8 +174,9 @@ class Speculative:
 
     @property
     def spares(self) -> bool:
-        """The spared bonus pass: a lossless pi needs no q at the bonus position, so in rows of such methods
-        the drafter does not read its last token, and where that is kept, the next draft begins with it."""
+        """Whether the bonus pass is spared: a lossless pi needs no q at the bonus position, so in rows of
+        such methods the drafter does not read its last token; if that token is accepted, the next draft
+        begins by reading it."""
         can_lack = abilities_of(self.drafter).behind is not None
         return any(method.lossless for method in self.methods) and can_lack
 
@@ -281,7 +282,7 @@ class Speculative:
     def target(
         self, scores: Scores, rows: Rows, draft: Draft
     ) -> tuple[Float[Array, "B N V"], Int[Array, " B"]]:
-        """pi of each row's method, and at how many drafted positions it defers."""
+        """pi of each row's method, and the number of drafted positions at which it defers."""
         alpha, chosen = lenience(rows, self.level, draft.tokens), rows.methods[:, self.level - 1]
         result: list[Array] = []
         for number, method in enumerate(self.methods):
@@ -367,10 +368,11 @@ def hierarchy(
     hand_over: HandOver = "need",
     verification: Verification | tuple[Verification, ...] = TOKEN,
 ) -> Sampler:
-    """Models from smallest to largest; each but the first verifies what those before it draft.
+    """A sampler of models from smallest to largest, in which each except the first verifies the drafts of
+    those before it.
 
-    methods and block_sizes have one entry for each verifier, from the smallest up; hand_over: see
-    Speculative. Raises ValueError for other numbers of them.
+    methods and block_sizes have one entry per verifier, smallest first. hand_over: see Speculative. Raises
+    ValueError if their number does not match.
     """
     if not len(models) - 1 == len(methods) == len(block_sizes):
         raise ValueError(
