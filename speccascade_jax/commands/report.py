@@ -53,15 +53,15 @@ class Arguments:
 
 def chosen(names: Sequence[str]) -> list[Experiment]:
     """The experiments that `names` name, or whose record they name; all where there are none."""
-    found: dict[str, Experiment] = {}
+    experiments: dict[str, Experiment] = {}
     for name in names or EXPERIMENTS:
         several = {e.name: e for e in EXPERIMENTS.values() if name in (e.name, e.record)}
         if not several:
             raise FieldError(
                 "names", name, f"known: {', '.join(EXPERIMENTS)}.", f"there is no experiment {name!r}"
             )
-        found |= several
-    return list(found.values())
+        experiments |= several
+    return list(experiments.values())
 
 
 def show_list(screen: Console) -> None:
@@ -182,32 +182,32 @@ def report(arguments: Arguments) -> None:
         return
     at_least(1, limit=arguments.limit)
     measurements, results, pictures = folders(arguments)
-    most, flags = (dict(QUICK), " --quick") if arguments.quick else ({}, "")
+    limits, flags = (dict(QUICK), " --quick") if arguments.quick else ({}, "")
     if arguments.limit is not None:
-        most |= {"inputs": arguments.limit, "timed": arguments.limit}
+        limits |= {"inputs": arguments.limit, "timed": arguments.limit}
         flags += f" --limit {arguments.limit}"
     for experiment in able(arguments.names, screen):
         screen.print(f"{experiment.name}: {experiment.summary}", soft_wrap=True)
-        findings, about = run(experiment.smaller(**most), measurements / experiment.name, screen, flags)
+        findings, about = run(experiment.smaller(**limits), measurements / experiment.name, screen, flags)
         keep(experiment, findings, about, results, pictures, screen)
 
 
 def able(names: Sequence[str], screen: Console) -> list[Experiment]:
     """Those of the chosen experiments that can run here. Raises ValueError for one that is named itself and
     cannot, and where none can."""
-    found, refused = list[Experiment](), ""
+    experiments, refused = list[Experiment](), ""
     for experiment in chosen(names):
         missing = lacking(experiment)
         if missing is None:
-            found.append(experiment)
+            experiments.append(experiment)
             continue
         refused = f"{experiment.name} cannot run here: {missing}"
         if experiment.name in names:
             raise ValueError(refused)
         screen.print(f"skipped: {experiment.name}: {missing}", soft_wrap=True)
-    if not found:
+    if not experiments:
         raise ValueError(refused)
-    return found
+    return experiments
 
 
 def parse(argv: list[str]) -> Arguments:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from speccascade_jax.serving.models import ServedModel
 
 KEY = "SPECCASCADE_API_KEY"
-METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
+SERVED = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
 SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting, while the devices have nothing to do
 LARGEST_KEYS = 2**20  # bytes of a file of keys
 BYTE_ORDER = "\ufeff"
@@ -80,7 +80,7 @@ class Arguments:
     """Requests decoded side by side in a batch, on each device."""
     max_queue: int = MAX_QUEUE
     """The most requests that wait for a row; further ones are answered with 429."""
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = SERVED
     """The methods that requests may choose; each is compiled, and costs a little in every round."""
     rounds: int = ROUNDS
     """Rounds between two deliveries of tokens; up to four times as many while requests wait."""

@@ -28,9 +28,9 @@ from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import LanguageModel, Sampler, abilities_of
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
-from speccascade_jax.core.samplers.autoregressive import VERIFIER
 from speccascade_jax.core.samplers.drafts import Drafters, kind_of
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
+from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
@@ -44,7 +44,7 @@ from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, LogitsError, Result, Scheduler
 from speccascade_jax.settings import NAMED, Settings, named, resolved
-from speccascade_jax.tokenizers.markers import Spelled, spelled
+from speccascade_jax.tokenizers.markers import Tokenized, tokenized
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.joining import joined, readings
@@ -328,7 +328,7 @@ class Cascade:
     ) -> tuple[list[list[int]], list[bool]]:
         """Token ids, [] for blank texts, and which texts were cut; errors count from `first_index`.
 
-        Raises ValueError for a text longer than max_source_length unless `truncate`.
+        Raises FieldError for a text longer than max_source_length unless `truncate`.
         """
         for n, text in enumerate(texts, first_index):
             if not isinstance(text, str):
@@ -339,9 +339,11 @@ class Cascade:
             whole = len(self.tokenizer.framed(row))
             cut.append(bool(text.strip()) and whole > limit)
             if cut[-1] and not truncate:
-                raise ValueError(
-                    f"input {first_index + n} has {whole} tokens, the limit is {limit}: "
-                    "shorten it, raise --max-source-length, or cut it with --truncate."
+                raise FieldError(
+                    "max_source_length",
+                    limit,
+                    "shorten it, raise --max-source-length, or cut it with --truncate.",
+                    f"input {first_index + n} has {whole} tokens, the limit is {limit}",
                 )
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
@@ -453,9 +455,9 @@ class Cascade:
             problem = f"{self.model_free.name} writes no text by itself"
             raise FieldError("method", settings.name, "take another method.", problem)
 
-    def spans(self, settings: Settings) -> Spelled:
+    def spans(self, settings: Settings) -> Tokenized:
         """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""
-        return spelled(self.tokenizer, settings.leniences_after(self.levels))
+        return tokenized(self.tokenizer, settings.leniences_after(self.levels))
 
     def _generate(
         self,
