@@ -170,7 +170,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterConfig:
+class LearnedRuleConfig:
     """How a learned method of a pair, `router` or `learned_mixture`, is trained."""
 
     name: str
@@ -220,7 +220,10 @@ class RouterConfig:
                 "split", self.split, "known: train, validation, test.", f"unknown split {self.split!r}"
             )
         if not self.output.endswith(".json"):
-            raise FieldError("output", self.output, "a router's file ends in .json.")
+            raise FieldError("output", self.output, "a trained rule's file ends in .json.")
+
+
+RouterConfig = LearnedRuleConfig  # what configs of earlier versions import
 
 
 DRAFTER_HELP = "; ".join(
@@ -415,10 +418,10 @@ def load(name: str | Path, kind: Any = None) -> Any:
     config = _run(path).get("config")
     if config is None:
         raise ConfigError(f"{path} defines no `config`.")
-    if not isinstance(config, DecodeConfig | TrainConfig | RouterConfig):
+    if not isinstance(config, DecodeConfig | TrainConfig | LearnedRuleConfig):
         raise ConfigError(
             f"{path}: its `config` is {reprlib.repr(config)}; it must be a DecodeConfig, a "
-            "TrainConfig or a RouterConfig."
+            "TrainConfig or a LearnedRuleConfig."
         )
     for wrong in _wrong_fields(config):
         raise ConfigError(f"{path}: {wrong}.")
@@ -511,8 +514,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _other_kind(name: str, config: Any) -> str:
     """What a config of the wrong kind is, and which one may be meant."""
-    if isinstance(config, RouterConfig):
-        return f"trains a router; its pair is {config.pair}."
+    if isinstance(config, LearnedRuleConfig):
+        return f"trains the method {config.method}; its pair is {config.pair}."
     if isinstance(config, DecodeConfig):
         hint = f"; name {config.task}" if config.task else ""
         return f"is a pair to decode with, not a training run{hint}."

@@ -20,11 +20,13 @@ from rich.text import Text
 from speccascade_jax import cluster
 from speccascade_jax import config as configs
 from speccascade_jax.commands import Terminated
-from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
+from speccascade_jax.config import DecodeConfig, LearnedRuleConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
 FLAGS = {
-    field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
+    field.name
+    for config in (DecodeConfig, TrainConfig, LearnedRuleConfig)
+    for field in dataclasses.fields(config)
 }
 """The fields that are flags of some command."""
 
@@ -50,7 +52,7 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
     return name, configs.load(name, kind)
 
 
-TRAINED = TrainConfig | RouterConfig
+TRAINED = TrainConfig | LearnedRuleConfig
 """What finetune takes."""
 
 

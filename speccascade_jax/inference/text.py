@@ -34,7 +34,7 @@ from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
-from speccascade_jax.learned import router
+from speccascade_jax.learned.rules import load as load_rule
 from speccascade_jax.models import full_of, start_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import AXIS, TENSOR_AXIS, tensor_mesh, tensor_sharding, whole_on
@@ -93,7 +93,7 @@ class Cascade:
     vocabulary: str | Strategy = "auto"
     model_free: ModelFree | None = None  # what drafts without a checkpoint
     beside: Any = None  # its model, where that is not the smallest one but drafts beside it
-    trained: Method | None = None  # a trained method, which stands for its name: see learned.router
+    trained: Method | None = None  # a trained method, which stands for its name: see learned.rules
     # Further names of methods: samplers, or functions from the models, the smallest first, to one.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix_cache_bytes: int = PREFIX_CACHE  # on each device, of what several prompts begin with; 0: none
@@ -236,7 +236,7 @@ class Cascade:
             "prefix_cache_bytes",
         )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
-        same["trained"] = router.load(config.router) if config.router else None
+        same["trained"] = load_rule(config.router) if config.router else None
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property

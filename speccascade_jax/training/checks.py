@@ -19,7 +19,7 @@ from speccascade_jax.config import (
     DEMO,
     ONLY_IN_THE_REPOSITORY,
     ExitTraining,
-    RouterConfig,
+    LearnedRuleConfig,
     Task,
     TrainConfig,
     in_the_repository_only,
@@ -370,7 +370,7 @@ def holds(model: Config) -> bool:
         return False
 
 
-def shipped_at(config: TrainConfig | RouterConfig) -> Path:
+def shipped_at(config: TrainConfig | LearnedRuleConfig) -> Path:
     """What --ship writes. Raises FieldError where the package ships nothing that this config makes."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
         raise FieldError(

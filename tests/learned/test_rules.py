@@ -12,17 +12,16 @@ from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
 from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
 
 from speccascade_jax.commands import decode, finetune
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS, TRAINED, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.learned import router
-from speccascade_jax.learned.router import FEATURES, Weights
+from speccascade_jax.learned.rules import FEATURES, Weights
 from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import Batch, pad
-from speccascade_jax.training.rollouts import Tried
-from speccascade_jax.training.router import (
+from speccascade_jax.training.learned_rules import (
     ALPHAS,
     Observed,
     errors,
@@ -34,6 +33,7 @@ from speccascade_jax.training.router import (
     observed,
     prices,
 )
+from speccascade_jax.training.rollouts import Tried
 
 SEEN = np.random.default_rng(2)  # whose network decides both ways
 WEIGHTS = Weights(*(SEEN.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
@@ -139,7 +139,7 @@ def known(rng, count):
 
 def test_training_finds_what_opt_misses(rng):
     """A verifier that is right half as often as it says, where it is sure: there its token is worth less."""
-    config = RouterConfig("toy", "toy.json", "toy", steps=600)
+    config = LearnedRuleConfig("toy", "toy.json", "toy", steps=600)
     whole = known(rng, 20_000)
     q, p = whole[:, :2].T
     advantage = np.where(p > 0.5, 0.5, 1.0) * p - q
@@ -177,7 +177,7 @@ def test_what_a_mixture_learns_from():
 
 def test_training_finds_where_the_drafter_is_worth_more(rng):
     """A drafter that is better than its verifier where it is sure, and worse elsewhere."""
-    config = RouterConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
+    config = LearnedRuleConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
     whole = known(rng, 8_000)
     sure = whole[:, 0] > 0.5
     chances = np.stack([np.where(sure, 0.8, 0.1), np.where(sure, 0.4, 0.6)], axis=1).astype(np.float32)
@@ -283,9 +283,9 @@ config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
 """,
     "router": """
 from speccascade_jax.commands import decode, finetune
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.errors import FieldError
-config = RouterConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
+config = LearnedRuleConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
 """,
 }
 
@@ -372,6 +372,6 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
 )
 def test_configs_of_nonsense_are_refused(change):
     with pytest.raises(FieldError) as error:
-        dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()
+        dataclasses.replace(LearnedRuleConfig("toy", "toy.json", "toy"), **change).check()
     field, value = next(iter(change.items()))
     assert error.value.field == field and str(error.value.value) == str(value)
