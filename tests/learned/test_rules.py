@@ -348,7 +348,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         assert finetune.main([f"--config={names['router']}", *flags]) == 2
         assert said in capsys.readouterr().err
     assert decode.main([f"--config={names['router']}", "--text=the cat"]) == 2
-    assert "trains a router; its pair is" in capsys.readouterr().err
+    assert "trains the method router; its pair is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
