@@ -1,8 +1,8 @@
 """The learned rule of the bundled English-to-German pair: python scripts/finetune.py --config=demo_router."""
 
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 
-config = RouterConfig(
+config = LearnedRuleConfig(
     name="demo_router",
     output="runs/demo_router/router.json",
     shipped="router.json",

@@ -97,8 +97,11 @@ def _gather(port: int, processes: int) -> None:
     try:
         server = _server(port)
     except OSError as error:
-        raise ValueError(
-            f"the port {port} cannot be used here ({error.strerror}): choose another in cluster."
+        raise FieldError(
+            "cluster",
+            port,
+            "choose another in cluster.",
+            f"the port {port} cannot be used here ({error.strerror})",
         ) from None
     try:
         while len(came) < processes - 1:

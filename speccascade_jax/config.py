@@ -223,7 +223,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterConfig:
+class LearnedRuleConfig:
     """How a learned method of a pair, `router` or `learned_mixture`, is trained."""
 
     # The name of the run, for logs.
@@ -288,6 +288,9 @@ class RouterConfig:
             )
         if not self.output.endswith(".json"):
             raise FieldError("output", self.output, "its name must end in .json.")
+
+
+RouterConfig = LearnedRuleConfig  # the name in earlier versions, which configs may import
 
 
 DRAFTER_HELP = " ".join(
@@ -501,10 +504,10 @@ def load(name: str | Path, kind: Any = None) -> Any:
     config = _run(path).get("config")
     if config is None:
         raise ConfigError(f"{path} defines no `config`.")
-    if not isinstance(config, DecodeConfig | TrainConfig | RouterConfig):
+    if not isinstance(config, DecodeConfig | TrainConfig | LearnedRuleConfig):
         raise ConfigError(
             f"{path}: its `config` is {reprlib.repr(config)}; it must be a DecodeConfig, a "
-            "TrainConfig or a RouterConfig."
+            "TrainConfig or a LearnedRuleConfig."
         )
     for wrong in _wrong_fields(config):
         raise ConfigError(f"{path}: {wrong}.")
@@ -597,8 +600,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _other_kind(name: str, config: Any) -> str:
     """Describes a config of the wrong kind, and suggests another one."""
-    if isinstance(config, RouterConfig):
-        return f"trains a router; its pair is {config.pair}."
+    if isinstance(config, LearnedRuleConfig):
+        return f"trains the method {config.method}; its pair is {config.pair}."
     if isinstance(config, DecodeConfig):
         hint = f"; name {config.task}" if config.task else ""
         return f"is a pair to decode with, not a training run{hint}."

@@ -20,13 +20,13 @@ from speccascade_jax.core.protocols import Sampler, abilities_of
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
+from speccascade_jax.core.samplers.named import SAMPLERS, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_default
 
 MOST_TOKENS = 2**17  # of a text
 MOST_MARKERS = 4  # of alpha_after
-NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SINGLE_MODEL}
+NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SAMPLERS}
 """The methods by the names that --method takes. A config's `samplers`, which may be rules, add names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
 """The numbers that some methods read in addition to alpha, by name."""
@@ -207,7 +207,7 @@ class Settings(Declared):
 
     def by(self, method: Any, known: Mapping[str, Any] = NAMED) -> Self:
         """The settings with another method, and without alpha_after if that method reads no lenience."""
-        reads = any(_entry(one, known) is None or _reads_alpha(one, known) for one in _each(method))
+        reads = any(_entry(each, known) is None or _reads_alpha(each, known) for each in _each(method))
         return dataclasses.replace(self, method=method, alpha_after=self.alpha_after if reads else {})
 
     @property

@@ -150,7 +150,7 @@ def test_imports_run_downwards():
         ("scheduling/scheduler.py", "from speccascade_jax.serving.engine import Engine"),
         ("settings.py", "from speccascade_jax.config import DecodeConfig"),
         ("vocabularies/joining.py", "from speccascade_jax.settings import Settings"),
-        ("learned/router.py", "from speccascade_jax.settings import Settings"),
+        ("learned/rules.py", "from speccascade_jax.settings import Settings"),
         ("serving/app.py", "from speccascade_jax.evaluation.load import ask"),
         ("training/loop.py", "from speccascade_jax.serving import protocol"),
         ("planning/planner.py", "from speccascade_jax.evaluation.profiling import in_turn"),

@@ -17,8 +17,8 @@ from speccascade_jax.baselines import BASELINES
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.divergences import DIVERGENCES
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.samplers.lookup import MODEL_FREE
+from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation.fewshot import TASKS
@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "speccascade_jax"
 DECLARED: tuple[Mapping[str, Any], ...] = (
     METHODS,
     BASELINES,
-    SINGLE_MODEL,
+    SAMPLERS,
     MODEL_FREE,
     TASKS,
     METRICS,

@@ -19,7 +19,7 @@ from speccascade_jax.models.assistant import (
 )
 from speccascade_jax.models.gemma4 import Gemma4Config
 
-OWN = {
+CONFIG_NAMES = {
     "state_width": "backbone_hidden_size",
     "num_centroids": "num_centroids",
     "active_centroids": "centroid_intermediate_top_k",
@@ -57,11 +57,11 @@ def read_config(where: Path, content: dict[str, Any]) -> AssistantConfig:
         if content.get(name) is not None
     }
     values = gemma4.values_of(Path(f"{where}: text_config"), {**usual, **text, **ends})
-    values |= {ours: content[theirs] for ours, theirs in OWN.items() if theirs in content}
+    values |= {ours: content[theirs] for ours, theirs in CONFIG_NAMES.items() if theirs in content}
     values["num_readers"] = values["num_layers"]
     if not content.get("use_ordered_embeddings", False):
         values |= {"num_centroids": None, "active_centroids": ASSISTANT.active_centroids}
-    check_fields(where, AssistantConfig, values, gemma4.FIELDS | OWN)
+    check_fields(where, AssistantConfig, values, gemma4.FIELDS | CONFIG_NAMES)
     config = AssistantConfig(**{**vars(gemma4.USUAL), **values})
     check(where, config)
     return config
@@ -140,7 +140,7 @@ def check_pair(where: Any, drafter: AssistantConfig, verifier: Gemma4Config) -> 
     """Raises ValueError naming the first size in which a verifier is not the assistant's."""
     pairs = [("state_width", drafter.state_width, verifier.d_model)]
     pairs += [(name, getattr(drafter, name), getattr(verifier, name)) for name in ALIKE]
-    names = gemma4.FIELDS | OWN
+    names = gemma4.FIELDS | CONFIG_NAMES
     for name, ours, theirs in pairs:
         if ours != theirs:
             raise ValueError(

@@ -24,7 +24,7 @@ from speccascade_jax.models.dflash import (
 
 WITHIN = "dflash_config"
 LAYERS = "target_layer_ids"  # each names a layer's output
-OWN = {"mask_id": "mask_token_id", "block_size": "block_size"}
+CONFIG_NAMES = {"mask_id": "mask_token_id", "block_size": "block_size"}
 ARCHITECTURE = "DFlashDraftModel"
 ONLY = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 """Fields that the authors' other drafters change, and their neutral values."""
@@ -51,7 +51,7 @@ def read_config(where: Path, content: dict[str, Any]) -> DFlashConfig:
             raise ValueError(f"{where}: {name} is {shown(values[name])}; only {usual:g} is supported.")
     if values.get("is_causal") not in (False, None):
         raise ValueError(f"{where}: is_causal is {shown(values['is_causal'])}; only false is supported.")
-    for name in (LAYERS, *OWN.values()):
+    for name in (LAYERS, *CONFIG_NAMES.values()):
         if name not in values:
             raise ValueError(f"{where}: {name} is missing: this is not a drafter's config.json.")
     named = values[LAYERS]
@@ -59,9 +59,9 @@ def read_config(where: Path, content: dict[str, Any]) -> DFlashConfig:
         raise ValueError(f"{where}: {LAYERS} is {shown(named)}, not a list of layers.")
     plain = decoder.read_config(where, {**layer, "tie_word_embeddings": False})
     fields = {name: value for name, value in vars(plain).items() if name != "family"}
-    fields |= {ours: values[theirs] for ours, theirs in OWN.items()}
+    fields |= {ours: values[theirs] for ours, theirs in CONFIG_NAMES.items()}
     fields["states"] = tuple(number + 1 for number in named)
-    check_fields(where, DFlashConfig, fields, decoder.SHARED | OWN | {"states": LAYERS})
+    check_fields(where, DFlashConfig, fields, decoder.SHARED | CONFIG_NAMES | {"states": LAYERS})
     config = DFlashConfig(**fields)
     check(where, config)
     return config
@@ -90,10 +90,10 @@ def as_decoder(config: DFlashConfig) -> DecoderConfig:
 
 def describe(config: DFlashConfig) -> dict[str, Any]:
     """The content of config.json."""
-    inner = {OWN["mask_id"]: config.mask_id, LAYERS: [number - 1 for number in config.states]}
+    inner = {CONFIG_NAMES["mask_id"]: config.mask_id, LAYERS: [number - 1 for number in config.states]}
     return decoder.describe(as_decoder(config)) | {
         "architectures": [ARCHITECTURE],
-        OWN["block_size"]: config.block_size,
+        CONFIG_NAMES["block_size"]: config.block_size,
         WITHIN: inner,
     }
 

@@ -28,7 +28,7 @@ LAYER = "transformer_layer_config"  # of speculators' folders
 KIND = "speculators_model_type"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 WITHIN = "eagle_config"  # where SpecForge names layers by their outputs
-OWN = {
+CONFIG_NAMES = {
     "draft_vocab_size": "draft_vocab_size",
     "state_width": "target_hidden_size",
     "norm_before_residual": "norm_before_residual",
@@ -65,10 +65,12 @@ def read_config(where: Path, content: dict[str, Any]) -> EagleConfig:
         raise ValueError(f"{where}: the head's layer is a {shown(base)} one; known: llama, qwen3.")
     plain = decoder.read_config(where, {**layer, "tie_word_embeddings": False})
     values = {name: value for name, value in vars(plain).items() if name != "family"}
-    values |= {ours: content[theirs] for ours, theirs in OWN.items() if content.get(theirs) is not None}
+    values |= {
+        ours: content[theirs] for ours, theirs in CONFIG_NAMES.items() if content.get(theirs) is not None
+    }
     values = {"state_width": plain.d_model, "draft_vocab_size": plain.vocab_size, **values}
     values["layers"] = layers_of(where, content)
-    check_fields(where, EagleConfig, values, decoder.SHARED | OWN | {"layers": LAYERS})
+    check_fields(where, EagleConfig, values, decoder.SHARED | CONFIG_NAMES | {"layers": LAYERS})
     config = EagleConfig(**values)
     check(where, config)
     return config
@@ -125,7 +127,7 @@ def as_decoder(config: EagleConfig) -> DecoderConfig:
 def describe(config: EagleConfig) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for a head that other readers could not read."""
     content = decoder.describe(as_decoder(config)) | {
-        theirs: getattr(config, ours) for ours, theirs in OWN.items()
+        theirs: getattr(config, ours) for ours, theirs in CONFIG_NAMES.items()
     }
     content["architectures"] = ["LlamaForCausalLMEagle3"]
     if config.layers:

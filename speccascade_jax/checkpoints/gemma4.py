@@ -143,24 +143,24 @@ def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict
     }
     if not isinstance(overrides, dict) or not all(isinstance(x, dict) for x in overrides.values()):
         raise ValueError(f"{where}: {PER_LAYER} is {shown(overrides)}, not an object of objects.")
-    given = {int(number): layer for number, layer in overrides.items() if number.isdecimal()}
-    layers = [given.get(number, {}) for number in range(len(kinds))]
-    found: dict[str, Any] = {}
+    by_number = {int(number): layer for number, layer in overrides.items() if number.isdecimal()}
+    layers = [by_number.get(number, {}) for number in range(len(kinds))]
+    widths: dict[str, Any] = {}
     for theirs, (usual, of_global) in names.items():
         base = values.get(usual, getattr(USUAL, usual))
         sizes = [layer.get(theirs, base) for layer in layers]
-        found[of_global] = sizes[-1]
+        widths[of_global] = sizes[-1]
         if any(size != (base if local else sizes[-1]) for size, local in zip(sizes, kinds, strict=True)):
             raise ValueError(
                 f"{where}: {PER_LAYER} gives {theirs} {shown(sizes)}: it may differ between {LOCAL} and "
                 f"{EVERYTHING} only."
             )
     unknown = sorted({name for layer in overrides.values() for name in layer} - names.keys())
-    if unknown or len(given) < len(overrides) or not given.keys() <= set(range(len(kinds))):
+    if unknown or len(by_number) < len(overrides) or not by_number.keys() <= set(range(len(kinds))):
         raise ValueError(
             f"{where}: {PER_LAYER} is {shown(overrides)}; only {', '.join(names)} are supported."
         )
-    return found
+    return widths
 
 
 def check(where: Any, config: Gemma4Config) -> None:

@@ -273,7 +273,9 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
             array = arrays[name]
             if not isinstance(array, np.ndarray) and place.takes_part(paths[0], shapes[paths[0]]):
                 layers = stored_matrices(path, name, array, shapes[paths[0]], len(paths), config.d_kv)
-                yield from ((ours, f"{path}: {name}", one) for ours, one in zip(paths, layers, strict=True))
+                yield from (
+                    (ours, f"{path}: {name}", layer) for ours, layer in zip(paths, layers, strict=True)
+                )
                 continue
             if not isinstance(array, np.ndarray):
                 array = read_array(path, name, array)

@@ -26,12 +26,14 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from speccascade_jax import cluster
 from speccascade_jax import config as configs
 from speccascade_jax.commands import NAMES, Terminated
-from speccascade_jax.config import DecodeConfig, RouterConfig, Task, TrainConfig
+from speccascade_jax.config import DecodeConfig, LearnedRuleConfig, Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 
 T = TypeVar("T")
 FLAGS = {
-    field.name for config in (DecodeConfig, TrainConfig, RouterConfig) for field in dataclasses.fields(config)
+    field.name
+    for config in (DecodeConfig, TrainConfig, LearnedRuleConfig)
+    for field in dataclasses.fields(config)
 }
 """The fields of configs, which are flags of commands."""
 
@@ -57,7 +59,7 @@ def config_of(argv: list[str], kind: Any, default: str | None = None) -> tuple[s
     return name, configs.load(name, kind)
 
 
-TRAINED = TrainConfig | RouterConfig
+TRAINED = TrainConfig | LearnedRuleConfig
 """The configs that finetune trains."""
 
 

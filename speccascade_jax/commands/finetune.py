@@ -26,14 +26,14 @@ from speccascade_jax.commands.commandline import (
     table_of_configs,
 )
 from speccascade_jax.commands.profiles import check_profile, profiled
-from speccascade_jax.config import RouterConfig, TrainConfig, load, path_of
+from speccascade_jax.config import LearnedRuleConfig, TrainConfig, load, path_of
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.outputs import check_targets, write_whole
-from speccascade_jax.learned.router import load as load_router
+from speccascade_jax.learned.rules import load as load_rule
 from speccascade_jax.training.checks import check, check_folder, check_not_shipped, export_folders, shipped_at
+from speccascade_jax.training.learned_rules import improves, train_rule
 from speccascade_jax.training.loop import train
-from speccascade_jax.training.router import improves, train_router
 
 SHOWN = "demo_verifier"
 
@@ -57,36 +57,36 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterArguments:
+class LearnedRuleArguments:
     """Arguments for training a learned rule; every field of the config is a flag."""
 
-    run: tyro.conf.OmitArgPrefixes[RouterConfig]
+    run: tyro.conf.OmitArgPrefixes[LearnedRuleConfig]
     config: str
     """A config name or path. Its fields are the defaults of the other flags."""
     ship: bool = False
     """Also replace the network of this name that is bundled with the package (speccascade_jax/demo)."""
 
 
-def check_router(config: str, run: RouterConfig, ship: bool) -> None:
+def check_rule(config: str, run: LearnedRuleConfig, ship: bool) -> None:
     """Raises ValueError if the network cannot be written, or would replace another file."""
     run.check()
     output = Path(run.output)
     check_folder("output", str(output.parent))
     check_not_shipped("output", output)
     if output.exists():
-        load_router(output)  # raises for what is no such network: it is somebody else's
+        load_rule(output)  # raises for what is no such network: it is somebody else's
     if ship:
         shipped_at(run)
     output.parent.mkdir(parents=True, exist_ok=True)
     check_targets({"--output": output}, {"--config": path_of(config)})
 
 
-def finetune_router(config: str, run: RouterConfig, argv: list[str]) -> None:
-    arguments = parsed(RouterArguments, argv, "finetune", __doc__, RouterArguments(run, config))
+def finetune_rule(config: str, run: LearnedRuleConfig, argv: list[str]) -> None:
+    arguments = parsed(LearnedRuleArguments, argv, "finetune", __doc__, LearnedRuleArguments(run, config))
     run = arguments.run
-    check_router(config, run, arguments.ship)
+    check_rule(config, run, arguments.ship)
     screen = console()
-    figures = train_router(run, replaced)
+    figures = train_rule(run, replaced)
     for what, figure in figures.items():
         screen.print(f"on held-out texts, {what}: {figure:.4f}")
     if not improves(figures):
@@ -113,8 +113,8 @@ def finetune(argv: list[str]) -> None:
         console().print(table_of_configs(TRAINED, "--config"))
         return
     name, run = config_of(argv, TRAINED)
-    if isinstance(run, RouterConfig):
-        finetune_router(name, run, argv)
+    if isinstance(run, LearnedRuleConfig):
+        finetune_rule(name, run, argv)
         return
     about = __doc__
     if run is tyro.MISSING:  # of --help; without a config, no flag has a default

@@ -54,15 +54,15 @@ class Arguments:
 
 def chosen(names: Sequence[str]) -> list[Experiment]:
     """The experiments with these names, or with records of these names; all experiments without names."""
-    found: dict[str, Experiment] = {}
+    experiments: dict[str, Experiment] = {}
     for name in names or EXPERIMENTS:
         several = {e.name: e for e in EXPERIMENTS.values() if name in (e.name, e.record)}
         if not several:
             raise FieldError(
                 "names", name, f"known: {', '.join(EXPERIMENTS)}.", f"there is no experiment {name!r}"
             )
-        found |= several
-    return list(found.values())
+        experiments |= several
+    return list(experiments.values())
 
 
 def show_list(screen: Console) -> None:
@@ -184,32 +184,32 @@ def report(arguments: Arguments) -> None:
         return
     at_least(1, limit=arguments.limit)
     measurements, results, pictures = folders(arguments)
-    most, flags = (dict(QUICK), " --quick") if arguments.quick else ({}, "")
+    limits, flags = (dict(QUICK), " --quick") if arguments.quick else ({}, "")
     if arguments.limit is not None:
-        most |= {"inputs": arguments.limit, "timed": arguments.limit}
+        limits |= {"inputs": arguments.limit, "timed": arguments.limit}
         flags += f" --limit {arguments.limit}"
     for experiment in able(arguments.names, screen):
         screen.print(f"{experiment.name}: {experiment.summary}", soft_wrap=True)
-        findings, about = run(experiment.smaller(**most), measurements / experiment.name, screen, flags)
+        findings, about = run(experiment.smaller(**limits), measurements / experiment.name, screen, flags)
         keep(experiment, findings, about, results, pictures, screen)
 
 
 def able(names: Sequence[str], screen: Console) -> list[Experiment]:
     """The chosen experiments that can run here. Raises ValueError if none can run, or for an experiment that
     is named itself and cannot."""
-    found, refused = list[Experiment](), ""
+    experiments, refused = list[Experiment](), ""
     for experiment in chosen(names):
         missing = lacking(experiment)
         if missing is None:
-            found.append(experiment)
+            experiments.append(experiment)
             continue
         refused = f"{experiment.name} cannot run here: {missing}"
         if experiment.name in names:
             raise ValueError(refused)
         screen.print(f"skipped: {experiment.name}: {missing}", soft_wrap=True)
-    if not found:
+    if not experiments:
         raise ValueError(refused)
-    return found
+    return experiments
 
 
 def parse(argv: list[str]) -> Arguments:

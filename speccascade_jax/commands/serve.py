@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from speccascade_jax.serving.models import ServedModel
 
 KEY = "SPECCASCADE_API_KEY"
-METHODS = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
+SERVED = ("speculative", "chow", "diff", "opt", "token_v3", "lossy", "verifier", "drafter")
 SWITCH = 5e-4  # seconds that HTTP may keep the engine's thread waiting while the devices are idle
 LARGEST_KEYS = 2**20  # the largest size of a file of keys, in bytes
 BYTE_ORDER = "\ufeff"
@@ -81,7 +81,7 @@ class Arguments:
     """The number of requests decoded together, per device."""
     max_queue: int = MAX_QUEUE
     """The most requests that wait for a row. Further requests are answered with status 429."""
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = SERVED
     """The methods that requests may choose. Each method is compiled and adds a little time to every round."""
     rounds: int = ROUNDS
     """Rounds between two deliveries of tokens. While requests wait, up to four times this number."""

@@ -33,7 +33,7 @@ from speccascade_jax.commands.commandline import (
 )
 from speccascade_jax.config import DecodeConfig, Task
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.evaluation import plots
@@ -240,8 +240,12 @@ def choose(arguments: Arguments, metric: str, comparisons: list[Comparison]) -> 
         chosen = fastest([r for r in choices if r is not None], -math.inf)
         wish = f"{metric} of at least {target}"
     if chosen is None:
-        raise ValueError(
-            f"no measured point has {wish}: relax the criterion, or sweep more methods and leniences."
+        field = "at_quality" if arguments.at_latency is None else "at_latency"
+        raise FieldError(
+            field,
+            getattr(arguments, field),
+            "relax the criterion, or sweep more methods and leniences.",
+            f"no measured point has {wish}",
         )
     return chosen, wish
 

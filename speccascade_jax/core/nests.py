@@ -30,10 +30,6 @@ def top(models: Any, tree: Any) -> Any:
     return tree[-1] if type(models) is tuple else tree
 
 
-# A model may be a member of a network: other members share its parameters and its cache, which are the
-# network's, and `model.length(cache)` is what its own part of that covers. A nest holds the network.
-
-
 def network_of(model: Any) -> Any:
     return getattr(model, "member_of", model)
 

@@ -71,11 +71,11 @@ class DescribedModel:
 
         return flops(1), flops(2) - flops(1)
 
-    def call_seconds(self, rows: int, most: int) -> Float[np.ndarray, " N"]:
-        """The least seconds of calls that read n = 0 .. most tokens of each row."""
+    def call_seconds(self, rows: int, longest: int) -> Float[np.ndarray, " N"]:
+        """The least seconds of calls that read n = 0 .. longest tokens of each row."""
         reading = (self.weight_bytes + rows * self.row_bytes) / self.chips.chip.bandwidth
         first, further = self.call_flops
-        work = rows * (first + (np.arange(most + 1) - 1) * further) / self.chips.chip.rate
+        work = rows * (first + (np.arange(longest + 1) - 1) * further) / self.chips.chip.rate
         return np.maximum(reading, work)
 
     @cached_property
@@ -85,8 +85,8 @@ class DescribedModel:
         source = jax.ShapeDtypeStruct((1, chips.source_length), jnp.int32)
         length = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-        def prefill(params: Any, *given: Any) -> Any:
-            return self.plain.prefill(params, *given, chips.source_length + chips.new_tokens)
+        def prefill(params: Any, *inputs: Any) -> Any:
+            return self.plain.prefill(params, *inputs, chips.source_length + chips.new_tokens)
 
         read = bytes_used(prefill, self.plain_params, source, length)
         traced = jax.make_jaxpr(prefill)(self.plain_params, source, length)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import abilities_of
-from speccascade_jax.core.samplers.autoregressive import VERIFIER
+from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.blocks import sizes_up_to
 from speccascade_jax.scheduling.continuous import Continuous
@@ -136,7 +136,7 @@ def compared(
     )
     return {
         **{
-            name: {field: median(getattr(one, field) for one in several) for field in Pass._fields}
+            name: {field: median(getattr(timed, field) for timed in several) for field in Pass._fields}
             for name, several in measured.items()
         },
         "ratio": median(ratios),

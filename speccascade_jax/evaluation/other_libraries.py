@@ -52,9 +52,9 @@ def decoders(
 ) -> dict[str, Decode]:
     """The decoders of `libraries`, on float32 exports of a pair. Raises FieldError unless it is one of T5
     models."""
-    found: dict[str, Decode] = {}
+    decoders: dict[str, Decode] = {}
     if not libraries:
-        return found
+        return decoders
     if not all(isinstance(model, T5Model) for model in (cascade.drafter, cascade.verifier)):
         raise FieldError("vs", libraries, "the config has other models.", "--vs compares T5 models")
     with tempfile.TemporaryDirectory() as folder:
@@ -63,12 +63,12 @@ def decoders(
             for name, path in (("drafter", run.drafter), ("verifier", run.verifier))
         )
         if "hf" in libraries:
-            found |= transformers_decoders(
+            decoders |= transformers_decoders(
                 verifier, run.max_new_tokens, drafter=drafter, block_size=block_size
             )
         if "ctranslate2" in libraries:
-            found |= ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
-    return found
+            decoders |= ctranslate2_decoders(verifier, cascade.tokenizer.pieces(), run.max_new_tokens)
+    return decoders
 
 
 def transformers_decoders(

@@ -7,11 +7,12 @@ from typing import Any
 
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.evaluation.quality import METRICS
 from speccascade_jax.evaluation.reductions import Comparison
 from speccascade_jax.evaluation.sweep import COMPARED, block_size_of
+from speccascade_jax.settings import NAMED
 
 Axis = Callable[[Comparison], float | None]
 AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
@@ -122,7 +123,7 @@ def _title(name: str) -> str:
         return f"{name.capitalize()} alone"
     curve, _, kind = name.partition(", ")
     method, _, unusual = curve.partition(" (")
-    entry = METHODS.get(method) or BASELINES.get(method)
+    entry = NAMED.get(method)
     shown = (entry.label if entry else "") or method.replace("_", " ").capitalize()
     shown += f", {kind.replace('_', '-')}" if kind else ""
     said = ["lossless"] * _lossless(name) + [unusual.removesuffix(")")] * bool(unusual)

@@ -119,7 +119,9 @@ def computed_with(jaxpr: Any) -> set[int]:
         if eqn.primitive.name == "scan":
             inner = eqn.params["jaxpr"].jaxpr
             within = computed_with(inner)
-            used |= {id(v) for v, own in zip(eqn.invars, inner.invars, strict=True) if id(own) in within}
+            used |= {
+                id(v) for v, variable in zip(eqn.invars, inner.invars, strict=True) if id(variable) in within
+            }
         elif eqn.primitive.name != "gather" and eqn.params.get("name") not in ("_take", "taken"):
             used |= {id(v) for v in eqn.invars}
     return used

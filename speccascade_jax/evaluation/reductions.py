@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation.quality import bootstrap, interval, resamples, score
 from speccascade_jax.evaluation.rates import relative_cost
 from speccascade_jax.evaluation.sweep import Contest, Latency, Quality, alone, block_size_of, contests

@@ -16,7 +16,7 @@ import numpy as np
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method, Scheme
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import TOKEN, is_default
 from speccascade_jax.evaluation.quality import METRICS, statistics

@@ -95,7 +95,12 @@ def checked(name: str) -> Chip:
             f"--tpu is {name!r}",
         )
     if find_spec("libtpu") is None:
-        raise ValueError("--tpu needs the TPU compiler: pip install 'speccascade_jax[tpu]'.")
+        raise FieldError(
+            "tpu",
+            name,
+            "pip install 'speccascade_jax[tpu]'.",
+            "the TPU compiler is missing",
+        )
     return CHIPS[kind]
 
 
@@ -139,11 +144,14 @@ def check_pair(shapes: Shapes, devices: list[Any]) -> None:
 
 
 def check_vocabularies(configs: Sequence[Config]) -> None:
-    """Raises ValueError for models of several vocabularies."""
+    """Raises FieldError for models of several vocabularies."""
     sizes = [config.vocab_size for config in configs]
     if len(set(sizes)) > 1:
-        raise ValueError(
-            f"the models have {', '.join(map(str, sizes))} tokens; --tpu compiles models of one vocabulary."
+        raise FieldError(
+            "tpu",
+            sizes,
+            "--tpu compiles models of one vocabulary.",
+            f"the models have {', '.join(map(str, sizes))} tokens",
         )
 
 
@@ -345,7 +353,7 @@ def read_of(buffers: Iterable[Any]) -> int:
 
 def shapes_of(run: DecodeConfig) -> list[Config]:
     """The shapes of a config's models, from their folders or, where these are missing, from the training
-    configs that make them. Raises ValueError if neither is there."""
+    configs that make them. Raises FieldError if neither is there."""
     trained: dict[str, Config] = {}
     for name in available():
         with contextlib.suppress(ConfigError):
@@ -356,12 +364,18 @@ def shapes_of(run: DecodeConfig) -> list[Config]:
     for role, path in run.roles:
         folder, member = checkpoints.split_member(path)
         if member is not None:
-            raise ValueError(
-                f"{role} is a member of the network {folder}; --tpu compiles two models that share nothing."
+            raise FieldError(
+                "tpu",
+                path,
+                "--tpu compiles two models that share nothing.",
+                f"{role} is a member of the network {folder}",
             )
         if not Path(folder).is_dir() and folder not in trained:
-            raise ValueError(
-                f"{role}, {folder}, is missing, and no config has its shape: give both shapes with --preset."
+            raise FieldError(
+                "preset",
+                path,
+                "give both shapes with --preset.",
+                f"{role}, {folder}, is missing, and no config has its shape",
             )
         configs.append(checkpoints.config_of(folder) if Path(folder).is_dir() else trained[folder])
     return configs

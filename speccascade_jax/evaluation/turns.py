@@ -191,16 +191,17 @@ def measure_times(
     return {name: Times(middle[k], *counted[:, k]) for k, name in enumerate(names)}
 
 
-def tokens_a_call(one: Counts | Times, other: Counts | None = None) -> Ratio:
+def tokens_a_call(decoder: Counts | Times, other: Counts | None = None) -> Ratio:
     """Tokens a verifier call; how many times as many as those of `other`, paired over texts."""
     return _ratio(
-        [one.tokens, *([other.rounds] if other else [])], [one.rounds, *([other.tokens] if other else [])]
+        [decoder.tokens, *([other.rounds] if other else [])],
+        [decoder.rounds, *([other.tokens] if other else [])],
     )
 
 
-def times_as_fast(one: Times, other: Times) -> Ratio:
+def times_as_fast(decoder: Times, other: Times) -> Ratio:
     """Tokens a second, in those of `other`, paired over groups of texts."""
-    return _ratio([one.tokens, other.seconds], [one.seconds, other.tokens])
+    return _ratio([decoder.tokens, other.seconds], [decoder.seconds, other.tokens])
 
 
 def _ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Ratio:

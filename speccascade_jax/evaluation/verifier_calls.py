@@ -69,7 +69,7 @@ def ratios_along(
     width = cascade.bucket(max(map(len, rows)))
     readings = cascade.foreign_readings([output.source for output in outputs])
     tokens, lengths = pad([output.tokens for output in outputs], cascade.max_new_tokens, 0)
-    program, found = jax.jit(partial(ratios, sampler)), []
+    program, along = jax.jit(partial(ratios, sampler)), []
     for begin in range(0, len(outputs), BATCH):
         chosen = [min(n, len(outputs) - 1) for n in range(begin, begin + BATCH)]  # the last one again
         requests = [
@@ -84,9 +84,9 @@ def ratios_along(
             )
             for n in chosen
         ]
-        asked = arguments(lane.plan, requests, width, cascade.tokenizer.pad_id)
-        found.append(np.asarray(program(lane.params, asked, tokens[np.array(chosen)])))
-    return np.concatenate(found)[: len(outputs)], lengths
+        arrays = arguments(lane.plan, requests, width, cascade.tokenizer.pad_id)
+        along.append(np.asarray(program(lane.params, arrays, tokens[np.array(chosen)])))
+    return np.concatenate(along)[: len(outputs)], lengths
 
 
 class Along(NamedTuple):

@@ -54,14 +54,14 @@ class Experiment:
     record: str  # docs/results/NAME.json, which several experiments may share
     measurement: Any  # a Measurement
 
-    def smaller(self, *, choices: int | None = None, **most: int) -> Self:
+    def smaller(self, *, choices: int | None = None, **limits: int) -> Self:
         """With at most so many `inputs`, `timed` inputs, `seeds` and `trials`, and the first `choices` of
         every list of settings."""
         values = {
             field.name: getattr(self.measurement, field.name)
             for field in dataclasses.fields(self.measurement)
         }
-        lowered = {name: min(values[name], most[name]) for name in values.keys() & most.keys()}
+        lowered = {name: min(values[name], limits[name]) for name in values.keys() & limits.keys()}
         lowered |= {name: value[:choices] for name, value in values.items() if isinstance(value, tuple)}
         return dataclasses.replace(self, measurement=dataclasses.replace(self.measurement, **lowered))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation import other_libraries
 from speccascade_jax.evaluation.turns import (
     Cascades,

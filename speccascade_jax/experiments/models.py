@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL, VERIFIER
+from speccascade_jax.core.samplers.named import SINGLE_MODEL, VERIFIER
 from speccascade_jax.evaluation.measurements import Measurements
 from speccascade_jax.evaluation.quality import METRICS, bootstrap, score
 from speccascade_jax.evaluation.sweep import alone

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
     Bench,

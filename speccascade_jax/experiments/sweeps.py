@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.measurements import Measurements
 from speccascade_jax.evaluation.quality import METRICS, bootstrap, score
@@ -204,8 +204,8 @@ class Picks(Sweep):
             f"`{self.config}`: the fastest point at the verifier's quality on {self.about}, and both models "
             "and that point on as many of the test split."
         )
-        found = table(title, ["T", "top-p", *promised, *columns(self.label)], rows)
-        return Findings({self.config.replace("_", "-"): found})
+        record = table(title, ["T", "top-p", *promised, *columns(self.label)], rows)
+        return Findings({self.config.replace("_", "-"): record})
 
 
 class Rejections(Sweep):
@@ -226,8 +226,8 @@ class Rejections(Sweep):
             f"`{self.config}` at block size {sizes}, {self.about}: the point of best quality of each rule, "
             "and what it rejects."
         )
-        found = table(title, ["T", "rejected of the drafted", *columns(self.label)], rows)
-        return Findings({"rates": found}, {self.picture or "rejection": picture})
+        record = table(title, ["T", "rejected of the drafted", *columns(self.label)], rows)
+        return Findings({"rates": record}, {self.picture or "rejection": picture})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,16 +243,16 @@ class EqualCalls(Sweep):
         qualities = self.measurements(bench).qualities(points, bench.folder)
         metric, rows = self.metric, list[list[Any]]()
 
-        def told(one: Settings, other: Settings) -> str:
-            sums = [qualities[point].statistics for point in (one, other)]
+        def told(point: Settings, other: Settings) -> str:
+            sums = [qualities[settings].statistics for settings in (point, other)]
             gain = score(metric, sums[0].sum(axis=0)) - score(metric, sums[1].sum(axis=0))
             return f"{gain:+.1f} ({difference(bootstrap(metric, *sums))})"
 
         for rival in (point for point in points if point.name == self.rival):
             panel = alone(rival, "verifier")
             rules = [p for p in points if p.name == self.rule and alone(p, "verifier") == panel]
-            most = (1 + self.slack) * calls(qualities[rival])
-            able = [p for p in rules if p.block_size == rival.block_size and calls(qualities[p]) <= most]
+            budget = (1 + self.slack) * calls(qualities[rival])
+            able = [p for p in rules if p.block_size == rival.block_size and calls(qualities[p]) <= budget]
             best = max(able, key=lambda p: score(metric, qualities[p].statistics.sum(axis=0)), default=None)
             rows.append(
                 [

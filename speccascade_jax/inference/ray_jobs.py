@@ -149,12 +149,14 @@ def decode(
     """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with so many workers
     (None: as many as it has machines), and yields the first index of each as it is done.
 
-    Raises ValueError if Ray is missing or no cluster answers.
+    Raises FieldError if Ray is missing or no cluster answers.
     """
     try:
         import ray
     except ImportError:
-        raise ValueError("--ray needs Ray: pip install 'speccascade_jax[ray]'.") from None
+        raise FieldError(
+            "ray", address, "pip install 'speccascade_jax[ray]'.", "--ray needs Ray, which is missing"
+        ) from None
     connect(address)
     try:
         nodes = ray.nodes()

@@ -28,13 +28,13 @@ from speccascade_jax.core.nests import network_of
 from speccascade_jax.core.protocols import LanguageModel, Sampler, abilities_of
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
-from speccascade_jax.core.samplers.autoregressive import VERIFIER
 from speccascade_jax.core.samplers.drafts import Drafters, kind_of
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
+from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
-from speccascade_jax.learned import router
+from speccascade_jax.learned.rules import load as load_rule
 from speccascade_jax.models import full_of, start_of
 from speccascade_jax.models.members import check_order
 from speccascade_jax.parallel import AXIS, TENSOR_AXIS, tensor_mesh, tensor_sharding, whole_on
@@ -44,7 +44,7 @@ from speccascade_jax.scheduling.programs import Clock, Plan, Programs, crowded
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import LOOK_EVERY, Lane, LogitsError, Result, Scheduler
 from speccascade_jax.settings import NAMED, Settings, named, resolved
-from speccascade_jax.tokenizers.markers import Spelled, spelled
+from speccascade_jax.tokenizers.markers import Tokenized, tokenized
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, as_user, text_of
 from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.joining import joined, readings
@@ -95,7 +95,7 @@ class Cascade:
     vocabulary: str | Strategy = "auto"  # how these draft: a name of VOCABULARIES, or a Strategy
     model_free: ModelFree | None = None  # the drafter without a checkpoint
     beside: Any = None  # the model that drafts together with it
-    trained: Method | None = None  # a trained method, used for its name; see learned.router
+    trained: Method | None = None  # a trained method, used for its name; see learned.rules
     # Further methods by name: samplers, or functions from the models, smallest first, to a sampler.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix_cache_bytes: int = PREFIX_CACHE  # per device, for shared prompt prefixes; 0: no cache
@@ -239,7 +239,7 @@ class Cascade:
             "prefix_cache_bytes",
         )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
-        same["trained"] = router.load(config.router) if config.router else None
+        same["trained"] = load_rule(config.router) if config.router else None
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property
@@ -332,7 +332,7 @@ class Cascade:
         """The token ids of texts ([] for blank ones), and which texts were truncated. Errors count inputs
         from `first_index`.
 
-        Raises ValueError for a text longer than max_source_length unless `truncate`.
+        Raises FieldError for a text longer than max_source_length unless `truncate`.
         """
         for n, text in enumerate(texts, first_index):
             if not isinstance(text, str):
@@ -343,9 +343,11 @@ class Cascade:
             whole = len(self.tokenizer.framed(row))
             cut.append(bool(text.strip()) and whole > limit)
             if cut[-1] and not truncate:
-                raise ValueError(
-                    f"input {first_index + n} has {whole} tokens, the limit is {limit}: "
-                    "shorten it, raise --max-source-length, or cut it with --truncate."
+                raise FieldError(
+                    "max_source_length",
+                    limit,
+                    "shorten it, raise --max-source-length, or cut it with --truncate.",
+                    f"input {first_index + n} has {whole} tokens, the limit is {limit}",
                 )
             rows[n] = self.tokenizer.framed(row, limit) if text.strip() else []
         return rows, cut
@@ -456,9 +458,9 @@ class Cascade:
             problem = f"{self.model_free.name} writes no text by itself"
             raise FieldError("method", settings.name, "choose another method.", problem)
 
-    def spans(self, settings: Settings) -> Spelled:
+    def spans(self, settings: Settings) -> Tokenized:
         """The settings' alpha_after in tokens. Raises FieldError for a marker that the vocabulary lacks."""
-        return spelled(self.tokenizer, settings.leniences_after(self.levels))
+        return tokenized(self.tokenizer, settings.leniences_after(self.levels))
 
     def _generate(
         self,

@@ -231,8 +231,8 @@ class BlockDrafter(nnx.Module):
     def advance(self, tokens: AnyArray, cache: BlockDrafterCache) -> tuple[Array, BlockDrafterCache]:
         """The verifier's advance(). Its states become the drafter's keys and values."""
         states = self.drafter.config.states
-        x, found, verifier = self.verifier.advance_with_states(tokens, cache.verifier, states)
-        return x, BlockDrafterCache(self.drafter.remember(found, cache.drafter), verifier)
+        x, features, verifier = self.verifier.advance_with_states(tokens, cache.verifier, states)
+        return x, BlockDrafterCache(self.drafter.remember(features, cache.drafter), verifier)
 
     def draft(
         self, tokens: AnyArray, cache: BlockDrafterCache

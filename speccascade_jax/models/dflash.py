@@ -145,10 +145,10 @@ class DFlashPair(nnx.Module):
         self, tokens: AnyArray, cache: BlockDrafterCache, after: AfterLayer = last_written
     ) -> tuple[Array, BlockDrafterCache]:
         """The verifier's advance(). Its states become the drafter's keys and values."""
-        x, found, verifier = self.verifier.advance_with_states(
+        x, features, verifier = self.verifier.advance_with_states(
             tokens, cache.verifier, self.drafter.config.states, after=after
         )
-        return x, BlockDrafterCache(self.drafter.remember(found, cache.drafter), verifier)
+        return x, BlockDrafterCache(self.drafter.remember(features, cache.drafter), verifier)
 
     def draft(
         self, tokens: AnyArray, cache: BlockDrafterCache

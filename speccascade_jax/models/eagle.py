@@ -212,8 +212,8 @@ class EagleCache(NamedTuple):
 def features_before(features: Array, place: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """The features of the tokens before `place`, zero before the first, of EagleCache.features."""
     rows = features.reshape(-1, *features.shape[-2:])
-    found = jnp.take_along_axis(rows, jnp.maximum(place - 1, 0)[..., None], axis=1)
-    return jnp.where(place[..., None] > 0, found, 0).astype(jnp.float32)
+    feature = jnp.take_along_axis(rows, jnp.maximum(place - 1, 0)[..., None], axis=1)
+    return jnp.where(place[..., None] > 0, feature, 0).astype(jnp.float32)
 
 
 class EaglePair(nnx.Module):
@@ -295,7 +295,7 @@ class EaglePair(nnx.Module):
         held = [[x.reshape(-1, *x.shape[-3:])] for x in (cache.keys, cache.values)]
         key = jnp.arange(entries(cache.keys))
         seen, back = (key > 0) | (place == 0)[..., None], place[..., None] - key
-        feature, found = features_before(cache.features, place), list[Array]()
+        feature, scores = features_before(cache.features, place), list[Array]()
         x = jnp.zeros_like(feature)
         for step in range(ahead):
 
@@ -306,13 +306,13 @@ class EaglePair(nnx.Module):
 
             masks = [(back >= step) & seen]
             for drafted in range(1, step + 1):  # of each token before, as it was drafted
-                own = column[:, None] - step + drafted == column
-                masks.append(jnp.broadcast_to(own, (*place.shape, len(column))))
+                diagonal = column[:, None] - step + drafted == column
+                masks.append(jnp.broadcast_to(diagonal, (*place.shape, len(column))))
             new = drafter.layer(embedded, feature, remember, turn, jnp.concatenate(masks, axis=-1))
             x = jnp.where((column >= step)[:, None], new, x)
-            found.append(drafter.scores(x))
+            scores.append(drafter.scores(x))
             feature = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        return tuple(found)
+        return tuple(scores)
 
 
 @dataclasses.dataclass(frozen=True)

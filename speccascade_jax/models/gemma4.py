@@ -162,12 +162,12 @@ class Section(NamedTuple):
 def sections(config: Gemma4Config) -> tuple[Section, Section]:
     """The network's two sections, in groups that are as small as can be."""
     ends = 0, config.num_writers, config.num_layers
-    found = []
+    sections = []
     for name, first, end in zip(("writers", "readers"), ends, ends[1:], strict=False):
         kinds = [config.is_local(layer) for layer in range(first, end)]
         size = next((n for n in range(1, len(kinds)) if kinds == kinds[:n] * (len(kinds) // n)), len(kinds))
-        found.append(Section(name, first, size, len(kinds) // size if size else 0))
-    return found[0], found[1]
+        sections.append(Section(name, first, size, len(kinds) // size if size else 0))
+    return sections[0], sections[1]
 
 
 class Attention(nnx.Module):

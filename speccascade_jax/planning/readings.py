@@ -48,15 +48,15 @@ class Reading(NamedTuple):
     """By model, where the laws of its drafts depend on where they began: [n - 1, t, s, j], the probability of
     the (s + j)-th token of text t in a draft of n tokens that begins after s; S as in Runs."""
 
-    def runs(self, drafter: int, verification: Verification, most: int) -> Runs:
-        """The numbers of accepted tokens in a model's drafts of up to `most` tokens."""
+    def runs(self, drafter: int, verification: Verification, longest: int) -> Runs:
+        """The numbers of accepted tokens in a model's drafts of up to `longest` tokens."""
         q, p = self.probs[drafter], self.probs[-1]
         if drafter in self.drafts:
-            q, p = self.drafts[drafter][..., :most], windows(p, most)
+            q, p = self.drafts[drafter][..., :longest], windows(p, longest)
         ratios = np.where(p > 0, q / np.where(p > 0, p, 1), q > 0)
         if drafter in self.drafts:
             return Runs.of_drafts(ratios, self.lengths, verification)
-        return Runs.of(ratios, self.lengths, verification, most)
+        return Runs.of(ratios, self.lengths, verification, longest)
 
     def save(self, path: str, names: Sequence[str], settings: Settings) -> None:
         """Writes a JSON file for load(). `names` are the models', the smallest first."""
@@ -109,9 +109,9 @@ class Reading(NamedTuple):
         return cls(acceptance, probs, lengths)
 
 
-def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, most: int) -> Reading:
+def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, longest: int) -> Reading:
     """Every model's probabilities along `outputs`. A model whose law depends on where a draft began is read
-    in drafts of up to `most` tokens. Raises FieldError if the outputs are empty."""
+    in drafts of up to `longest` tokens. Raises FieldError if the outputs are empty."""
     kept = [output for output in outputs if output.tokens]
     if not kept:
         raise FieldError(
@@ -133,7 +133,9 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, mos
         for number, (model, weights, source) in enumerate(zip(models, params, inputs, strict=True)):
             network = network_of(model)
             if by_place(model):
-                law, drafts[number] = drafted_along(model, weights, (source, length), tokens, options, most)
+                law, drafts[number] = drafted_along(
+                    model, weights, (source, length), tokens, options, longest
+                )
                 laws.append(law)
                 continue
             if not getattr(network, "by_prefix", True):  # its law rests on where the verifier has been
@@ -146,7 +148,7 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, mos
         inside = jnp.arange(size) < count[:, None]
         overlaps = [[jnp.sum(jnp.minimum(q, p).sum(axis=-1) * inside) for p in laws] for q in laws]
         probs = jnp.take_along_axis(jnp.stack(laws), tokens[None, ..., None], axis=-1)[..., 0]
-        ahead = jnp.arange(size)[:, None] + jnp.arange(most) < count
+        ahead = jnp.arange(size)[:, None] + jnp.arange(longest) < count
         return (
             jnp.array(overlaps),
             jnp.where(inside, probs, 1.0)[:, 0],
@@ -188,7 +190,7 @@ def drafted_along(
     source: tuple[Any, Any],
     tokens: Int[Array, "1 L"],
     options: SamplingOptions,
-    most: int,
+    longest: int,
 ) -> tuple[Float[Array, "1 L V"], Float[Array, "S L N"]]:
     """Along a text `tokens` after `source` (inputs, input_length): the law of the first token of each draft,
     and what drafts of N = `most` tokens give to those of the text, indexed as Reading.drafts.
@@ -196,22 +198,22 @@ def drafted_along(
     Once the verifier has read the text, its cache rolled back to any place is what a round begins with.
     """
     network, size = model.member_of, tokens.shape[1]
-    sizes = jnp.arange(1, most + 1) if model.drafts_at_once else jnp.array([most])
-    prefix, cache = model.prefill(params, *source, source[0].shape[1] + size + most + 2)
+    sizes = jnp.arange(1, longest + 1) if model.drafts_at_once else jnp.array([longest])
+    prefix, cache = model.prefill(params, *source, source[0].shape[1] + size + longest + 2)
     text = jnp.concatenate([last_of(prefix), tokens], axis=1)[0]
     _, whole = network.members[-1].extend(params, text[None, :-1], cache)
-    text = jnp.pad(text, (0, most))
+    text = jnp.pad(text, (0, longest))
 
     def after(place: Int[Array, ""]) -> tuple[Array, Array]:
         shorter = network.roll_back(whole, cache.length + place)
-        ahead = lax.dynamic_slice_in_dim(text, place, most + 1)
+        ahead = lax.dynamic_slice_in_dim(text, place, longest + 1)
 
         def of_size(count: Int[Array, ""]) -> tuple[Array, Array]:
-            number = jnp.arange(most + 1)
+            number = jnp.arange(longest + 1)
             masked = jnp.where(number == 0, ahead, jnp.where(number <= count, MASK, UNSEEN))
             read = masked if model.drafts_at_once else ahead[:-1]
             logits, _ = model.extend(params, read[None], shorter)
-            laws = token_probs(logits[:, :most], options)[0]
+            laws = token_probs(logits[:, :longest], options)[0]
             return laws[0], jnp.take_along_axis(laws, ahead[1:, None], axis=1)[:, 0]
 
         first, of_text = lax.map(of_size, sizes)

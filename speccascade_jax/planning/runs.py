@@ -30,11 +30,11 @@ class Runs:
         ratios: Float[np.ndarray, "T L"],
         lengths: Int[np.ndarray, " T"],
         verification: Verification,
-        most: int,
+        longest: int,
     ) -> "Runs":
         """From the ratios q~/pi of each text's tokens, for drafts of up to `most` tokens."""
         inside = np.arange(ratios.shape[1]) < lengths[:, None]
-        return cls.of_drafts(windows(np.where(inside, ratios, 1.0), most)[None], lengths, verification)
+        return cls.of_drafts(windows(np.where(inside, ratios, 1.0), longest)[None], lengths, verification)
 
     @classmethod
     def of_drafts(

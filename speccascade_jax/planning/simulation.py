@@ -226,11 +226,11 @@ def fewest(
     rounds: Int[np.ndarray, " N"],
     requests_per_second: float,
     first_token_seconds: float,
-    most: int = 1 << 16,
+    most_servers: int = 1 << 16,
 ) -> Fleet | None:
     """The fewest servers, each of which gets an equal share of the requests at random, that are busy for at
     most BUSIEST of the time, refuse none, and give 99 of 100 clients their first tokens within that many
-    seconds; None if `most` are too few."""
+    seconds; None if `most_servers` are too few."""
 
     def tried(servers: int) -> Served | None:
         if server.load(rounds, requests_per_second / servers) > BUSIEST:
@@ -241,9 +241,9 @@ def fewest(
 
     low, high = 0, 1
     while (good := tried(high)) is None:
-        if high >= most:
+        if high >= most_servers:
             return None
-        low, high = high, min(2 * high, most)
+        low, high = high, min(2 * high, most_servers)
     while high - low > 1:
         middle = (low + high) // 2
         if (served := tried(middle)) is not None:

@@ -194,7 +194,7 @@ def readers_of(sampler: Sampler, params: Params) -> tuple[Reader, ...]:
         return [model if isinstance(model, Translated) else None] if continues(model, weights) else []
 
     read = each(vocabulary, models, params)
-    known = dict.fromkeys(one for of_model in leaves_of(models, read) for one in of_model)
+    known = dict.fromkeys(foreign for of_model in leaves_of(models, read) for foreign in of_model)
     return tuple(
         Reader(foreign, models, each(lambda _, of_model, foreign=foreign: foreign in of_model, models, read))
         for foreign in known

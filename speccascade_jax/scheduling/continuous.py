@@ -199,7 +199,7 @@ class Continuous(Scheduler):
         """The next request on each of these devices, with what is known of its prompt."""
         reading = self._reading({device: self.waiting.pop() for device in devices if self.waiting}, 1)
         reading = self.prompts.restored(reading._replace(fresh=self._begun(reading, unread=True)))
-        self.cached |= {number: self.prompts.found(reading) for number, _ in reading.placed.values()}
+        self.cached |= {number: self.prompts.cached_tokens(reading) for number, _ in reading.placed.values()}
         return reading
 
     def precompile(self, widths: Sequence[int]) -> None:

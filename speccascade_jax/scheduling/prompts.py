@@ -10,7 +10,7 @@ from speccascade_jax.scheduling.chunks import leaves_of
 from speccascade_jax.scheduling.prefixes import Owner, PrefixCache, blocks_of, shared_lengths
 from speccascade_jax.scheduling.programs import Programs
 from speccascade_jax.settings import Settings
-from speccascade_jax.tokenizers.markers import Spelled
+from speccascade_jax.tokenizers.markers import Tokenized
 from speccascade_jax.vocabularies.translated import Translated
 
 CHUNK = 128  # tokens read at once, where a server's flag does not say
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
-    spans: Spelled = ()  # its settings' alpha_after, in tokens
+    spans: Tokenized = ()  # its settings' alpha_after, in tokens
     keeps_size: bool = False  # its rounds draft as many tokens as its settings say, whatever the load
 
     @property
@@ -77,13 +77,14 @@ class Prompts:
         """A reading that has just begun, with what is known of its prompts: as much as is of all of them."""
         starts = []
         for number in range(len(self.programs.readers)):
-            found = {
-                place: self._found(reading, number, request) for place, (_, request) in reading.placed.items()
+            cached = {
+                place: self._segments(reading, number, request)
+                for place, (_, request) in reading.placed.items()
             }
-            count = min(map(len, found.values()))
+            count = min(map(len, cached.values()))
             for n in range(count):
                 together: dict[Any, tuple[list[Any], list[int]]] = {}
-                for place, segments in found.items():
+                for place, segments in cached.items():
                     alike = tuple(map(id, segments[n]))
                     together.setdefault(alike, (segments[n], []))[1].append(place)
                 for segments, places in together.values():
@@ -91,7 +92,7 @@ class Prompts:
             starts.append(count * self.size)
         return reading._replace(starts=tuple(starts))
 
-    def found(self, reading: Reading) -> int:
+    def cached_tokens(self, reading: Reading) -> int:
         """The number of tokens of each prompt, in the verifier's vocabulary, that restored() found."""
         pairs = zip(self.programs.readers, reading.starts, strict=True)
         return next((start for reader, start in pairs if reader.foreign is None), 0)
@@ -121,7 +122,7 @@ class Prompts:
 
     def expect(self, entries: Sequence[Entry], others: Sequence[Request]) -> None:
         """Finds what the prompts of a file's next requests begin with in common, or with one of `others`."""
-        lengths = self._shared([request.tokens for _, request in entries], [one.tokens for one in others])
+        lengths = self._shared([request.tokens for _, request in entries], [other.tokens for other in others])
         whole = sum(len(request.tokens) for _, request in entries)
         if self.prefixes is None or 4 * sum(lengths) < whole:
             return
@@ -130,7 +131,7 @@ class Prompts:
             return
         foreign: dict[Translated, list[int]] = {
             reader.foreign: self._shared(
-                [reader.tokens(request) for _, request in entries], [reader.tokens(one) for one in others]
+                [reader.tokens(request) for _, request in entries], [reader.tokens(other) for other in others]
             )
             for reader in self.programs.readers
             if reader.foreign is not None
@@ -172,13 +173,13 @@ class Prompts:
                 return number
         return None
 
-    def _found(self, reading: Reading, number: int, request: Request) -> list[list[Any]]:
+    def _segments(self, reading: Reading, number: int, request: Request) -> list[list[Any]]:
         """For each block of a prompt that is known, the segment of each model of a reader."""
         if self.prefixes is None or not self.stores(number):
             return []
         blocks = blocks_of(self.programs.readers[number].tokens(request), self.size)
-        found = [self.prefixes.find(owner, blocks) for owner in self._owners(reading, number)]
-        return [list(segments) for segments in zip(*found, strict=False)]
+        by_owner = [self.prefixes.find(owner, blocks) for owner in self._owners(reading, number)]
+        return [list(segments) for segments in zip(*by_owner, strict=False)]
 
     def _put(
         self, reading: Reading, number: int, segments: list[Any], places: list[int], start: int

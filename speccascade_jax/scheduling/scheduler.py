@@ -27,7 +27,7 @@ from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
 from speccascade_jax.settings import Settings
-from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Spelled
+from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Tokenized
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
 from speccascade_jax.vocabularies.joining import inputs_of
 
@@ -381,7 +381,7 @@ def as_floats(values: Any) -> np.ndarray:
     return np.clip(values, -largest, largest).astype(np.float32)
 
 
-def markers_of(rows: Sequence[Spelled], levels: int) -> Markers:
+def markers_of(rows: Sequence[Tokenized], levels: int) -> Markers:
     """The rows' markers, as many places as every program with spans has."""
     tokens = np.full((len(rows), PLACES, LONGEST), NO_TOKEN, np.int32)
     alphas = np.zeros((len(rows), PLACES, levels), np.float32)

@@ -39,7 +39,7 @@ from speccascade_jax.serving.protocol import Refused
 
 TRIES = 2  # replicas that a request is sent to: one that makes its replica crash must not end them all
 LATER = 5  # seconds after which a client may ask again
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PARTS = (
     "type",
     "http_version",
@@ -246,7 +246,7 @@ def create_front(front: Front, lifespan: Callable[[Starlette], Any] | None = Non
             Route("/health", front.health),
             Route("/ready", front.ready),
             Route("/metrics", front.metric_text),
-            Route("/{path:path}", front.forward, methods=list(METHODS)),
+            Route("/{path:path}", front.forward, methods=list(VERBS)),
         ],
         middleware=middleware(front.limits),
         lifespan=lifespan,
@@ -275,7 +275,7 @@ async def answered(
             several = [message, *drained(messages)]
             if ended := several[-1] is None:
                 several.pop()
-            yield [one for one in several if one is not None]
+            yield [message for message in several if message is not None]
             if ended:
                 break
         await running  # raises what the application has raised

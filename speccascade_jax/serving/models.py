@@ -11,7 +11,7 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import abilities_of
 from speccascade_jax.core.rules import METHODS, TRAINED
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.blocks import sizes_up_to
@@ -27,7 +27,7 @@ from speccascade_jax.vocabularies.translated import Translated
 CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
 LARGEST_BOUND = 1024  # the largest static bound of a truncation, such as top_k
 SEEDS = 2**31
-SERVABLE = (*(name for name, rule in METHODS.items() if rule.by_prefix), *SINGLE_MODEL)
+SERVABLE = (*(name for name, rule in METHODS.items() if rule.by_prefix), *SAMPLERS)
 """Names of methods that can be served anywhere: log probabilities are those of a law by prefix."""
 
 

@@ -44,9 +44,9 @@ def bounds(text: str) -> Bounds:
     low, dots, high = text.partition("..")
     ends = [low, high if dots else low]
     if all(end.isascii() and end.isdecimal() and len(end) < 5 for end in ends):
-        found = Bounds(*map(int, ends))
-        if 1 <= found.low <= found.high:
-            return found
+        range_ = Bounds(*map(int, ends))
+        if 1 <= range_.low <= range_.high:
+            return range_
     raise FieldError("replicas", text, "give MIN..MAX, such as 1..4, or a number above 0.")
 
 

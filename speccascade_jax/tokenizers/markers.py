@@ -18,37 +18,37 @@ BEFORE = "", ". ", ".\n"  # what is written before a marker
 AFTER = "", "\n", "\n\n"  # and after it
 LONGEST = 16  # tokens of a marker
 PLACES = 24  # of a row: for every spelling of its markers
-Spelled = tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
+Tokenized = tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
 """Tokens and the leniences after them, as core.spans looks them up: of two that end together, the later
 decides."""
 
 
-def spellings(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
+def tokenizations(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
     """The tokens of a marker, as often as it has unlike ones. Raises FieldError if the tokenizer does not
     keep the text, or needs too many tokens for it."""
     piece = tokenizer.id_of(marker)
-    found: list[tuple[int, ...]] = [] if piece is None else [(piece,)]
+    forms: list[tuple[int, ...]] = [] if piece is None else [(piece,)]
     for before, after in itertools.product(BEFORE, AFTER):
-        tokens = spelling(tokenizer, before, marker, after)
-        found += [tokens] if tokens else []
-    if not found:
+        tokens = tokenization(tokenizer, before, marker, after)
+        forms += [tokens] if tokens else []
+    if not forms:
         raise FieldError(
             "alpha_after",
             marker,
             "give a text that its tokenizer keeps as it is.",
             f"the verifier's vocabulary cannot spell the marker {marker[:40]!r}",
         )
-    if (longest := max(map(len, found))) > LONGEST:
+    if (longest := max(map(len, forms))) > LONGEST:
         raise FieldError(
             "alpha_after",
             marker,
             f"at most {LONGEST} are looked for: shorten it.",
             f"the marker {marker[:40]!r} has {longest} tokens",
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(forms))
 
 
-def spelling(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tuple[int, ...]:
+def tokenization(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tuple[int, ...]:
     """The tokens of before + marker + after that hold the marker: the first may also hold an end of `before`,
     and the last a beginning of `after`. () where the tokenizer does not keep the text."""
     [tokens] = tokenizer.encode_batch([before + marker + after])
@@ -65,13 +65,13 @@ def spelling(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tupl
     return tuple(tokens[first:end])
 
 
-def spelled(tokenizer: Tokenizer, leniences: Mapping[str, Sequence[float]]) -> Spelled:
+def tokenized(tokenizer: Tokenizer, leniences: Mapping[str, Sequence[float]]) -> Tokenized:
     """Every spelling of the markers with the leniences after it, the longer ones later, and of equally long
     ones those of later markers. Raises FieldError for markers that cannot be looked for."""
     every = [
         (tokens, tuple(alphas))
         for marker, alphas in leniences.items()
-        for tokens in spellings(tokenizer, marker)
+        for tokens in tokenizations(tokenizer, marker)
     ]
     if len(every) > PLACES:
         raise FieldError(

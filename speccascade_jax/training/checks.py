@@ -19,7 +19,7 @@ from speccascade_jax.config import (
     DEMO,
     ONLY_IN_THE_REPOSITORY,
     ExitTraining,
-    RouterConfig,
+    LearnedRuleConfig,
     Task,
     TrainConfig,
     in_the_repository_only,
@@ -372,7 +372,7 @@ def holds(model: Config) -> bool:
         return False
 
 
-def shipped_at(config: TrainConfig | RouterConfig) -> Path:
+def shipped_at(config: TrainConfig | LearnedRuleConfig) -> Path:
     """The path that --ship writes. Raises FieldError if nothing in the package is made by this config."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
         raise FieldError(

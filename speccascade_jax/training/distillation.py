@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.divergences import DIVERGENCES, target_law
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import AnyArray, LanguageModel, Params
 from speccascade_jax.core.rules import METHODS
@@ -115,8 +116,11 @@ def write_outputs(
     settings = {"task": dataclasses.asdict(task), "count": count}
     try:
         lines, part = resume(path.with_name(path.name + ".part"), settings, read)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--output", "--teacher-outputs")) from None
+    except FieldError as error:
+        problem, remedy = (
+            text.replace("--output", "--teacher-outputs") for text in (error.problem, error.remedy)
+        )
+        raise FieldError("teacher_outputs", error.value, remedy, problem) from None
     with part:
         outputs = teacher.generate(
             examples[len(lines) :],
@@ -131,9 +135,12 @@ def write_outputs(
             part.add(lines[-1])
         kept = [line for line in lines if line is not None]
         if not kept:
-            raise ValueError(
-                f"the teacher finished none of {len(examples)} outputs within "
-                f"{task.max_target_length} tokens: raise --max-target-length."
+            raise FieldError(
+                "max_target_length",
+                task.max_target_length,
+                "raise --max-target-length.",
+                f"the teacher finished none of {len(examples)} outputs within {task.max_target_length} "
+                "tokens",
             )
         write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
         part.remove()

@@ -168,8 +168,8 @@ def held_out(pairs: Sequence[Pair], seed: int = 0) -> dict[str, list[Pair]]:
     groups: dict[str, list[Pair]] = {}
     for pair in dict.fromkeys(pairs):
         groups.setdefault(pair[0], []).append(pair)
-    share, most = HELD_OUT
-    size = min(most, int(share * len(groups)))
+    share, largest = HELD_OUT
+    size = min(largest, int(share * len(groups)))
     order = [list(groups.values())[n] for n in np.random.default_rng(seed).permutation(len(groups))]
     parts = {"validation": order[:size], "test": order[size : 2 * size], "train": order[2 * size :]}
     splits = {name: [pair for group in part for pair in group] for name, part in parts.items()}
@@ -251,14 +251,14 @@ def chosen(task: NewTask, tokenizer: Tokenizer) -> dict[str, Any]:
     count, mean = len(task.splits["train"]), max(map(statistics.fmean, lengths))
     # A tenth of the data a batch at most: every length of batch is to be filled.
     batch_tokens = max(ROWS * max(limits), min(2048, int(count * mean / 10)))
-    most = max(200, int(EPOCHS * count * mean / batch_tokens))
+    most_steps = max(200, int(EPOCHS * count * mean / batch_tokens))
     return {
         "source_length": limits[0],
         "target_length": limits[1],
         "left_out": left_out,
         "batch_tokens": batch_tokens,
-        "verifier_steps": min(task.size.verifier_steps, most),
-        "drafter_steps": min(task.size.drafter_steps, most),
+        "verifier_steps": min(task.size.verifier_steps, most_steps),
+        "drafter_steps": min(task.size.drafter_steps, most_steps),
     }
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import Cache, LanguageModel, Params, Prefix
 from speccascade_jax.core.rules import METHODS, Scores, total_variation
@@ -17,7 +17,7 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.learned.router import FEATURES, features
+from speccascade_jax.learned.rules import FEATURES, features
 from speccascade_jax.tokenizers.tokenizer import text_of
 from speccascade_jax.training.data import Batch, pad
 
@@ -197,7 +197,7 @@ def tried(
     metric: str,
     examples: Sequence[tuple[str, list[str]]],
     sampling: Iterable[SamplingOptions],
-    config: RouterConfig,
+    config: LearnedRuleConfig,
     replaced: Replaced,
 ) -> Tried:
     """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.

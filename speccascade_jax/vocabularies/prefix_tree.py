@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.tokenizers.tokenizer import Surface, by_text
 from speccascade_jax.vocabularies.translated import Strings
 
@@ -23,7 +24,7 @@ def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, si
     """The drafter's texts that it may have to continue, as a tree whose node 0 is the empty text.
 
     rows: how many target tokens there are; this number itself means "none". size: the drafter's logits.
-    Raises ValueError for too many texts.
+    Raises FieldError for too many texts.
     """
     ids, ours = by_text(target), by_text(drafter)
     inner = {text[:n] for text in ids for n in range(len(text))}
@@ -52,9 +53,11 @@ def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, si
             token.append(number)
         goes.append((node, row))
         if len(texts) > MOST_TEXTS or len(texts) * size > MOST_ENTRIES:
-            raise ValueError(
-                f"slrs would ask the drafter after more than {len(goes)} texts for every token: "
-                "it is for drafters of bytes or characters; use tli or slem."
+            raise FieldError(
+                "vocabulary",
+                "slrs",
+                "it is for drafters of bytes or characters: use tli or slem.",
+                f"slrs would ask the drafter after more than {len(goes)} texts for every token",
             )
     table = np.zeros((len(texts), size), np.int32)
     for node, row in goes:

@@ -267,18 +267,26 @@ def test_bad_flags_are_one_sentence(arguments, field, value, monkeypatch, capsys
 def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
     """Nothing of it needs TPU's compiler."""
     monkeypatch.setattr(tpus, "find_spec", lambda name: None)
-    assert benchmark.main(["--tpu=v5e:2x2"]) == 2
+    with refusals() as errors:
+        assert benchmark.main(["--tpu=v5e:2x2"]) == 2
+    check_about(errors[0], "tpu", "v5e:2x2")
     assert "pip install 'speccascade_jax[tpu]'" in capsys.readouterr().err
     monkeypatch.setattr(tpus, "find_spec", lambda name: name)
     monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
     monkeypatch.setattr(tpus, "Pair", lambda *_: pytest.fail("compiled"))
-    for flags, said in (
-        (["--config=wmt_small_large", "--tensor-parallel", "1", "8"], "the topology has 4"),
-        (["--preset", "t5_1_1_small", "gemma2_2b"], "the models have 32128, 256000 tokens"),
-        (["--config=gemma2_2b_9b"], "give both shapes with --preset"),
-        (["--config=demo_shared"], "member of the network"),
+    for flags, field, said in (
+        (
+            ["--config=wmt_small_large", "--tensor-parallel", "1", "8"],
+            "tensor_parallel",
+            "the topology has 4",
+        ),
+        (["--preset", "t5_1_1_small", "gemma2_2b"], "tpu", "the models have 32128, 256000 tokens"),
+        (["--config=gemma2_2b_9b"], "preset", "give both shapes with --preset"),
+        (["--config=demo_shared"], "tpu", "member of the network"),
     ):
-        assert benchmark.main(["--tpu=v5e:2x2", *flags]) == 2
+        with refusals() as errors:
+            assert benchmark.main(["--tpu=v5e:2x2", *flags]) == 2
+        assert errors[0].field == field
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
 

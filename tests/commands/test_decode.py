@@ -145,7 +145,7 @@ BAD = {
     "block size": (["--block-size=0"], ("block_size", 0)),
     "batch size": (["--batch-size=0"], ("batch_size", 0)),
     "no folder": (["--verifier=/nowhere"], "/nowhere is missing"),
-    "too long": (["--text", "cat dog " * 30], "the limit is 32"),
+    "too long": (["--text", "cat dog " * 30], ("max_source_length", 32)),
     "unreadable input": (["--input=/nowhere.txt"], "cannot read /nowhere.txt"),
     "unwritable output": (["--output=/nowhere/out.jsonl"], ("output", "/nowhere/out.jsonl")),
     "text and input": (["--text=x", "--input=y"], ("text", "x")),

@@ -22,8 +22,8 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.reductions import Time
 from speccascade_jax.inference.text import Output
 from speccascade_jax.tokenizers.tokenizer import train_tokenizer
+from speccascade_jax.training.learned_rules import improves
 from speccascade_jax.training.loop import save_every
-from speccascade_jax.training.router import improves
 
 
 def test_help_says_what_each_command_does_within_the_terminal(monkeypatch, capsys):
@@ -143,7 +143,7 @@ def test_a_router_that_is_no_better_is_not_offered(worse, tmp_path, monkeypatch,
     def trained(run, _):
         return figures
 
-    monkeypatch.setattr(finetune, "train_router", trained)
+    monkeypatch.setattr(finetune, "train_rule", trained)
     flags = [f"--output={output}", "--config=demo_router"]
     assert finetune.main(flags) == 0
     assert (f"--router {output}" in capsys.readouterr().out) is not worse

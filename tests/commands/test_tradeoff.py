@@ -120,7 +120,9 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
         "The drafter alone:",
     ):
         assert said in shown
-    assert tradeoff.main([*flags, "--at-quality=101"]) == 2
+    with refusals() as errors:
+        assert tradeoff.main([*flags, "--at-quality=101"]) == 2
+    check_about(errors[0], "at_quality", "101")
     assert "no measured point has bleu of at least 101" in capsys.readouterr().err
     # Another pick may take the place of one that this command wrote, nothing else's.
     (tmp_path / "again" / "picked.py").write_text("config = 3\n")

@@ -181,8 +181,9 @@ def test_a_damaged_example_is_refused_with_its_line(value, tmp_path):
     task = with_files("triviaqa", tmp_path)
     with open(task.examples, "a") as file:
         file.write(json.dumps(ASK["triviaqa"] | {"answers": value}) + "\n")
-    with pytest.raises(FieldError, match="line 5") as refused:
+    with pytest.raises(FieldError) as refused:
         build_prompts(task, seed=0)
+    assert "line 5" in refused.value.problem
     assert (refused.value.field, refused.value.value) == ("answers", value)
 
 

@@ -283,8 +283,9 @@ def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
     line = json.loads(path.read_text())
     path.write_text(json.dumps({**line, **damage}) + "\n")
     before = path.read_bytes()
-    with pytest.raises(FieldError, match=r"quality.jsonl, line 1") as refused:
+    with pytest.raises(FieldError) as refused:
         measure(cascade, points, path)
+    assert "quality.jsonl, line 1" in refused.value.problem
     assert (refused.value.field, refused.value.value) == ("output", str(path))
     assert path.read_bytes() == before
 
@@ -308,8 +309,9 @@ def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
     time(cascade, points, path, trials=1)
     first = path.read_text().splitlines()[0]
     path.write_text(first + "\n" + json.dumps({**json.loads(first), **damage}) + "\n")
-    with pytest.raises(FieldError, match=r"latency.jsonl, line 2") as refused:
+    with pytest.raises(FieldError) as refused:
         time(cascade, points, path, trials=1)
+    assert "latency.jsonl, line 2" in refused.value.problem
     assert (refused.value.field, refused.value.value) == ("output", str(path))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -101,8 +102,9 @@ def test_an_error_before_the_first_line_leaves_no_file(path):
 def refused(path, words, settings=SETTINGS, texts=TEXTS, first=0):
     """open_output refuses the file, and leaves it and its settings as they were."""
     before = [f.read_bytes() if f.is_file() else None for f in (path, settings_file(path))]
-    with pytest.raises(FieldError, match=words) as error:
+    with pytest.raises(FieldError) as error:
         open_output(path, settings, texts, first)
+    assert re.search(words, str(error.value))
     assert "\n" not in str(error.value)
     assert (error.value.field, error.value.value) == ("output", str(path))
     assert [f.read_bytes() if f.is_file() else None for f in (path, settings_file(path))] == before

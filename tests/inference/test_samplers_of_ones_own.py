@@ -30,8 +30,8 @@ from speccascade_jax.core.randomness import Role, draw
 from speccascade_jax.core.rounds import uniforms
 from speccascade_jax.core.rules import target_probs
 from speccascade_jax.core.samplers import Autoregressive, Speculative, drafts
-from speccascade_jax.core.samplers.autoregressive import SINGLE_MODEL
 from speccascade_jax.core.samplers.drafts import DraftKind
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.core.transforms import token_probs
 from speccascade_jax.core.verification import BLOCK, TOKEN
 from speccascade_jax.evaluation.sweep import block_size_of, grid

@@ -21,7 +21,7 @@ from speccascade_jax.evaluation.sweep import grid
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling import programs as scheduled
 from speccascade_jax.settings import Settings
-from speccascade_jax.tokenizers.markers import LONGEST, spelled, spellings
+from speccascade_jax.tokenizers.markers import LONGEST, tokenizations, tokenized
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 pytest.importorskip("starlette")
@@ -253,7 +253,7 @@ def test_a_marker_is_found_where_it_is_written():
         for marker in ("Wo ist", "Bahnhof", "?"):
             places = [
                 n
-                for tokens in spellings(tokenizer, marker)
+                for tokens in tokenizations(tokenizer, marker)
                 for n in range(len(written))
                 if tuple(written[n : n + len(tokens)]) == tokens
             ]
@@ -298,7 +298,7 @@ def test_a_marker_in_byte_level_pieces_is_found_wherever_it_is_written(byte_leve
     for text in LINES:
         [written] = byte_level.encode_batch([text])
         for marker in ("Answer:", "The answer is", "answer", ":"):
-            known = spellings(byte_level, marker)
+            known = tokenizations(byte_level, marker)
             found = [
                 n
                 for n in range(1, len(written) + 1)
@@ -311,10 +311,10 @@ def test_a_marker_in_byte_level_pieces_is_found_wherever_it_is_written(byte_leve
 
 
 def test_all_spellings_of_four_markers_have_a_place(byte_level):
-    rows = spelled(byte_level, dict.fromkeys(("Answer:", "answer:", "The answer is:", ":"), (0.1,)))
+    rows = tokenized(byte_level, dict.fromkeys(("Answer:", "answer:", "The answer is:", ":"), (0.1,)))
     assert len(rows) > 15
     with pytest.raises(FieldError) as error:
-        spelled(byte_level, {f"{name}:": (0.1,) for name in ("Answer", "answer", "The", "is", "So")})
+        tokenized(byte_level, {f"{name}:": (0.1,) for name in ("Answer", "answer", "The", "is", "So")})
     assert error.value.field == "alpha_after"
 
 
@@ -322,10 +322,10 @@ def test_a_marker_that_the_vocabulary_lacks_is_refused():
     tokenizer = Tokenizer(DEMO)
     for marker in ("ﬁ", " ", "Wo ist " * LONGEST):
         with pytest.raises(FieldError) as error:
-            spellings(tokenizer, marker)
+            tokenizations(tokenizer, marker)
         assert error.value.field == "alpha_after"
 
 
 def test_longer_markers_come_later():
-    rows = spelled(Digits(), {"100": (0.1,), "0": (0.2,), "00": (0.3,), "10": (0.4,)})
+    rows = tokenized(Digits(), {"100": (0.1,), "0": (0.2,), "00": (0.3,), "10": (0.4,)})
     assert [tokens for tokens, _ in rows] == [(0,), (0, 0), (1, 0), (1, 0, 0)]

@@ -65,7 +65,7 @@ def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
     assert np.percentile(fleet.served.first, 99) <= 0.05 and not fleet.served.refused
     fewer = simulate(server, tokens, rounds, rate / (fleet.servers - 1))
     assert fewer.refused or np.percentile(fewer.first, 99) > 0.05
-    assert fewest(server, tokens, rounds, rate, 0.001, most=64) is None  # below a prompt and a round
+    assert fewest(server, tokens, rounds, rate, 0.001, most_servers=64) is None  # below a prompt and a round
 
 
 def test_a_queue_that_only_begins_to_grow_is_no_plan():

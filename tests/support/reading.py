@@ -19,7 +19,7 @@ import tokenizers  # noqa: F401 (loaded before time and memory are measured)
 from speccascade_jax import checkpoints, commands
 from speccascade_jax.commands import serve
 from speccascade_jax.core.rules import Scores
-from speccascade_jax.learned import router
+from speccascade_jax.learned import rules as learned_rules
 from speccascade_jax.tokenizers import chat_worker
 from speccascade_jax.tokenizers.chat import ChatTemplate
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def use_tokenizer(path):
 
 def use_router(path):
     """A trained network's law, of laws that are any."""
-    method = router.load(path)
+    method = learned_rules.load(path)
     scores = Scores(*LAWS, *LAWS[::-1], jnp.array(False))
     for alpha in (0.0, 0.3, 1.0):
         law, _ = method.target(scores, alpha)

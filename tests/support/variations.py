@@ -4,7 +4,7 @@ random.Random, so that a number reproduces it."""
 import json
 import os
 
-from speccascade_jax.learned.router import FEATURES
+from speccascade_jax.learned.rules import FEATURES
 
 VALUES = (
     None,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from toys import pair, target, transform
 
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.quality import METRICS, replaced
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.learned.router import FEATURES
+from speccascade_jax.learned.rules import FEATURES
 from speccascade_jax.training import rollouts
 from speccascade_jax.training.rollouts import ALPHA, continued, disagreements, tried
 
@@ -96,7 +96,7 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     monkeypatch.setattr(cascade.tokenizer, "decode", lambda tokens: " ".join(str(int(t)) for t in tokens))
     original = rollouts.disagreements
     monkeypatch.setattr(rollouts, "disagreements", lambda *a: seen.append(original(*a)) or seen[-1])
-    config = RouterConfig("toy", "toy.json", "toy", places=2)
+    config = LearnedRuleConfig("toy", "toy.json", "toy", places=2)
     with pytest.raises(FieldError) as refused:
         tried(cascade, "blue", examples, [SamplingOptions(0.0)], config, replaced)
     assert (refused.value.field, refused.value.value) == ("metric", "blue")

@@ -8,7 +8,7 @@ import pytest
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.commands import finetune
-from speccascade_jax.config import DEMO, RouterConfig, TrainConfig
+from speccascade_jax.config import DEMO, LearnedRuleConfig, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.training import checks
 
@@ -88,7 +88,7 @@ def test_no_config_writes_there_of_itself(name):
     config = configs.load(name)
     if isinstance(config, TrainConfig):
         places = [config.output_dir, *checks.export_folders(config)]
-    elif isinstance(config, RouterConfig):
+    elif isinstance(config, LearnedRuleConfig):
         places = [config.output]
     else:
         return
@@ -106,7 +106,7 @@ def test_what_is_shipped_has_one_config():
     names = [
         config.shipped
         for config in map(configs.load, configs.available())
-        if isinstance(config, TrainConfig | RouterConfig) and config.shipped is not None
+        if isinstance(config, TrainConfig | LearnedRuleConfig) and config.shipped is not None
     ]
     assert len(names) == len(set(names)) == 13
 
@@ -126,7 +126,7 @@ def test_a_router_is_shipped_when_told_to(demo, tmp_path, monkeypatch):
         (tmp_path / "router.json").write_text(network)
         return {"loss, network": 0.1, "loss, mixture": 0.2}
 
-    monkeypatch.setattr(finetune, "train_router", trained)
+    monkeypatch.setattr(finetune, "train_rule", trained)
     before = (demo / "e2e_router.json").read_text()
     flags = ["--config=e2e_router", f"--output={tmp_path / 'router.json'}"]
     assert finetune.main(flags) == 0 and (demo / "e2e_router.json").read_text() == before != network

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.nests import network_of, roll_back
 from speccascade_jax.core.protocols import Block, Cache, Counts, LanguageModel, Laws, Origin, Params, Rows
 from speccascade_jax.core.randomness import Role, draw
@@ -57,12 +56,3 @@ def laws_of(
     """A model's own laws after each of `tokens`."""
     logits, _ = model.extend(params, tokens, cache)
     return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
-
-
-def _alone(name: str, place: int, summary: str) -> Scheme:
-    return Scheme(lambda models: Autoregressive(models[place]), summary, model=place, name=name)
-
-
-VERIFIER = _alone("verifier", -1, "the large model alone")
-DRAFTER = _alone("drafter", 0, "the small model alone")
-SINGLE_MODEL = {scheme.name: scheme for scheme in (VERIFIER, DRAFTER)}

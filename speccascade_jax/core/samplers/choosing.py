@@ -62,7 +62,7 @@ class WithLookup:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["passes", "looked_up", "tested", "kept", "found_tested", "found_kept"],
+    data_fields=["passes", "looked_up", "tested", "kept", "text_tested", "text_kept"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -77,23 +77,25 @@ class Tried:
     looked_up: Any  # rounds whose draft was looked up
     tested: Any
     kept: Any
-    found_tested: Any
-    found_kept: Any
+    text_tested: Any
+    text_kept: Any
 
     def acceptance(self) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         """The estimated acceptance probabilities of the drafter's tokens and of tokens that are looked up."""
         return (
             (self.kept + PRIOR * ACCEPTANCE) / (self.tested + PRIOR),
-            (self.found_kept + PRIOR * LOOKED_UP) / (self.found_tested + PRIOR),
+            (self.text_kept + PRIOR * LOOKED_UP) / (self.text_tested + PRIOR),
         )
 
 
 def expected(
-    acceptance: float | Float[Array, " B"], count: int | Int[Array, " B"], most: int
+    acceptance: float | Float[Array, " B"], count: int | Int[Array, " B"], block_size: int
 ) -> Float[Array, " B"]:
-    """1 + a + .. + a^n, the tokens that a round of n <= `most` drafts yields."""
-    powers = jnp.asarray(acceptance)[..., None] ** jnp.arange(1, most + 1)
-    return 1 + jnp.sum(jnp.where(jnp.arange(most) < jnp.asarray(count)[..., None], powers, 0.0), axis=-1)
+    """1 + a + .. + a^n, the tokens that a round of n <= `block_size` drafts yields."""
+    powers = jnp.asarray(acceptance)[..., None] ** jnp.arange(1, block_size + 1)
+    return 1 + jnp.sum(
+        jnp.where(jnp.arange(block_size) < jnp.asarray(count)[..., None], powers, 0.0), axis=-1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +117,14 @@ class Choosing(Speculative):
         return {"drafter_passes": int(tried.passes), "looked_up": int(tried.looked_up), **verified.plain()}
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        block, caches, ((passes, looked_up, found), counts) = super().step(params, caches, rows, eos_id)
+        block, caches, ((passes, looked_up, match), counts) = super().step(params, caches, rows, eos_id)
         below = caches if self.shares else caches[0]
         below = placed_in(below[0], block.tokens, rows.start), *below[1:]
         caches = below if self.shares else (below, caches[1])
-        considered = found.match >= LEAST
-        known = jnp.where(considered, jnp.minimum(found.size, block.size), 0)
+        considered = match.match >= LEAST
+        known = jnp.where(considered, jnp.minimum(match.size, block.size), 0)
         inside = jnp.arange(self.block_size) < known[:, None]
-        same = (found.tokens == block.tokens[:, : self.block_size]) & inside
+        same = (match.tokens == block.tokens[:, : self.block_size]) & inside
         kept = jnp.sum(jnp.cumprod(same, axis=1), axis=1)
         tested = jnp.where(looked_up, 0, counts.accepted + (counts.accepted < counts.drafted))
         accepted = jnp.where(looked_up, 0, counts.accepted)
@@ -134,23 +136,23 @@ class Choosing(Speculative):
         drafter: Any = self.reader
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(active, limit, 0)
-        found, text = drafter.lookup.find(text, rows, limit, self.block_size, eos_id)
+        match, text = drafter.lookup.find(text, rows, limit, self.block_size, eos_id)
         tried: Tried | None = None if rows.so_far is None else rows.so_far[0]
         drafted, looked_up = (ACCEPTANCE, LOOKED_UP) if tried is None else tried.acceptance()
-        most = self.block_size
-        better = expected(looked_up, found.size, most) >= expected(drafted, limit, most)
-        chosen = active & better & (found.size > 0) & (found.match >= LEAST)
+        block_size = self.block_size
+        better = expected(looked_up, match.size, block_size) >= expected(drafted, limit, block_size)
+        chosen = active & better & (match.size > 0) & (match.match >= LEAST)
         text = text._replace(length=jnp.where(chosen, text.length, rows.start - 1))
 
         def by_model(below: Cache) -> Any:
             block, (_, below), passes = super(Choosing, self)._draft(params, (text, below), rows, eos_id)
-            return block._replace(size=jnp.where(chosen, found.size, block.size)), below, passes
+            return block._replace(size=jnp.where(chosen, match.size, block.size)), below, passes
 
         def by_lookup(below: Cache) -> Any:
-            logits, below = read(drafter.drafter.model, params[1], below, rows, drafter.behind, found.tokens)
-            below = roll_back(drafter.drafter.models, below, rows.start + found.size)
-            certain = (jnp.arange(self.width) < found.size[:, None])[..., None]
-            tokens = jnp.pad(found.tokens, ((0, 0), (0, 1)))
+            logits, below = read(drafter.drafter.model, params[1], below, rows, drafter.behind, match.tokens)
+            below = roll_back(drafter.drafter.models, below, rows.start + match.size)
+            certain = (jnp.arange(self.width) < match.size[:, None])[..., None]
+            tokens = jnp.pad(match.tokens, ((0, 0), (0, 1)))
             law = jax.nn.one_hot(tokens, logits.shape[-1])
             sampled, untransformed = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
             block = Block(
@@ -158,13 +160,13 @@ class Choosing(Speculative):
                 jnp.where(certain, law, sampled),
                 jnp.where(certain, law, untransformed),
                 jnp.full_like(tokens, Origin.MODEL),
-                found.size,
+                match.size,
             )
             return block, below, jnp.zeros_like(rows.room)
 
         # Where every row's draft is looked up, the drafter need not write one.
         block, below, passes = lax.cond(jnp.all(chosen | ~active), by_lookup, by_model, below)
-        return block, (text, below), (jnp.where(chosen, 1, passes), chosen, found)
+        return block, (text, below), (jnp.where(chosen, 1, passes), chosen, match)
 
 
 def placed_in(text: Text, tokens: Int[Array, "B N"], start: Int[Array, " B"]) -> Text:

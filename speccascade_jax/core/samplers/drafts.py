@@ -28,7 +28,6 @@ class Drafters(NamedTuple):
 class DraftKind:
     """A way to draft."""
 
-    summary: str  # for people
     suits: Callable[[Drafters], bool]
     sampler: Callable[[Drafters], Sampler]
     # As Speculative, the sampler of the smallest verifier; None: that of the verifiers above it
@@ -36,20 +35,17 @@ class DraftKind:
 
 
 DRAFTS: tuple[DraftKind, ...] = (
-    DraftKind(
-        "looked up beside a model, round by round",
+    DraftKind(  # looked up beside a model, round by round
         lambda drafters: drafters.model_free and drafters.beside is not None,
         lambda drafters: WithLookup(Autoregressive(drafters.model), drafters.beside),
         Choosing,
     ),
-    DraftKind(
-        "proposed without a law",
+    DraftKind(  # proposed without a law
         lambda drafters: drafters.model_free,
         lambda drafters: Autoregressive(drafters.model),
         Matched,
     ),
-    DraftKind(
-        "drawn from a model's laws",
+    DraftKind(  # drawn from a model's laws
         lambda drafters: True,
         lambda drafters: drafting(drafters.model, drafters.block_size),
     ),

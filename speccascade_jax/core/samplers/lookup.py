@@ -30,7 +30,7 @@ class Text(NamedTuple):
     length: Int[Array, " B"]
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """The tokens after the longest match."""
 
     tokens: Int[Array, "B G"]
@@ -68,9 +68,9 @@ class Lookup:
     ) -> tuple[Float[Array, "B T V"], Text]:
         cache = cache._replace(tokens=placed(cache.tokens, jnp.asarray(tokens), cache.length))
         ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
-        found = jax.vmap(lambda end: found_in(cache._replace(length=end), 1), 1, 1)(ends)
-        law = jax.nn.one_hot(found.tokens[..., 0], self.vocab_size)
-        logits = jnp.where((found.match > 0)[..., None], jnp.log(law), 0.0)
+        match = jax.vmap(lambda end: match_in(cache._replace(length=end), 1), 1, 1)(ends)
+        law = jax.nn.one_hot(match.tokens[..., 0], self.vocab_size)
+        logits = jnp.where((match.match > 0)[..., None], jnp.log(law), 0.0)
         return logits, cache._replace(length=ends[:, -1])
 
     def roll_back(self, cache: Text, length: Int[AnyArray, " B"]) -> Text:
@@ -81,21 +81,21 @@ class Lookup:
     ) -> tuple[Drafts, Text]:
         """The tokens after the longest match, up to and including the first eos_id, and the text with
         them."""
-        found, cache = self.find(cache, rows, limit, count, eos_id)
-        return Drafts(found.tokens, found.size, jnp.zeros_like(found.size)), cache
+        match, cache = self.find(cache, rows, limit, count, eos_id)
+        return Drafts(match.tokens, match.size, jnp.zeros_like(match.size)), cache
 
     def find(
         self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
-    ) -> tuple[Found, Text]:
+    ) -> tuple[Match, Text]:
         """As draft(), with the length of the match."""
         text = placed(cache.tokens, rows.recent, rows.start - rows.recent.shape[1])
-        found = found_in(cache._replace(tokens=text, length=rows.start), count)
-        size = jnp.minimum(cut_after(found.tokens, found.size, eos_id), limit)
-        text = placed(text, found.tokens, rows.start)
-        return found._replace(size=size), cache._replace(tokens=text, length=rows.start + size)
+        match = match_in(cache._replace(tokens=text, length=rows.start), count)
+        size = jnp.minimum(cut_after(match.tokens, match.size, eos_id), limit)
+        text = placed(text, match.tokens, rows.start)
+        return match._replace(size=size), cache._replace(tokens=text, length=rows.start + size)
 
 
-def found_in(text: Text, count: int) -> Found:
+def match_in(text: Text, count: int) -> Match:
     """The tokens that follow the longest earlier occurrence, in the source or the text, of the text's last
     tokens. Among equally long matches, the first one in the source counts, or else the last one in the
     text."""
@@ -112,7 +112,7 @@ def found_in(text: Text, count: int) -> Found:
     tokens = jnp.concatenate([text.source, text.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(count), axis=1, mode="clip")
     match = jnp.max(match, axis=1)
-    return Found(tokens, jnp.where(match > 0, jnp.minimum(end - first, count), 0), match)
+    return Match(tokens, jnp.where(match > 0, jnp.minimum(end - first, count), 0), match)
 
 
 def matches(

@@ -23,7 +23,7 @@ from speccascade_jax.core.protocols import LanguageModel, Prefix
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative, choosing, lookup
 from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
-from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, found_in
+from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, match_in
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import BLOCK, TOKEN
@@ -79,7 +79,7 @@ def test_the_search_is_the_references(width):
     rng = np.random.default_rng(width)
     source, tokens = (rng.integers(0, 3, (600, n)).astype(np.int32) for n in (width, 14))
     sizes, lengths = rng.integers(0, width + 1, 600), rng.integers(1, 14, 600)
-    found = jax.jit(found_in, static_argnums=1)(Text(source, sizes, tokens, lengths), 5)
+    found = jax.jit(match_in, static_argnums=1)(Text(source, sizes, tokens, lengths), 5)
     seen = set()
     for row in range(600):
         expected, match = followed(

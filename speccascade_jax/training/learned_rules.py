@@ -1,4 +1,4 @@
-"""Training the methods that learn (learned.router): a router on what both models' tokens are worth
+"""Training the methods that learn (learned.rules): a router on what both models' tokens are worth
 (rollouts), a mixture on teacher-forced texts."""
 
 import dataclasses
@@ -13,14 +13,14 @@ import optax
 from jaxtyping import Float
 
 from speccascade_jax import config as configs
-from speccascade_jax.config import DecodeConfig, RouterConfig, TrainConfig
+from speccascade_jax.config import DecodeConfig, LearnedRuleConfig, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.protocols import AnyArray, Params
 from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.learned.router import (
+from speccascade_jax.learned.rules import (
     FEATURES,
     TV,
     Weights,
@@ -88,7 +88,7 @@ def mixture_loss(weight: Array, price: Array, seen: Observed) -> Array:
     return jnp.mean(-jnp.log(jnp.maximum(pi, LEAST)) + price * (1 - weight) * seen.features[:, TV])
 
 
-def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: RouterConfig) -> Weights:
+def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: LearnedRuleConfig) -> Weights:
     """The network of least `loss` of some positions at levels of ALPHAS. It begins as one of zeros."""
     rng = np.random.default_rng(config.seed)
     weights = Weights(
@@ -112,7 +112,7 @@ def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: R
     return jax.device_get(weights)
 
 
-def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
+def fit_mixture(seen: Observed, config: LearnedRuleConfig) -> Weights:
     """The network of least mixture_loss at all of ALPHAS. It begins as `mixture`."""
     worth = jnp.asarray(prices(seen))
 
@@ -123,7 +123,7 @@ def fit_mixture(seen: Observed, config: RouterConfig) -> Weights:
     return _fitted(seen, loss, config)
 
 
-def fit_router(seen: Tried, config: RouterConfig) -> Weights:
+def fit_router(seen: Tried, config: LearnedRuleConfig) -> Weights:
     """BELIEVED times the network that estimates the advantage in squared error, once it is brought to the
     scale on which `opt` estimates it best. It begins as `opt`."""
     plain = np.asarray(plain_advantage(seen.features))
@@ -181,7 +181,7 @@ def improves(figures: dict[str, float]) -> bool:
     return figures["loss, network"] < figures["loss, mixture"]
 
 
-def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
+def sampling_of(config: LearnedRuleConfig) -> list[SamplingOptions]:
     """Each temperature with each top-p, once where it is greedy."""
     return [
         SamplingOptions(temperature, top_p=None if top_p == 1 else top_p)
@@ -190,7 +190,7 @@ def sampling_of(config: RouterConfig) -> list[SamplingOptions]:
     ]
 
 
-def train_router(config: RouterConfig, replaced: Replaced) -> dict[str, float]:
+def train_rule(config: LearnedRuleConfig, replaced: Replaced) -> dict[str, float]:
     """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
     gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
     run starts over.

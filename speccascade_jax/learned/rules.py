@@ -11,7 +11,7 @@ max q) / TV.
 
 The features are known at a position before its token is drawn, so pi is a distribution, as for any rule per
 position, and the output follows it exactly. With a network of zeros these are `opt`, at an alpha below 1, and
-`mixture`. training.router trains it.
+`mixture`. training.learned_rules trains it.
 """
 
 import dataclasses

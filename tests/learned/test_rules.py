@@ -12,17 +12,16 @@ from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
 from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
 
 from speccascade_jax.commands import decode, finetune
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.rules import METHODS, TRAINED, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.transforms import SamplingOptions
-from speccascade_jax.learned import router
-from speccascade_jax.learned.router import FEATURES, Weights
+from speccascade_jax.learned import rules as learned_rules
+from speccascade_jax.learned.rules import FEATURES, Weights
 from speccascade_jax.settings import Settings
 from speccascade_jax.training.data import Batch, pad
-from speccascade_jax.training.rollouts import Tried
-from speccascade_jax.training.router import (
+from speccascade_jax.training.learned_rules import (
     ALPHAS,
     Observed,
     errors,
@@ -34,6 +33,7 @@ from speccascade_jax.training.router import (
     observed,
     prices,
 )
+from speccascade_jax.training.rollouts import Tried
 
 SEEN = np.random.default_rng(2)  # whose network decides both ways
 WEIGHTS = Weights(*(SEEN.normal(size=shape).astype(np.float32) for shape in ((len(FEATURES), 5), 5, 5)))
@@ -77,7 +77,7 @@ def test_what_is_trained_follows_its_law(name, rows):
     mixes = name == "learned_mixture"
     weights = WEIGHTS._replace(out=6 * WEIGHTS.out) if mixes else WEIGHTS  # far from mixture
     options = {"temperature": 1.5, "top_p": 0.8} if mixes else {"temperature": 0.7, "top_p": 0.95}
-    method = router.method_of(weights, name)
+    method = learned_rules.method_of(weights, name)
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), method, 2)
     result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(**options), [0.4])
     assert mixes or 0 < result.counts[1].deferred.sum() < result.counts[1].drafted.sum()
@@ -101,10 +101,10 @@ def test_a_mixture_that_has_learnt_nothing_is_mixture(rng):
     q, p = (jnp.asarray(x, jnp.float32) for x in rng.dirichlet(np.ones(6), (2, 3, 4)))
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for alpha in (0.0, 0.3, 1.0, jnp.full((3, 1, 1), 0.6)):
-        found, _ = router.method_of(NOTHING, "learned_mixture").target(scores, alpha)
+        found, _ = learned_rules.method_of(NOTHING, "learned_mixture").target(scores, alpha)
         np.testing.assert_allclose(found, METHODS["mixture"].target(scores, alpha)[0], atol=1e-6)
     own = by_hand(WEIGHTS, mixes=True)(*(np.asarray(x[1, 2], np.float64) for x in (q, p, q, p)), 0.3)
-    found, _ = router.method_of(WEIGHTS, "learned_mixture").target(scores, 0.3)
+    found, _ = learned_rules.method_of(WEIGHTS, "learned_mixture").target(scores, 0.3)
     np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_a_router_that_has_learnt_nothing_is_opt(rng):
             qs, ps = (transform(x, temperature) for x in (q, p))
             for alpha in (0.0, 0.3):
                 scores = Scores(*map(jnp.asarray, (q, p, qs, ps, temperature == 0)))
-                found, _ = router.method_of(NOTHING).target(scores, alpha)
+                found, _ = learned_rules.method_of(NOTHING).target(scores, alpha)
                 wanted = target("opt", q, p, qs, ps, alpha, temperature == 0)
                 np.testing.assert_allclose(found, wanted, atol=1e-6)
 
@@ -127,7 +127,7 @@ def test_features_are_as_by_hand(rng):
         qs, ps = (transform(x, (0.0, 0.7, 1.0)[k % 3], top_p=(None, 0.6)[k % 2]) for x in (q, p))
         ps = qs if k == 30 else ps
         scores = Scores(*(jnp.asarray(x, jnp.float32) for x in (q, p, qs, ps)), jnp.asarray(k % 3 == 0))
-        np.testing.assert_allclose(router.features(scores), features_by_hand(q, p, qs, ps), atol=1e-4)
+        np.testing.assert_allclose(learned_rules.features(scores), features_by_hand(q, p, qs, ps), atol=1e-4)
 
 
 def known(rng, count):
@@ -139,15 +139,15 @@ def known(rng, count):
 
 def test_training_finds_what_opt_misses(rng):
     """A verifier that is right half as often as it says, where it is sure: there its token is worth less."""
-    config = RouterConfig("toy", "toy.json", "toy", steps=600)
+    config = LearnedRuleConfig("toy", "toy.json", "toy", steps=600)
     whole = known(rng, 20_000)
     q, p = whole[:, :2].T
     advantage = np.where(p > 0.5, 0.5, 1.0) * p - q
     tries = Tried(whole, 30 * (advantage + 0.5 * rng.normal(size=len(whole))), np.zeros(len(whole)))
     weights = fit_router(tries, config)
-    plain = router.plain_advantage(whole)
+    plain = learned_rules.plain_advantage(whole)
     np.testing.assert_allclose(plain, p - q, atol=1e-6)
-    estimate = plain + router.network(weights, whole)
+    estimate = plain + learned_rules.network(weights, whole)
     assert np.corrcoef(estimate, advantage)[0, 1] > 0.94 > np.corrcoef(p - q, advantage)[0, 1] + 0.05
     found = gains(weights, tries)
     for what in ("correlation with the advantage", "gain from deferring half"):
@@ -177,7 +177,7 @@ def test_what_a_mixture_learns_from():
 
 def test_training_finds_where_the_drafter_is_worth_more(rng):
     """A drafter that is better than its verifier where it is sure, and worse elsewhere."""
-    config = RouterConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
+    config = LearnedRuleConfig("toy", "toy.json", "toy", method="learned_mixture", steps=200)
     whole = known(rng, 8_000)
     sure = whole[:, 0] > 0.5
     chances = np.stack([np.where(sure, 0.8, 0.1), np.where(sure, 0.4, 0.6)], axis=1).astype(np.float32)
@@ -189,21 +189,21 @@ def test_training_finds_where_the_drafter_is_worth_more(rng):
     weights = fit_mixture(seen, config)
     found = errors(weights, seen)
     assert found["loss, network"] < found["loss, mixture"] - 0.02
-    weight = router.drafters_weight(weights, whole, 0.5)
+    weight = learned_rules.drafters_weight(weights, whole, 0.5)
     assert weight[whole[:, 0] > 0.6].min() > weight[whole[:, 0] < 0.4].max()
 
 
 @pytest.mark.full
 def test_a_file_decodes_by_its_network(tmp_path):
     path = tmp_path / "router.json"
-    path.write_text(router.described(WEIGHTS, pair="toy"))
+    path.write_text(learned_rules.described(WEIGHTS, pair="toy"))
     options = {"method": "router", "alpha": 0.3, "temperature": 1.0}
     texts = [
         [o.tokens for o in cascade.generate(["1", "12", "20"] * 4, batch_size=4, **{**options, **more})]
         for cascade, more in (
-            (pair(trained=router.load(path)), {}),
+            (pair(trained=learned_rules.load(path)), {}),
             (pair(), {"method": "opt"}),
-            (pair(trained=router.method_of(NOTHING)), {}),
+            (pair(trained=learned_rules.method_of(NOTHING)), {}),
         )
     ]
     assert texts[0] != texts[1] == texts[2]
@@ -211,16 +211,16 @@ def test_a_file_decodes_by_its_network(tmp_path):
 
 def test_only_routers_files_are_read(tmp_path):
     path, options = tmp_path / "router.json", {"method": "router", "alpha": 0.3}
-    path.write_text(router.described(WEIGHTS, pair="toy"))
-    assert pair(trained=router.load(path)).checked(Settings(), options).name == "router"
+    path.write_text(learned_rules.described(WEIGHTS, pair="toy"))
+    assert pair(trained=learned_rules.load(path)).checked(Settings(), options).name == "router"
     with pytest.raises(FieldError) as error:
         pair().checked(Settings(), options)
     assert (error.value.field, error.value.value) == ("method", "router")
     with pytest.raises(FieldError) as error:
-        pair(trained=router.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
+        pair(trained=learned_rules.load(path)).checked(Settings(), {**options, "method": "learned_mixture"})
     assert (error.value.field, error.value.value) == ("method", "learned_mixture")
-    path.write_text(router.described(WEIGHTS, "learned_mixture", pair="toy"))
-    assert router.load(path).name == "learned_mixture" and router.load(path).high == 1
+    path.write_text(learned_rules.described(WEIGHTS, "learned_mixture", pair="toy"))
+    assert learned_rules.load(path).name == "learned_mixture" and learned_rules.load(path).high == 1
 
 
 F = len(FEATURES)
@@ -247,14 +247,14 @@ NONSENSE = {
 @pytest.mark.parametrize("case", NONSENSE)
 def test_numbers_and_shapes_of_nonsense_are_refused(case, tmp_path, recwarn):
     path = tmp_path / "router.json"
-    path.write_text(json.dumps({**json.loads(router.described(WEIGHTS)), **NONSENSE[case]}))
+    path.write_text(json.dumps({**json.loads(learned_rules.described(WEIGHTS)), **NONSENSE[case]}))
     refuses(path)
     assert not recwarn.list
 
 
 def refuses(path):
     with pytest.raises(FieldError) as error:
-        router.load(path)
+        learned_rules.load(path)
     assert (error.value.field, error.value.value) == ("router", str(path))
 
 
@@ -283,9 +283,9 @@ config = TrainConfig(name="tiny", output_dir="", model=T5Config(), task=task)
 """,
     "router": """
 from speccascade_jax.commands import decode, finetune
-from speccascade_jax.config import RouterConfig
+from speccascade_jax.config import LearnedRuleConfig
 from speccascade_jax.core.errors import FieldError
-config = RouterConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
+config = LearnedRuleConfig("tiny", {output!r}, pair={pair!r}, task={task!r}, steps=20)
 """,
 }
 
@@ -348,7 +348,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         assert finetune.main([f"--config={names['router']}", *flags]) == 2
         assert said in capsys.readouterr().err
     assert decode.main([f"--config={names['router']}", "--text=the cat"]) == 2
-    assert "trains a router; its pair is" in capsys.readouterr().err
+    assert "trains the method router; its pair is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -372,6 +372,6 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
 )
 def test_configs_of_nonsense_are_refused(change):
     with pytest.raises(FieldError) as error:
-        dataclasses.replace(RouterConfig("toy", "toy.json", "toy"), **change).check()
+        dataclasses.replace(LearnedRuleConfig("toy", "toy.json", "toy"), **change).check()
     field, value = next(iter(change.items()))
     assert error.value.field == field and str(error.value.value) == str(value)
