@@ -14,7 +14,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import jax
 import tyro
@@ -164,6 +164,14 @@ def _in_paragraphs() -> ConstructorRegistry:
     return registry
 
 
+_OPTIONAL: dict[Any, str] = {
+    kind: name
+    for scalar, what in ((str, "STR"), (int, "INT"), (float, "FLOAT"))
+    for kind, name in ((scalar | None, what), (tuple[scalar, ...] | None, f"[{what} [{what} ...]]"))
+}
+"""The help's names of values that may also be None, by type."""
+
+
 def _flowing(field: StructFieldSpec) -> StructFieldSpec:
     def text() -> str | None:
         written = field.helptext() if callable(field.helptext) else field.helptext
@@ -171,7 +179,9 @@ def _flowing(field: StructFieldSpec) -> StructFieldSpec:
 
     if dataclasses.is_dataclass(field.default):  # not a flag, but a group of flags
         return dataclasses.replace(field, helptext=text)
-    kind: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint=_default_of)]
+    plain = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    about = tyro.conf.arg(metavar=_OPTIONAL.get(plain), help_behavior_hint=_default_of)
+    kind: Any = Annotated[field.type, about]
     return dataclasses.replace(field, type=kind, helptext=text)
 
 
