@@ -95,8 +95,8 @@ def called(command: str) -> str:
 
 
 def parsed(kind: type[T], argv: list[str], command: str, about: str | None, default: Any = None) -> T:
-    """The arguments of `command`, a `kind`. For --help, prints `about` and the help of each field, in
-    paragraphs as wide as the terminal.
+    """Parses the arguments of `command`, a `kind`. For --help, prints `about` and the help of each field,
+    wrapped at the terminal's width.
 
     default: the values of flags that are not given (by default, those of `kind`).
     """
@@ -118,7 +118,8 @@ def parsed(kind: type[T], argv: list[str], command: str, about: str | None, defa
         print(text.replace(_PLACE, description(about or "")), end="")
 
 
-_PLACE = "DESCRIPTION"
+_PLACE = "__description__"
+"""The mark that the command's description replaces, which tyro would not wrap."""
 
 
 class _Captured(io.StringIO):
@@ -131,8 +132,8 @@ class _Captured(io.StringIO):
 
 
 def description(about: str) -> str:
-    """A docstring as the terminal shows it: paragraphs wrapped, indented lines as they are, and examples that
-    call the command as the user has."""
+    """A docstring for the terminal: wrapped paragraphs, indented lines unchanged, and examples that call
+    commands as the user did."""
     width = shutil.get_terminal_size().columns
     paragraphs = [
         paragraph
@@ -145,12 +146,13 @@ def description(about: str) -> str:
 
 
 def _in_paragraphs() -> ConstructorRegistry:
-    """A registry whose help texts have no line breaks of the source, and no default that says nothing."""
+    """A registry for help texts without the line breaks of the source, and without hints on empty
+    defaults."""
     registry, within = ConstructorRegistry(), list[StructTypeInfo]()
 
     @registry.struct_rule
     def flowing(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if within:  # for the next rule, which makes the fields
+        if within:  # called by itself below: leave the fields to the next rule
             return None
         within.append(info)
         try:
@@ -187,8 +189,9 @@ def _flowing(field: StructFieldSpec) -> StructFieldSpec:
 
 def _default_of(label: str) -> str:
     """The hint on a default; empty for an empty one, which the help text explains."""
-    if label.startswith("["):  # of a field that takes names or objects
-        label = " ".join(map(str, ast.literal_eval(label)))
+    if label.startswith("['"):  # of a field that takes names or objects
+        with contextlib.suppress(ValueError, SyntaxError):
+            label = " ".join(map(str, ast.literal_eval(label)))
     return "" if label in ("None", "", "''") else f"(default: {label})"
 
 
