@@ -40,8 +40,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER
 
 
 def connect(cluster: str) -> None:
-    """Joins the other processes of a run: `auto` where the launcher says who they are (TPU pods,
-    Slurm, Open MPI), else HOST:PORT,PROCESSES,NUMBER. Before anything else touches a device.
+    """Connects to the other processes of a run: `auto` if the launcher knows them (TPU pods, Slurm, Open
+    MPI), otherwise HOST:PORT,PROCESSES,NUMBER. Must be called before anything else uses a device.
 
     Raises FieldError for anything else, and ValueError if the processes do not find each other.
     """

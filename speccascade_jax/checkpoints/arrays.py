@@ -84,8 +84,8 @@ def stored_array(path: str, name: str, array: Any) -> "Stored":
 
 
 def chunks(shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """The shape of the chunks in which an array is stored, of at most CHUNK bytes where it can be halved: who
-    needs a part of it reads little more than that."""
+    """The shape of an array's stored chunks, of at most CHUNK bytes if the array can be halved so often.
+    Reading a part of the array then reads little more than that part."""
     sizes = list(shape)
     while math.prod(sizes) * itemsize > CHUNK and any(size % 2 == 0 for size in sizes):
         longest = max((size, axis) for axis, size in enumerate(sizes) if size % 2 == 0)[1]

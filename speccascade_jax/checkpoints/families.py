@@ -39,7 +39,7 @@ from speccascade_jax.models import t5gemma2 as t5gemma2_models
 
 class Family(NamedTuple):
     usual: Config
-    """The shape whose fields stand for those that a description leaves out."""
+    """The shape with the values of fields that a description omits."""
     presets: Mapping[str, Config]
     bos: bool
     """Its prompts begin with <bos>: a tokenizer trained for it has one."""

@@ -13,18 +13,18 @@ from types import FrameType
 from typing import Any
 
 COMMANDS = {
-    "new": "set up your own task: write the configs of its two models from a file of examples",
-    "finetune": "train the model of a config, or the learned rule of a pair",
-    "decode": "decode texts with a pair, coloured by the model that wrote each token",
-    "evaluate": "score methods on a task's test split",
-    "tradeoff": "sweep methods and leniences: plot quality against time, and write the best point's config",
-    "plan": "find the fastest models and block sizes on this machine",
-    "benchmark": "time decoding on this machine, or compile a pair for TPUs and report what it needs",
-    "serve": "serve a pair over HTTP in OpenAI's format, with a page for trying it",
-    "load": "load-test a server: throughput, latency and refusals",
-    "fewshot": "score a pair on few-shot tasks such as GSM8K and MBPP",
-    "report": "run the experiments behind docs/results and regenerate their tables and figures",
-    "convert": "convert a checkpoint into another format",
+    "new": "Set up your own task: write the configs of its two models from a file of examples.",
+    "finetune": "Train the model of a config, or the learned rule of a pair.",
+    "decode": "Decode texts with a pair, coloured by the model that wrote each token.",
+    "evaluate": "Score methods on a task's test split.",
+    "tradeoff": "Sweep methods and leniences: plot quality against time, and write the best point's config.",
+    "plan": "Find the fastest models and block sizes on this machine.",
+    "benchmark": "Time decoding on this machine, or compile a pair for TPUs and report what it needs.",
+    "serve": "Serve a pair over HTTP in OpenAI's format, with a page for trying it.",
+    "load": "Load-test a server: throughput, latency and refusals.",
+    "fewshot": "Score a pair on few-shot tasks such as GSM8K and MBPP.",
+    "report": "Run the experiments behind docs/results and regenerate their tables and figures.",
+    "convert": "Convert a checkpoint into another format.",
 }
 """A description of each command, for its help."""
 NAMES = tuple(COMMANDS)

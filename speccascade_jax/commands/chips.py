@@ -121,7 +121,7 @@ def show(
     screen: Console,
 ) -> None:
     columns = "rows", "models", "block sizes", "verified by", "ms per token of a row", "tokens per second"
-    times = whole_words(*columns, title=f"lower bounds of times on {chips.devices} chips of {chips.topology}")
+    times = whole_words(*columns, title=f"lower bounds of times on {chips.devices} of {chips.topology}")
     for choice in plans:
         plan = choice.plan
         times.add_row(

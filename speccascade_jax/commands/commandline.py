@@ -14,7 +14,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import jax
 import tyro
@@ -97,8 +97,8 @@ def called(command: str) -> str:
 
 
 def parsed(kind: type[T], argv: list[str], command: str, about: str | None, default: Any = None) -> T:
-    """The arguments of `command`, a `kind`. For --help, prints `about` and the help of each field, in
-    paragraphs as wide as the terminal.
+    """Parses the arguments of `command`, a `kind`. For --help, prints `about` and the help of each field,
+    wrapped at the terminal's width.
 
     default: the values of flags that are not given (by default, those of `kind`).
     """
@@ -120,7 +120,8 @@ def parsed(kind: type[T], argv: list[str], command: str, about: str | None, defa
         print(text.replace(_PLACE, description(about or "")), end="")
 
 
-_PLACE = "DESCRIPTION"
+_PLACE = "__description__"
+"""The mark that the command's description replaces, which tyro would not wrap."""
 
 
 class _Captured(io.StringIO):
@@ -133,8 +134,8 @@ class _Captured(io.StringIO):
 
 
 def description(about: str) -> str:
-    """A docstring as the terminal shows it: paragraphs wrapped, indented lines as they are, and examples that
-    call the command as the user has."""
+    """A docstring for the terminal: wrapped paragraphs, indented lines unchanged, and examples that call
+    commands as the user did."""
     width = shutil.get_terminal_size().columns
     paragraphs = [
         paragraph
@@ -147,12 +148,13 @@ def description(about: str) -> str:
 
 
 def _in_paragraphs() -> ConstructorRegistry:
-    """A registry whose help texts have no line breaks of the source, and no default that says nothing."""
+    """A registry for help texts without the line breaks of the source, and without hints on empty
+    defaults."""
     registry, within = ConstructorRegistry(), list[StructTypeInfo]()
 
     @registry.struct_rule
     def flowing(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if within:  # for the next rule, which makes the fields
+        if within:  # called by itself below: leave the fields to the next rule
             return None
         within.append(info)
         try:
@@ -166,6 +168,14 @@ def _in_paragraphs() -> ConstructorRegistry:
     return registry
 
 
+_OPTIONAL: dict[Any, str] = {
+    kind: name
+    for scalar, what in ((str, "STR"), (int, "INT"), (float, "FLOAT"))
+    for kind, name in ((scalar | None, what), (tuple[scalar, ...] | None, f"[{what} [{what} ...]]"))
+}
+"""The help's names of values that may also be None, by type."""
+
+
 def _flowing(field: StructFieldSpec) -> StructFieldSpec:
     def text() -> str | None:
         written = field.helptext() if callable(field.helptext) else field.helptext
@@ -173,14 +183,17 @@ def _flowing(field: StructFieldSpec) -> StructFieldSpec:
 
     if dataclasses.is_dataclass(field.default):  # not a flag, but a group of flags
         return dataclasses.replace(field, helptext=text)
-    kind: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint=_default_of)]
+    plain = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    about = tyro.conf.arg(metavar=_OPTIONAL.get(plain), help_behavior_hint=_default_of)
+    kind: Any = Annotated[field.type, about]
     return dataclasses.replace(field, type=kind, helptext=text)
 
 
 def _default_of(label: str) -> str:
     """The hint on a default; empty for an empty one, which the help text explains."""
-    if label.startswith("["):  # of a field that takes names or objects
-        label = " ".join(map(str, ast.literal_eval(label)))
+    if label.startswith("['"):  # of a field that takes names or objects
+        with contextlib.suppress(ValueError, SyntaxError):
+            label = " ".join(map(str, ast.literal_eval(label)))
     return "" if label in ("None", "", "''") else f"(default: {label})"
 
 

@@ -87,7 +87,7 @@ class Arguments:
     summary: str | None = None
     """A JSON file to write the run's figures to."""
     limit: int | None = None
-    """Decode only the first inputs, this many."""
+    """The number of inputs to decode, from the first one on. Default: all."""
     cluster: str | None = None
     """Decode on the devices of several processes: `auto` on TPU pods and Slurm, otherwise
     HOST:PORT,PROCESSES,NUMBER in each process. The first process reads, writes and prints."""

@@ -67,7 +67,7 @@ class Arguments:
     join: int | None = None
     """Join between one and this many examples into one. Default: the task's number."""
     limit: int | None = None
-    """Decode only the first examples, this many."""
+    """The number of examples to decode, from the first one on. Default: all."""
     output: str | None = None
     """A folder for the outputs, METHOD.jsonl. If a file exists, decoding resumes where it ends."""
     summary: str | None = None

@@ -68,7 +68,7 @@ class Arguments:
     shot_seed: int = 0
     """The seed that selects the examples to show."""
     limit: int | None = None
-    """Ask only the first questions, this many."""
+    """The number of questions to ask, from the first one on. Default: all."""
     execute_code: Annotated[
         bool,
         tyro.conf.arg(

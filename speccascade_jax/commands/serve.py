@@ -227,7 +227,7 @@ def served_configs(arguments: Arguments) -> dict[str, Served]:
     for other in arguments.also:
         name = Path(other).stem
         if name in named:
-            raise FieldError("also", other, "list each config once.", f"{name} is given twice")
+            raise FieldError("also", other, "list each config once.", f"--also gives {name} twice")
         named[name] = configs.load(other, DecodeConfig)
     by_load = {name for name, run in named.items() if run.block_size == LOAD}
     named |= {name: fixed(named[name], paths[name]) for name in by_load}

@@ -85,7 +85,7 @@ class Arguments:
     join: int | None = None
     """Join between one and this many examples into one. Default: the task's number."""
     limit: int | None = None
-    """Score quality on only the first examples, this many."""
+    """The number of examples to score quality on, from the first one on. Default: all."""
     timed: int = 100
     """The number of random examples to time at batch size 1. 0 times nothing and prints no table."""
     trials: int = 3

@@ -22,7 +22,7 @@ Cache = Any
 Counts = Any
 NO_TOKEN = -1  # an end-of-sequence id that no token has
 NO_LIMIT = 2**30
-MASK = -1  # read in place of a token that is not known: the model predicts the one after it all the same
+MASK = -1  # read instead of a token that is not known: the model predicts the one after it all the same
 UNSEEN = -2  # likewise, but no other place attends to it
 
 

@@ -145,7 +145,7 @@ def typical(s: Scores, alpha: Alpha) -> Array:
 
 
 def relaxed(s: Scores, alpha: Alpha, near: Callable[..., Array], relaxed_top_k: int) -> Array:
-    """Not among the verifier's k likeliest tokens, or not `near` their best: TensorRT-LLM's relaxed
+    """Not among the verifier's k most likely tokens, or not `near` their best: TensorRT-LLM's relaxed
     acceptance by token_v2, p(v) < max p - alpha, and vLLM's by token_v3, p(v) < (1 - alpha) max p.
 
     Both libraries decode greedily there: what is refused becomes argmax p, which is p~ at temperature 0.

@@ -1,9 +1,9 @@
 """Lenience by span: a lenience that changes once certain tokens, a marker, have been written.
 
-The lenience at a position is that of the marker completed last before it, and the row's own alpha before any
-is. Only written tokens count: a marker in the prompt changes nothing, nor does one that begins there. A
-marker holds to the end of the row, or until another one is completed. Where two are completed by the same
-token, the later one in the row's table decides.
+The lenience at a position is that of the last marker completed before it, or the row's own alpha before any
+marker. Only written tokens count: a marker in the prompt, or one that begins there, has no effect. A marker
+holds to the end of the row, or until another one is completed. Where two are completed by the same token, the
+later one in the row's table decides.
 
 That is exact with every rule. The lenience depends on the prefix alone, so at each place of a drafted block,
 the bonus position included, pi is known before the token there is drawn: of the committed tokens and those

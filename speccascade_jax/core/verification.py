@@ -114,8 +114,9 @@ class Verification:
     """(u, draft, pi) -> how many tokens are accepted [B], and pi's weight in the residual after each number
     of them [B, G+1]."""
     standing: Callable[[np.ndarray], np.ndarray]
-    """Given a text x that is written, the chance that the first j = 0 .. G drafted tokens of a round stand
-    and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i): what plans and expected numbers of calls rest on."""
+    """The probability, given a written text x, that the first j = 0 .. G drafted tokens of a round are
+    accepted and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i). Plans and expected numbers of calls are
+    based on it."""
     summary: str  # a phrase for help texts
     by_round: bool = False  # each round needs its own random numbers: see randomness.noise
     default: bool = False

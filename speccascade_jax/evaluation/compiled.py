@@ -177,8 +177,8 @@ class Program:
         raise ValueError("the program has no loop over rounds.")
 
     def within(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, Computation, int]]:
-        """(instruction, where it stands, how often it runs) for all that a computation does, in its loops
-        and branches, too; what is fused is one instruction."""
+        """(instruction, its location, the number of times it runs) for all instructions of a computation,
+        including its loops and branches; a fusion is one instruction."""
         computation = self.computations[name]
         for instruction in computation.values():
             yield instruction, computation, times

@@ -109,7 +109,7 @@ def compared(
     passes: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Figures of each decoder over the passes, which they make in turn, and how many times as many tokens a
+    """Figures of each decoder over the passes, which they make in turn, and how many times as many tokens per
     second blocks by load wrote as the better of the others: of each pass, and their median.
 
     Raises FieldError for models whose blocks cannot follow the load.

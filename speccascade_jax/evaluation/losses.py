@@ -88,10 +88,10 @@ async def under_kills(
     seconds: float,
     kill: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Counts of what clients see who send the bodies again and again, every other time as a stream, while
-    `kill` is called every second and says whether it has killed a replica.
+    """Counts the outcomes for clients that send the bodies repeatedly, every other time as a stream, while
+    `kill` is called every second and returns whether it has killed a replica.
 
-    `wrong` counts answers, whole or interrupted, that are not what `texts` says: doubled, mixed or cut.
+    `wrong` counts answers, complete or interrupted, that differ from `texts`: doubled, mixed or truncated.
     """
     counts: collections.Counter[str] = collections.Counter()
     began, numbers = time.monotonic(), itertools.count()

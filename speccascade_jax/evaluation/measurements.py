@@ -30,7 +30,7 @@ SWEPT = (
     "missing",
     "examples",
 )
-"""Fields of a config that stand with each point, or that change no result."""
+"""Fields of a config that are stored with each point, or that do not affect results."""
 
 
 class Measurements:

@@ -108,7 +108,7 @@ def score(metric: str | Metric, total: Float[np.ndarray, " K"]) -> float:
 def replaced(
     metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int], others: Texts
 ) -> Float[np.ndarray, " N"]:
-    """The metric of all texts with others[n] in place of text numbers[n], for every n. Raises FieldError as
+    """The metric of all texts with others[n] instead of text numbers[n], for every n. Raises FieldError as
     `statistics` does."""
     before = statistics(metric, texts, references)
     if not len(numbers):

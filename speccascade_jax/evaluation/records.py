@@ -54,7 +54,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tables: Tables) -> dict[str, Any]:
-    """The record with `tables` as the experiment `name` has found them, in place of those that it found
+    """The record with `tables` as the experiment `name` has found them, instead of those that it found
     before.
 
     record: None if there is none yet. about: summary, command, commit, machine, date, settings, and the

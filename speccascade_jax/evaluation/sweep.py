@@ -76,7 +76,7 @@ def curve_of(point: Settings) -> str:
 
 
 class Contest(NamedTuple):
-    """The curve on which a point stands, its lenience there, and the verifier that it is compared with."""
+    """The curve of a point, its lenience on that curve, and the verifier that it is compared with."""
 
     name: str
     lenience: Any

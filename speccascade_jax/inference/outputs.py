@@ -32,7 +32,7 @@ LARGEST_SETTINGS = 2**22  # bytes: a config's fields and its texts
 
 
 class OutputFile:
-    """A file of JSON lines, open for more of them, that no other process writes meanwhile.
+    """A file of JSON lines, open for appending, that no other process can write at the same time.
 
     Raises ValueError if another one does (unless told to `wait`), OSError if it cannot be opened. The
     lock is the kernel's: it is released when the process ends. File systems without locks have no protection.
@@ -73,7 +73,7 @@ class OutputFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def remove(self) -> None:
-        """Deletes the file and its settings, for what needs them no more."""
+        """Deletes the file and its settings once they are no longer needed."""
         for path in (settings_file(self.path), self.path):
             path.unlink(missing_ok=True)
 
@@ -132,12 +132,14 @@ def settings_file(path: str | Path) -> Path:
 def resume(
     path: str | Path, settings: dict[str, Any], read: Callable[[int, Any], T] | None = None
 ) -> tuple[list[T], OutputFile]:
-    """The whole lines that a killed run has left in a file of JSON lines, and the file, open for more.
+    """The complete lines that an interrupted run left in a file of JSON lines, and the file, open for
+    appending.
 
-    settings: what the lines are made of; kept next to the file, so that those of other settings are never
-    mixed in. read(number, line): what a line stands for; it raises ValueError if the line is damaged.
+    settings: the settings that determine the lines; they are kept next to the file, so that lines of other
+    settings are never mixed in. read(number, line) parses a line; it raises ValueError if the line is
+    damaged.
 
-    A half line at the end is what a kill leaves, and is cut off. For any other damage, and other settings:
+    An incomplete line at the end is left by a kill, and is removed. For any other damage, and other settings:
     ValueError, and the file is left as it was.
     """
     path, kept = Path(path), settings_file(path)
@@ -232,7 +234,7 @@ def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | 
 def open_output(
     path: str | Path, settings: dict[str, Any], texts: Sequence[str], first_index: int = 0
 ) -> tuple[OutputFile, list[Output]]:
-    """The file for the outputs of `texts`, and those that an interrupted run has left in it."""
+    """The file for the outputs of `texts`, and the outputs that an interrupted run left in it."""
 
     def read(number: int, line: Any) -> Output:
         output = output_of(line)
@@ -305,8 +307,8 @@ def _is_count(value: Any) -> bool:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Writes a file that is never seen half-written: what stands at `path` stays until all of `text` is
-    there. Raises OSError that names the file.
+    """Writes a file atomically: an existing file at `path` remains until all of `text` is written. Raises an
+    OSError that names the file.
     """
     path = Path(os.path.realpath(path))  # a link stays one
     _check_regular(path)
@@ -320,7 +322,8 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def append_line(path: str | Path, line: Any) -> None:
-    """Adds a line of JSON to a file that several processes may add to. Raises OSError that names it."""
+    """Appends a line of JSON to a file that several processes may append to. Raises an OSError that names
+    it."""
     with OutputFile(Path(path), wait=True) as file:
         size = os.fstat(file.handle).st_size
         if size and os.pread(file.handle, 1, size - 1) != b"\n":  # a kill's half line, or another program's
@@ -329,8 +332,8 @@ def append_line(path: str | Path, line: Any) -> None:
 
 
 def check_targets(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
-    """Raises ValueError unless every file that is to be written can be, and is neither another one of them
-    nor one that is read, under whatever name. Both: flag -> path; None is left out.
+    """Raises ValueError unless every file to be written is writable and differs from all others that are
+    written or read, under any name. Both arguments map flags to paths; None is skipped.
     """
     flags: dict[Any, str] = {}
     for flag, path in read.items():

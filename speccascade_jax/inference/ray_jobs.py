@@ -33,8 +33,8 @@ class Shard(NamedTuple):
 
 
 def read_shards(pattern: str, limit: int | None = None) -> list[str]:
-    """The texts of one file, or of all that a pattern such as "news-*.txt" stands for, in their names' order;
-    the first `limit` of them, and no more is read.
+    """The texts of one file, or of all files that match a pattern such as "news-*.txt", in the order of their
+    names. Only the first `limit` texts are read.
 
     Raises ValueError if no file matches.
     """
@@ -146,8 +146,8 @@ def devices_of_machines(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def decode(
     address: str, workers: int | None, run: DecodeConfig, settings: dict[str, Any], shards: Sequence[Shard]
 ) -> Iterator[int]:
-    """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with so many workers
-    (None: as many as it has machines), and yields the first index of each as it is done.
+    """Decodes the shards on the Ray cluster at `address` (`local`: one on this machine) with this many
+    workers (None: one per machine), and yields the first index of each shard once it is done.
 
     Raises FieldError if Ray is missing or no cluster answers.
     """

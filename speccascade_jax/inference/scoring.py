@@ -24,7 +24,7 @@ LEAST = -9999.0  # stands for the logarithm of 0, which JSON has no number for
 
 
 class TokenScores(NamedTuple):
-    """Log probabilities of a text's tokens, and the likeliest tokens at each position with theirs."""
+    """Log probabilities of a text's tokens, and the most likely tokens at each position with theirs."""
 
     logprobs: Float[np.ndarray, " N"]
     likeliest: Int[np.ndarray, "N K"]
@@ -34,7 +34,7 @@ class TokenScores(NamedTuple):
 def score(
     sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
-    """log pi of each of `tokens` [B, N] after its request and the tokens before it; the likeliest tokens
+    """log pi of each of `tokens` [B, N] after its request and the tokens before it; the most likely tokens
     there, and theirs."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)

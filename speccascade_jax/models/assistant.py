@@ -99,7 +99,7 @@ class Assistant(Layered):
         return self.scores(x), self.end(x)
 
     def scores(self, x: Array) -> Float[Array, "B T V"]:
-        """The logits of x [B, T, D]; tokens of other than the likeliest centroids are not scored and get no
+        """The logits of x [B, T, D]. Only tokens of the most likely centroids are scored; others get no
         mass."""
         table = self.embedding.get_value()
         if self.centroids is None or self.order is None:

@@ -316,7 +316,7 @@ class Layer(nnx.Module):
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def attend(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
-        """A hook for other layers, in place of attention."""
+        """A hook for other layers, instead of attention."""
         return self.attention(x, remember, turn, mask)
 
     def between(self, x: Array, *beside: Any) -> Array:

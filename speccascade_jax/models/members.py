@@ -134,7 +134,7 @@ class PairModel(FlaxModel):
     the verifier.
 
     Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens, cache), which gives
-    what verifier.logits() takes in place of the logits.
+    what verifier.logits() takes instead of the logits.
     """
 
     names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
-STACK = "stack"  # what a path holds in place of a layer's number
+STACK = "stack"  # what a path holds instead of a layer's number
 
 
 class Stacked(nnx.Module):

@@ -1,9 +1,9 @@
 """The numbers of accepted tokens in drafts, computed along existing texts, without drafting.
 
-A text x of the verifier's law pi says how its rounds began. Where a round begins at position s, its drafted
-tokens 1 .. j stand and are those of the text with a chance that is known from the ratios q~/pi of the text's
-tokens (core.verification.Verification.standing). So, given the text, the rounds are a Markov chain over its
-positions, and the expected number of them is exact for every block size and way to verify.
+A text x of the verifier's law pi says how its rounds began. If a round begins at position s, the probability
+that its drafted tokens 1 .. j are accepted and equal those of the text is known from the ratios q~/pi of the
+text's tokens (core.verification.Verification.standing). So, given the text, the rounds are a Markov chain
+over its positions, and the expected number of them is exact for every block size and way to verify.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class Runs:
     """The drafts of a model along texts of the model that verifies them."""
 
     stands: Float[np.ndarray, "S T L N+1"]
-    """[n - 1, t, s, j]: the chance that the first j tokens of a draft of n stand, where a round begins after
-    s tokens of text t; as if all text after its end were drafted and stood. S is N, or 1 where the laws of a
-    draft's tokens do not depend on how many they are."""
+    """[n - 1, t, s, j]: the probability that the first j tokens of a draft of n are accepted, if a round
+    begins after s tokens of text t; all tokens after the text's end count as accepted. S is N, or 1 where the
+    laws of a draft's tokens do not depend on how many they are."""
     lengths: Int[np.ndarray, " T"]
 
     @classmethod
@@ -68,9 +68,9 @@ class Runs:
         return float(self.calls(at_least).sum() / self.lengths.sum())
 
     def survival(self, size: int) -> Float[np.ndarray, " size+1"]:
-        """The chance that the first j tokens of a draft of `size` stand, over all positions of all texts.
-        Each step is a share of the positions that have j tokens after them (as Kaplan and Meier estimate
-        survival)."""
+        """The probability that the first j tokens of a draft of `size` are accepted, over all positions of
+        all texts. Each step is a share of the positions that have j tokens after them (as Kaplan and Meier
+        estimate survival)."""
         stands = self.of_size(size)
         left = self.lengths[:, None] - np.arange(stands.shape[1])
         share, chance = 1.0, [1.0]

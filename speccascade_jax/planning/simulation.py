@@ -1,7 +1,7 @@
 """A server under load, simulated: requests that come at random times, rows, rounds and what clients see.
 
 The rules are those of scheduling.continuous and serving.engine, with the seconds of a round and of a prompt
-in place of the models. A round takes equally long however many of its rows are busy, because its programs
+instead of the models. A round takes equally long however many of its rows are busy, because its programs
 have a static width; while a prompt is read, no round runs.
 """
 

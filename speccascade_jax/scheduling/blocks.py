@@ -1,6 +1,6 @@
-"""Block sizes that follow the load: rounds have the size from which most tokens a second are expected.
+"""Block sizes that follow the load: rounds have the size from which most tokens per second are expected.
 
-A larger block yields more tokens a round, as far as drafts are accepted, and takes longer; how much longer
+A larger block yields more tokens per round, as far as drafts are accepted, and takes longer; how much longer
 depends on how many rows the devices compute at once. Both are measured: the seconds of a round of each size
 when a server starts, the acceptance on what it writes.
 
@@ -21,7 +21,7 @@ from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
 
 PRIOR = 32.0  # drafted tokens by which the acceptance before a position is believed to be its own, too
 MEMORY = 2000.0  # written tokens after which what was seen counts for 1/e: another kind of texts may come
-WORTH = 1.03  # how many times as many tokens a second make another size than the last worth its while
+WORTH = 1.03  # how many times as many tokens per second make another size than the last worth its while
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""The front of several replicas: one address, whose requests any of them answers.
+"""The front of several replicas: one address whose requests any replica can answer.
 
     client -> front -> a replica's application (app.py), as messages of ASGI
 
-The front reads a request, sends it to a replica, and passes on what comes back. Until the first tokens are
-there, nothing goes to the client, so a request whose replica is lost is sent to another one, and nobody
-notices. A stream that is lost later ends with an error event. Tokens depend on a request alone, so it does
+The front reads a request, sends it to a replica, and passes on what comes back. Nothing is sent to the client
+before the first tokens arrive, so if a replica is lost before that, its request moves to another one
+unnoticed. A stream that is lost later ends with an error event. Tokens depend on a request alone, so it does
 not matter which replica writes them.
 """
 

@@ -144,7 +144,7 @@ class ParsedRequest:
     names: dict[str, str]  # how it calls them
     stream: bool
     include_usage: bool
-    logprobs: int | None  # how many of the likeliest tokens; None: no log probabilities
+    logprobs: int | None  # how many of the most likely tokens; None: no log probabilities
     origin: bool
 
     @property

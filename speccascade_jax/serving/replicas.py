@@ -1,5 +1,5 @@
 """Replicas of a server on a Ray cluster: Ray Serve places them, counts their requests, adds and removes some,
-starts those anew that are lost, and picks the one that a request goes to."""
+restarts lost ones, and chooses the replica for each request."""
 
 import asyncio
 import contextlib

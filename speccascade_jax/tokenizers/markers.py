@@ -24,8 +24,8 @@ decides."""
 
 
 def tokenizations(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
-    """The tokens of a marker, as often as it has unlike ones. Raises FieldError if the tokenizer does not
-    keep the text, or needs too many tokens for it."""
+    """The distinct token sequences of a marker. Raises FieldError if the tokenizer changes the text, or needs
+    too many tokens for it."""
     piece = tokenizer.id_of(marker)
     forms: list[tuple[int, ...]] = [] if piece is None else [(piece,)]
     for before, after in itertools.product(BEFORE, AFTER):

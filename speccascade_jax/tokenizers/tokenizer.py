@@ -147,8 +147,8 @@ class TokenizerJson:
 
 
 def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
-    """The byte that each character of a piece stands for, where a tokenizer.json's pieces are bytes (as in
-    GPT-2: printable ones stand for themselves, the others for the characters from 256 on); None elsewhere."""
+    """The byte of each character of a piece if a tokenizer.json's pieces are bytes (as in GPT-2: printable
+    bytes are themselves, the others are the characters from 256 on); None otherwise."""
     decoder = described.get("decoder") or {}
     if not any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))):
         return None

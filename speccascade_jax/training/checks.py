@@ -231,7 +231,7 @@ def is_finite(value: float) -> bool:
 
 
 def check_head(config: TrainConfig) -> None:
-    """Raises FieldError if an EAGLE-3 head cannot be trained so."""
+    """Raises FieldError if an EAGLE-3 head cannot be trained with this config."""
     if not config.exits.frozen:
         raise FieldError(
             "frozen",
@@ -249,7 +249,7 @@ def check_head(config: TrainConfig) -> None:
 
 
 def check_network(config: TrainConfig, network: NetworkConfig) -> None:
-    """Raises FieldError if a network's members cannot be trained so."""
+    """Raises FieldError if a network's members cannot be trained with this config."""
     if network.learns_ahead:
         check_head(config)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))

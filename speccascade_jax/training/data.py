@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
     """The examples of a split, one dict each.
 
-    path: a .jsonl (an object a line), a .tsv (no header; `source` TAB `target`), either gzipped;
+    path: a .jsonl (one object per line), a .tsv (no header; `source` TAB `target`), either gzipped;
     hf://ORGANISATION/NAME[/CONFIG]:SPLIT or tfds://NAME[/CONFIG]:SPLIT where that library is installed;
     made://word_problems?QUERY, made from a seed (training.word_problems).
     Raises ValueError with the line's number.
@@ -246,7 +246,7 @@ class TrainingBatches:
     seed: int
     rows: int = 8
     buckets: int = 8
-    cut: Encode | None = None  # of the targets, in place of the tokenizer's
+    cut: Encode | None = None  # of the targets, instead of the tokenizer's
 
     def __post_init__(self) -> None:
         examples = texts(self.task, self.task.train)

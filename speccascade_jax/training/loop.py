@@ -45,7 +45,7 @@ Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """No other process trains into `run` meanwhile. Raises ValueError if one does already."""
+    """Prevents other processes from training into `run`. Raises ValueError if one already does."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")

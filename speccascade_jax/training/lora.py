@@ -56,7 +56,7 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
 
 
 def check_adapters(config: TrainConfig) -> None:
-    """Raises ValueError if adapters cannot be trained so."""
+    """Raises ValueError if adapters cannot be trained with this config."""
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):

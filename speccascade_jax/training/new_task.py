@@ -99,8 +99,8 @@ class NewTask:
 
 
 def fields_of(example: dict[str, Any], where: str) -> tuple[str, str]:
-    """The names of the source's and the target's field: known ones, or the only two that hold texts.
-    Raises FieldError if neither is so."""
+    """The names of the source and target fields: known names, or the only two fields with texts. Raises
+    FieldError if they cannot be determined."""
     for names in FIELDS:
         if all(isinstance(lookup(example, name), str) for name in names):
             return names

@@ -185,7 +185,7 @@ def test_results_of_other_settings_are_never_mixed_in(path):
 
 def test_the_file_of_someone_else_is_left_alone(path):
     path.write_bytes(b"my notes\nno line end")
-    refused(path, "exists, without the out.jsonl.settings.json")
+    refused(path, "exists without out.jsonl.settings.json")
 
 
 def refuses(work, path):

@@ -32,7 +32,7 @@ from speccascade_jax.core.transforms import token_probs
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """One model, up to `width` tokens a step. Counts its passes, [B].
+    """One model, up to `width` tokens per step. Counts its passes, [B].
 
     The model reads the last committed token and width - 1 masks, and predicts what follows each of them. The
     tokens of a step are independent given the prefix, and their laws depend on how far into the step they

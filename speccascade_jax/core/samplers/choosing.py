@@ -100,8 +100,8 @@ def expected(
 
 @dataclasses.dataclass(frozen=True)
 class Choosing(Speculative):
-    """Speculative whose `drafter` is a WithLookup: a round's draft is looked up where at least as many of its
-    tokens are expected to stand as of the drafter's.
+    """Speculative whose `drafter` is a WithLookup: a round's draft is looked up if at least as many of its
+    tokens are expected to be accepted as of the drafter's.
 
     The choice depends on what is committed and on which drafted tokens stood, so each drafted token follows
     its law, which is one-hot for what is looked up. The drafter reads such a draft, and its law serves the

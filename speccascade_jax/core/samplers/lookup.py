@@ -1,7 +1,7 @@
-"""Drafts without a model: what followed the last tokens where they stood before (prompt lookup).
+"""Drafts without a model: the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
-It is found in the source, the prompt and the text so far, and there is nothing to load. What is proposed is
-known from the prefix, so its law is one-hot, and the output's law does not depend on how good it is.
+They are found in the source, the prompt and the text so far, and there is nothing to load. Proposals depend
+on the prefix only, so their law is one-hot, and the output's law does not depend on their quality.
 """
 
 import dataclasses
@@ -139,7 +139,7 @@ def placed(old: Int[Array, "B L"], new: Int[Array, "B N"], start: Int[Array, " B
 
 @dataclasses.dataclass(frozen=True)
 class ModelFree:
-    """A drafter that needs no checkpoint: its name stands where a folder's does."""
+    """A drafter that needs no checkpoint; its name is given instead of a folder."""
 
     name: str
     summary: str  # for people

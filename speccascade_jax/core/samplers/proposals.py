@@ -36,7 +36,7 @@ class Drafts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """Stands where a drafter's model does; its cache holds the drafts. It has no parameters."""
+    """A stand-in for a drafter's model, without parameters; its cache contains the drafts."""
 
     vocab_size: int
     block_size: int  # drafts of a round
