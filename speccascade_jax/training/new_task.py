@@ -71,8 +71,8 @@ SIZES = (
     Size(80_000, 512, Shape(192, 3, 64, 384, 2, 4), Shape(128, 2, 64, 256, 4, 1), 2400, 6000),
     Size(float("inf"), 2048, Shape(512, 8, 64, 1024, 2, 5), Shape(192, 3, 64, 512, 4, 1), 4500, 10_000),
 )
-"""The smallest first. The second is that of the shipped pair e2e; the third is that of the demo pair before its
-verifier got two more encoder layers."""
+"""The smallest first. The second is that of the shipped pair e2e; the third is that of the demo pair before
+its verifier got two more encoder layers."""
 
 
 @dataclasses.dataclass(frozen=True)
