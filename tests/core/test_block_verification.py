@@ -38,7 +38,7 @@ def prefixes(size):
 
 
 class Cases:
-    """Laws q and pi by prefix: for each size of a prefix [cases, VOCAB**size, VOCAB]; and where drafts end."""
+    """Laws q and pi by prefix: for each size [cases, VOCAB**size, VOCAB]; and where drafts end."""
 
     def __init__(self, seed, count):
         rng = np.random.default_rng(seed)
