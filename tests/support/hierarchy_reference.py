@@ -321,7 +321,7 @@ def deviation(found: dict[Context, float], right: dict[Context, float]) -> float
 
 
 class AsABlock(Hierarchy):
-    """Drafts are verified as a whole (Sun et al., arXiv 2403.10444, Algorithm 2), towards each level's law."""
+    """Drafts are verified as a whole (Sun et al., arXiv 2403.10444, Algorithm 2), towards a level's law."""
 
     def verified(self, level, context, draft, beyond, choices):
         laws, rests, weight, chances = [], [], 1.0, []

@@ -239,13 +239,20 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None, ways=None):
 )
 def test_the_compiled_loop_is_the_recursion(methods, sizes, hand_over, full):
     """Whatever else is in the batch: rows verified in the other way, texts of all lengths, or nothing that is
-    still going on. The recursion's laws are float64, which moves a decision once in some 10**6: the seeds have none."""
+    still going on; in one program. The recursion's laws are float64, which moves a decision once in some
+    10**6: the seeds have none."""
     rows = 32
     for eos in (EOS, NO_TOKEN) if full and hand_over == "need" else (EOS,):
         alone = np.where(np.arange(rows) == 3, LONG, 0)
-        for limits in (None, np.arange(rows) % (LONG + 1), alone, np.roll(alone, 7), np.roll(alone, 20)):
-            ways = np.arange(rows) // len(PROMPTS) % 2
+        programs = set()
+        for n, limits in enumerate(
+            (None, np.arange(rows) % (LONG + 1), *(np.roll(alone, n) for n in (0, 7, 20)))
+        ):
+            ways = (np.arange(rows) // len(PROMPTS) + n) % 2
+            limits = np.full(rows, LONG) if limits is None else limits
             assert differences(methods, sizes, hand_over, eos, rows, limits, ways) == []
+            programs.add(generate._cache_size())
+        assert len(programs) == 1
 
 
 def caches_of(caches):
