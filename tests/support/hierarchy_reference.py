@@ -1,5 +1,7 @@
 """Hierarchies of toys in plain Python, a token at a time, and the exact law of the texts they write.
 
+Drafts are verified by token, or by AsABlock as a whole.
+
 The recursion of hierarchical speculative decoding (Mohri et al., arXiv 2510.19705), with a deferral rule or
 none at each level. Like toys.py it shares no code with the package's rules, sampling or decoding.
 
@@ -54,10 +56,19 @@ class Choices:
         accepted = self.among([(edge - low) / (high - low), (high - edge) / (high - low)]) == 0
         return accepted, (low, edge) if accepted else (edge, high)
 
+    def stands(self, level, position, chance: float) -> bool:
+        return self.among([chance, 1 - chance]) == 0
+
     def draw(self, level, position, weights) -> int:
         return self.among(np.asarray(weights) / np.sum(weights))
 
     def count(self, level, **numbers) -> None:
+        pass
+
+    def begin(self, position) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
 
@@ -79,17 +90,47 @@ class Uniforms:
     """Decides by a table of uniforms [levels, 2, L]: draws and acceptances, by position."""
 
     def __init__(self, table):
-        self.table, self.counts = np.asarray(table, np.float64), Counter()
+        self.table, self.counts = table, Counter()
+
+    def number(self, level, role, position) -> float:
+        return float(self.table[level][role][position])
 
     def accepts(self, level, position, q, pi, span):
-        return self.table[level, 1, position] * q < pi, span
+        return self.number(level, 1, position) * q < pi, span
+
+    def stands(self, level, position, chance):
+        return self.number(level, 1, position) < chance
 
     def draw(self, level, position, weights):
         cumulative = np.cumsum(weights)
-        return int(np.argmax(cumulative > self.table[level, 0, position] * cumulative[-1]))
+        return int(np.argmax(cumulative > self.number(level, 0, position) * cumulative[-1]))
 
     def count(self, level, **numbers):
         self.counts.update({(level, name): number for name, number in numbers.items()})
+
+    def begin(self, position):
+        pass
+
+    def end(self):
+        pass
+
+
+class UniformsOfRounds(Uniforms):
+    """By tables [2, L, the widths of the rounds ...], one for each level: where the outermost round began,
+    how far into it the next one, and so on, and the offset in the innermost."""
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.begun = []
+
+    def number(self, level, role, position):
+        return float(self.table[level][role][(self.begun[0], *np.diff([*self.begun, position]))])
+
+    def begin(self, position):
+        self.begun.append(position)
+
+    def end(self):
+        self.begun.pop()
 
 
 class Hierarchy:
@@ -170,9 +211,11 @@ class Hierarchy:
         extra = not self.lossless(level)  # a rule needs the lower law at the bonus position, too
         # The compiled sampler draws a known number of tokens from the smallest model without looking.
         looks = isinstance(choices, Choices) or level > 1 or (self.hand_over == "need" and left is not None)
+        choices.begin(len(context))
         drafted = self.drafted(level - 1, context, size + extra, self.surplus(level), choices, not looks)
         draft, beyond = self.submitted(level, drafted, size)
         written = self.verified(level, context, draft, beyond, choices)
+        choices.end()
         kept = written[:room]
         accepted = min(sum(w.kind == DRAFT for w in written), len(kept))
         choices.count(level, rounds=1, drafted=len(draft), accepted=accepted, emitted=len(kept))
@@ -275,6 +318,54 @@ def hashed(context: Context) -> int:
 
 def deviation(found: dict[Context, float], right: dict[Context, float]) -> float:
     return max(abs(found.get(text, 0.0) - right.get(text, 0.0)) for text in {*found, *right})
+
+
+class AsABlock(Hierarchy):
+    """Drafts are verified as a whole (Sun et al., arXiv 2403.10444, Algorithm 2), towards a level's law."""
+
+    def verified(self, level, context, draft, beyond, choices):
+        laws, rests, weight, chances = [], [], 1.0, []
+        for n, one in enumerate(draft):
+            law = self.raised(level, one.own, one.sampled, self.state(context + tokens(draft[:n])))
+            rest = np.maximum(weight * np.array(law[1]) - one.sampled, 0)
+            chances.append(self.chance(weight, rest.sum()))
+            weight = self.weight(weight, law[1][one.token] / one.sampled[one.token])
+            laws.append(law)
+            rests.append(rest)
+        written, chances = (), [*chances[1:], weight]
+        for number in range(len(draft), 0, -1):
+            if choices.stands(level, len(context) + number - 1, chances[number - 1]):
+                written = tuple(map(self.accepted, laws[:number], draft, [(0.0, 1.0)] * number))
+                break
+        for number, one in enumerate(written):
+            if one.token == self.eos:
+                return written[: number + 1]
+        here = len(context) + len(written)
+        if len(written) == len(draft):
+            law = self.bonus_law(level, beyond, context + tokens(written))
+            return (*written, Written(choices.draw(level, here, law[1]), *law, level, BONUS))
+        law, rest = laws[len(written)], rests[len(written)]
+        token = choices.draw(level, here, rest)
+        return (*written, self.corrected(token, law, draft[len(written)], rest, level, (0.0, 1.0)))
+
+    def weight(self, weight: float, ratio: float) -> float:
+        return min(1.0, weight * ratio)
+
+    def chance(self, weight: float, rest: float) -> float:
+        """That exactly so many tokens stand, where no more do."""
+        return rest / (rest + 1 - weight) if rest + 1 - weight > 0 else 0.0
+
+
+class Stopping(AsABlock):
+    """Blocks of the smallest model's end before a token whose law they find unsure, which they know without
+    the token."""
+
+    def submitted(self, level, drafted, size):
+        draft, beyond = super().submitted(level, drafted, size)
+        for n, one in enumerate(draft):
+            if level == 1 and n and max(one.sampled) < 0.5:
+                return draft[:n], one
+        return draft, beyond
 
 
 # Wrong variants

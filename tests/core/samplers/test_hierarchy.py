@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hierarchy_reference import MODULUS, Hierarchy, Uniforms, deviation
+from hierarchy_reference import MODULUS, AsABlock, Hierarchy, Stopping, Uniforms, UniformsOfRounds, deviation
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, TABLES, VOCAB, lenience, p_value, quick, with_rules
 from toys import TableCache, TableLM, sequence_law, table
 
@@ -17,10 +17,12 @@ from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.loop import advance, begin, generate, requests
 from speccascade_jax.core.protocols import NO_TOKEN, Origin
 from speccascade_jax.core.randomness import Role, noise
+from speccascade_jax.core.rounds import noise_sizes_of
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative, hierarchy
 from speccascade_jax.core.samplers import speculative as samplers
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import BLOCK, TOKEN
 from speccascade_jax.models.cache import write
 from speccascade_jax.planning.prediction import Candidates, predict
 
@@ -58,12 +60,16 @@ def wrong_by(kind, methods, sizes, vocab_size, hand_over, eos, steps=4, seed=39,
     return deviation(found, sequence_law(tables, methods, alphas, (1,), steps=steps, eos=eos, **options))
 
 
+@pytest.mark.parametrize("kind", [Hierarchy, AsABlock, Stopping])
 @pytest.mark.parametrize("hand_over", HAND_OVERS)
-def test_the_recursion_is_exact(hand_over, full):
+def test_the_recursion_is_exact(hand_over, kind, full):
+    """An end of sequence stands anywhere in a draft; the second text is shorter than most drafts."""
     for number, (methods, sizes, vocab_size) in enumerate(EXACT):
         for options in SHAPINGS if full else SHAPINGS[number % len(SHAPINGS) :][:1]:
             for eos in (NO_TOKEN, 0, vocab_size - 1) if full else (vocab_size - 1,):
-                assert wrong_by(Hierarchy, methods, sizes, vocab_size, hand_over, eos, **options) < 1e-12
+                asked = methods, sizes, vocab_size, hand_over, eos
+                assert wrong_by(kind, *asked, **options) < 1e-12
+                assert wrong_by(kind, *asked, steps=2, **options) < 1e-12
 
 
 PLANTED = [  # what is wrong, a hierarchy and the rules of handing over that show it
@@ -131,7 +137,7 @@ def asked_of(methods, sizes, hand_over, rows, model=WholeLM, lossless=None):
     chosen = [METHODS[name] for name in methods]
     for level, says in enumerate(lossless or ()):
         chosen[level] = dataclasses.replace(chosen[level], lossless=chosen[level].lossless and says)
-    sampler = hierarchy([model(VOCAB)] * (len(methods) + 1), chosen, sizes, hand_over)
+    sampler = hierarchy([model(VOCAB)] * (len(methods) + 1), chosen, sizes, hand_over, (TOKEN, BLOCK))
     tables = [whole_table(n + 1) for n in range(len(sizes) + 1)]
     keys = jax.vmap(jax.random.key)(jnp.arange(rows))
     return (
@@ -167,27 +173,44 @@ COMPILED = [
 ]
 
 
-def differences(methods, sizes, hand_over, eos, rows, limits=None):
-    """Rows that the compiled loop decodes in another way than the recursion with the same uniforms."""
+def differences(methods, sizes, hand_over, eos, rows, limits=None, ways=None):
+    """Rows that the compiled loop decodes in another way than the recursion with the same uniforms. `ways`:
+    each row's, by token or as a block."""
+    ways = np.zeros(rows, int) if ways is None else ways
     sampler, params, keys, inputs, lengths, *asked = asked_of(methods, sizes, hand_over, rows)
     limits = np.full(rows, LONG) if limits is None else limits
     result = generate(
-        sampler, params, keys, inputs, lengths, *asked, max_new_tokens=LONG, eos_id=eos, limits=limits
+        sampler,
+        params,
+        keys,
+        inputs,
+        lengths,
+        *asked,
+        max_new_tokens=LONG,
+        eos_id=eos,
+        limits=limits,
+        verifications=ways,
     )
-    table = np.stack(noise(keys, ((),) * (len(sizes) + 1), 160).levels, axis=1)
-    recursion = Hierarchy(
-        [whole_table(n + 1) for n in range(len(sizes) + 1)],
-        methods,
-        [lenience(name) for name in methods],
-        sizes,
-        hand_over,
-        eos,
-    )
+    numbers = [
+        [np.asarray(x) for x in noise(keys, shapes, 64).levels]
+        for shapes in (((),) * (len(sizes) + 1), noise_sizes_of(sampler))
+    ]
+    recursions = [
+        kind(
+            [whole_table(n + 1) for n in range(len(sizes) + 1)],
+            methods,
+            [lenience(name) for name in methods],
+            sizes,
+            hand_over,
+            eos,
+        )
+        for kind in (Hierarchy, AsABlock)
+    ]
     passes, *counters = by_level(result.counts)
     wrong = []
-    for row in range(rows):
-        uniforms = Uniforms(table[row])
-        block = recursion.decoded(tuple(map(int, inputs[row, : lengths[row]])), limits[row], uniforms)
+    for row, way in enumerate(ways):
+        uniforms = (Uniforms, UniformsOfRounds)[way]([x[row] for x in numbers[way]])
+        block = recursions[way].decoded(tuple(map(int, inputs[row, : lengths[row]])), limits[row], uniforms)
         size = len(block)
         found = [np.asarray(x)[row, :size].tolist() for x in (result.tokens, result.origin, result.level)]
         expected = [[w.token for w in block], [w.kind for w in block], [w.level for w in block]]
@@ -215,13 +238,21 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None):
     ),
 )
 def test_the_compiled_loop_is_the_recursion(methods, sizes, hand_over, full):
-    """Whatever else is in the batch: texts of all lengths, or nothing that is still going on. The recursion's
-    laws are float64, which moves a decision once in some 10**6: the seeds have none."""
+    """Whatever else is in the batch: rows verified in the other way, texts of all lengths, or nothing that is
+    still going on; in one program. The recursion's laws are float64, which moves a decision once in some
+    10**6: the seeds have none."""
     rows = 32
     for eos in (EOS, NO_TOKEN) if full and hand_over == "need" else (EOS,):
         alone = np.where(np.arange(rows) == 3, LONG, 0)
-        for limits in (None, np.arange(rows) % (LONG + 1), alone, np.roll(alone, 7), np.roll(alone, 20)):
-            assert differences(methods, sizes, hand_over, eos, rows, limits) == []
+        programs = set()
+        for n, limits in enumerate(
+            (None, np.arange(rows) % (LONG + 1), *(np.roll(alone, n) for n in (0, 7, 20)))
+        ):
+            ways = (np.arange(rows) // len(PROMPTS) + n) % 2
+            limits = np.full(rows, LONG) if limits is None else limits
+            assert differences(methods, sizes, hand_over, eos, rows, limits, ways) == []
+            programs.add(generate._cache_size())
+        assert len(programs) == 1
 
 
 def caches_of(caches):
