@@ -112,7 +112,7 @@ def show_table_two(comparisons: list[Comparison], metric: str, screen: Console) 
         where = f"temperature {temperature:g}" + (f", top-p {top_p:g}" if top_p else "")
         quickest = _table(
             f"{where}: fastest at the verifier's {metric}, {verifier.quality:.2f}",
-            "times as fast (95%)",
+            "speedup (95%)",
             "predicted",
         )
         highest = _table(

@@ -23,13 +23,13 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Load(NamedTuple):
-    """A model's requests, and what its prompts have left."""
+    """A model's requests and prefix cache."""
 
     model: str
     running: int
     waiting: int
     prefixes: PrefixCache | None
-    blocks: Sequence[Blocks] = ()  # of its batches whose block size follows the load
+    blocks: Sequence[Blocks] = ()  # of its batches with adaptive block sizes
 
 
 class Metrics:
@@ -48,26 +48,35 @@ class Metrics:
         def gauge(name: str, about: str, *labels: str) -> Gauge:
             return Gauge(name, about, ("model_name", *labels), registry=self.registry)
 
-        self.running = gauge("vllm:num_requests_running", "Rows that decode.")
-        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
-        self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first tokens.")
-        self.between = histogram("vllm:inter_token_latency_seconds", "Between deliveries, for each token.")
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
-        self.prompt = counter("vllm:prompt_tokens", "Tokens read.")
-        self.queried = counter("vllm:prefix_cache_queries", "Tokens read or found in the cache of prefixes.")
-        self.hits = counter("vllm:prefix_cache_hits", "Tokens found in the cache of prefixes.")
-        self.kept = gauge("speccascade:prefix_cache_bytes", "Bytes of the cache of prefixes, on each device.")
-        self.evicted = counter("speccascade:prefix_cache_evictions", "Segments that made room for others.")
+        self.running = gauge("vllm:num_requests_running", "Requests being decoded.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for a row.")
+        self.first = histogram(
+            "vllm:time_to_first_token_seconds", "Seconds from arrival to the first tokens."
+        )
+        self.between = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Seconds between tokens: the time between deliveries, per token.",
+        )
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "Seconds from arrival to the end.")
+        self.prompt = counter("vllm:prompt_tokens", "Prompt tokens read.")
+        self.queried = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens read or found in the prefix cache."
+        )
+        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.kept = gauge("speccascade:prefix_cache_bytes", "Bytes in the prefix cache, per device.")
+        self.evicted = counter(
+            "speccascade:prefix_cache_evictions", "Segments evicted from the prefix cache."
+        )
         self.evictions: dict[str, int] = {}  # by model, up to the last text()
-        self.generated = counter("vllm:generation_tokens", "Tokens written.")
-        self.success = counter("vllm:request_success", "Requests that came to an end.", "finished_reason")
-        self.block_size = gauge("speccascade:block_size", "The most drafts of a round, by the load.")
-        self.drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified: rounds.")
+        self.generated = counter("vllm:generation_tokens", "Tokens generated.")
+        self.success = counter("vllm:request_success", "Requests that finished.", "finished_reason")
+        self.block_size = gauge("speccascade:block_size", "The block size chosen for the current load.")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Verified drafts, one per round.")
         self.drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.positions = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted up to this position or further, from 0.",
+            "Drafts accepted at least up to this position, counted from 0.",
             "position",
         )
         self.calls = counter("speccascade:verifier_calls", "Calls of the verifier, by method.", "method")
@@ -77,21 +86,25 @@ class Metrics:
                 ("drafted", "Tokens drafted, by method."),
                 ("accepted", "Drafted tokens accepted, by method."),
                 ("deferred", "Drafted positions at which the rule deferred to the verifier, by method."),
-                ("emitted", "Tokens written, by method."),
+                ("emitted", "Tokens generated, by method."),
             )
         }
-        self.rate = gauge("speccascade:deferral_rate", "deferred / drafted since the start.", "method")
+        self.rate = gauge(
+            "speccascade:deferral_rate", "Deferred / drafted since the start, by method.", "method"
+        )
         self.refused = Counter(
             "speccascade:requests_refused",
-            "Requests answered by an error, by status.",
+            "Requests answered with an error, by status.",
             ("status",),
             registry=self.registry,
         )
-        self.cancelled = counter("speccascade:requests_cancelled", "Client gone, or time up.")
+        self.cancelled = counter(
+            "speccascade:requests_cancelled", "Requests whose client left or whose time ran out."
+        )
         self.deferrals: dict[tuple[str, str], list[int]] = {}  # (model, method) -> deferred, drafted
 
     def heard(self, job: Job, update: Update) -> None:
-        """A job's update, before anybody else has it."""
+        """Counts a job's update before it is delivered."""
         model = job.lane.model
         if update.fresh:
             if update.result is not None and update.fresh == len(update.result.tokens):

@@ -185,9 +185,13 @@ def check_rule(config: TrainConfig) -> None:
         raise FieldError(
             "method",
             name,
-            f"take one of {', '.join(known)}.",
+            f"choose one of {', '.join(known)}.",
             f"no drafter can be trained for {name}, "
-            + ("a network of a pair that exists" if method.trained else "which decides by places in a round"),
+            + (
+                "which is trained for an existing pair"
+                if method.trained
+                else "which depends on positions in a round"
+            ),
         )
     try:
         check_range("alpha", config.alpha, method.low, method.high)

@@ -14,8 +14,8 @@ from speccascade_jax.inference.progress import duration
 
 
 def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl up to `last_step`; a line that a killed run left half-written, or
-    that is no event, is dropped."""
+    """The events of a metrics.jsonl up to `last_step`. Incomplete lines of an interrupted run, and lines that
+    are not events, are dropped."""
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -31,7 +31,8 @@ def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]
 
 
 def portable(value: Any) -> Any:
-    """`value` with absolute paths cut to their last two parts: logs are published with weights."""
+    """`value` with absolute paths shortened to their last two parts, because logs are published with
+    weights."""
     if isinstance(value, dict):
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, str) and Path(value).is_absolute():
@@ -40,10 +41,10 @@ def portable(value: Any) -> Any:
 
 
 class Reporter:
-    """Writes <run>/metrics.jsonl, one event a line. A resumed run drops events past its step:
-    it will be said again.
+    """Writes <run>/metrics.jsonl, one event per line. A resumed run drops events past its step, which will be
+    reported again.
 
-    `quiet` (every process but the first) says and writes nothing.
+    A `quiet` reporter (in every process except the first) prints and writes nothing.
     """
 
     def __init__(self, run: Path, step: int, steps: int, *, quiet: bool = False):
@@ -113,7 +114,7 @@ def loss_curve(run: Path) -> None:
 
     events = read_events(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(run.name, parse_math=False)  # a name may hold a dollar sign
     lines = []
     for kind, label, style in (
