@@ -107,7 +107,7 @@ function show(list, usage, first, whole) {
     rows.push(["Accepted", `${usage.accepted} of ${usage.drafted} drafted`]);
     rows.push(["Deferred", `${Math.round(100 * usage.deferred / usage.drafted)}%`]);
   }
-  rows.push(["First token", `${Math.round(first)} ms`], ["In all", `${Math.round(whole)} ms`]);
+  rows.push(["First token", `${Math.round(first)} ms`], ["Total", `${Math.round(whole)} ms`]);
   for (const [name, value] of rows) {
     const term = document.createElement("dt"), own = document.createElement("dd");
     term.textContent = name;
