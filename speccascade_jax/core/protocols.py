@@ -199,7 +199,7 @@ class Abilities(NamedTuple):
 
 def abilities_of(sampler: Sampler) -> Abilities:
     """What a sampler says of itself, in members that it need not have."""
-    return Abilities(**{name: getattr(sampler, name) for name in Abilities._fields if hasattr(sampler, name)})
+    return Abilities._make(getattr(sampler, *member) for member in Abilities._field_defaults.items())
 
 
 def states_law(sampler: Sampler, methods: Sequence[Any] = ()) -> bool:

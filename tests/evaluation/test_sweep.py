@@ -107,8 +107,9 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     for point in points:
         np.testing.assert_array_equal(again[point].statistics, whole[point].statistics)
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(FieldError) as refused:
         measure(cascade, points, path, seed=1)
+    assert (refused.value.field, refused.value.value) == ("output", str(path))
 
     with pytest.raises(Killed):
         time(cascade, points, tmp_path / "latency.jsonl", track=stopping(4))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.turns import (
     Counts,
     Times,
@@ -122,12 +123,15 @@ def test_times_are_taken_in_turn_and_resume(tmp_path):
 def test_times_of_other_decoders_are_refused(tmp_path):
     times_in(tmp_path, Decoders())
     changed = {**RUNS, "2": dataclasses.replace(RUNS["2"], alpha=0.5)}
-    with pytest.raises(ValueError, match="other settings"):
+    about = ("output", str(tmp_path / "times.jsonl"))
+    with pytest.raises(FieldError) as refused:
         times_in(tmp_path, Decoders(), changed)
+    assert (refused.value.field, refused.value.value) == about
     with (tmp_path / "times.jsonl").open("a") as file:
         file.write((tmp_path / "times.jsonl").read_text().split("\n")[0] + "\n")
-    with pytest.raises(ValueError, match="line 10"):
+    with pytest.raises(FieldError) as refused:
         times_in(tmp_path, Decoders())
+    assert (refused.value.field, refused.value.value) == about and "line 10" in refused.value.problem
 
 
 def test_ratios_are_of_sums_and_paired():

@@ -12,6 +12,7 @@ import pytest
 
 from speccascade_jax.commands.commandline import console
 from speccascade_jax.config import DecodeConfig
+from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import (
     measurements,
     other_libraries,
@@ -234,13 +235,16 @@ def test_every_page_of_results_has_an_experiment_or_is_excused():
 
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
     run = DecodeConfig(drafter="runs/none", verifier="runs/none", task="demo_verifier", missing="Train it.")
-    with pytest.raises(ValueError, match=r"checkpoint runs/none is missing; Train it\."):
+    with pytest.raises(FieldError) as refused:
         findings.check_pair(run, "test")
+    assert (refused.value.field, refused.value.value) == ("drafter", "runs/none")
+    assert refused.value.remedy == "Train it."
     made = dataclasses.replace(run, drafter=str(tmp_path), verifier=str(tmp_path))
     task = dataclasses.replace(findings.task_of(run), test=str(tmp_path / "test.jsonl.gz"))
     monkeypatch.setattr(findings, "task_of", lambda _: task)
-    with pytest.raises(ValueError, match="SPECCASCADE_DATA"):
+    with pytest.raises(FieldError) as refused:
         findings.check_pair(made, "test")
+    assert (refused.value.field, refused.value.value) == ("task", task.test)
 
 
 def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):
