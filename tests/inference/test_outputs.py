@@ -176,7 +176,7 @@ def test_results_of_other_settings_are_never_mixed_in(path):
         settings_file(path).write_bytes(damage)
         refused(path, "out.jsonl")
     settings_file(path).unlink()
-    refused(path, "without the out.jsonl.settings.json")
+    refused(path, "without out.jsonl.settings.json")
     settings_file(path).write_bytes(kept)
     assert write(path) == OUTPUTS
     path.write_text("")  # nothing is in it that could be mixed
