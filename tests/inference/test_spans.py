@@ -128,7 +128,7 @@ def test_a_program_without_spans_is_what_it_was():
 @pytest.fixture(scope="module")
 def served():
     model = toy_model(("opt", "speculative", "verifier"))
-    model.defaults = dataclasses.replace(model.defaults, alpha_after={"0": 0.01})
+    model.defaults = dataclasses.replace(model.defaults, alpha_after={"0": 0.01}, verification="block")
     with serving(model) as (url, _):
         yield model, url
 
