@@ -6,26 +6,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, TRANSFORMS, VOCAB, decoded, quick
-from toys import TableLM, block_law, chi_square, lookahead, target
+from toys import TableLM, block_law, chi_square, law_as_a_whole, lookahead, target
 
 from speccascade_jax.core.rules import METHODS, Scores
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import BLOCK, TOKEN
 
 ALPHA, ACCEPTANCE, ROUND_COST = 1.2, 0.7, 1.5
 METHOD = METHODS["lookahead"].tuned(acceptance=ACCEPTANCE, round_cost=ROUND_COST)
 
 
-def written(gamma, rows, options, method=METHOD):
-    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), method, gamma)
-    result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(**options), [ALPHA])
+def of_two(elsewhere, after_two):
+    """A table of two laws: what follows token 2, and what follows any other."""
+    return np.log(np.stack([after_two if last == 2 else elsewhere for last in range(VOCAB)])[None]).repeat(
+        VOCAB, axis=0
+    )
+
+
+PLACES = (
+    of_two((0.35, 0.35, 0.25, 0.05), (0.5, 0.3, 0.15, 0.05)),
+    of_two((0.15, 0.15, 0.65, 0.05), (0.1, 0.2, 0.65, 0.05)),
+)
+"""Deferring gains 3/4 of the distance, and after token 2 less: there it is worth the price at a round's third
+place, which rounds reach more often as a block."""
+
+
+def written(gamma, rows, options, method=METHOD, way=TOKEN, tables=TABLES[:2], alpha=ALPHA):
+    ways = TOKEN, BLOCK
+    sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), method, gamma, verification=ways)
+    number = np.full(rows, ways.index(way))
+    result, which = decoded(
+        sampler, tuple(tables), rows, SamplingOptions(**options), [alpha], verifications=number
+    )
     return np.asarray(result.tokens), which
 
 
-def laws(gamma, options, rule=lookahead, **more):
-    at = [lambda *law, j=j: rule(j, gamma, ALPHA, ACCEPTANCE, ROUND_COST, *law) for j in range(gamma + 1)]
-    return [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options, **more) for prompt in PROMPTS]
+def laws(gamma, options, rule=lookahead, law=block_law, tables=TABLES[:2], alpha=ALPHA, **more):
+    at = [lambda *laws, j=j: rule(j, gamma, alpha, ACCEPTANCE, ROUND_COST, *laws) for j in range(gamma + 1)]
+    return [law(tables, at, prompt, steps=STEPS, eos=EOS, **options, **more) for prompt in PROMPTS]
 
 
 def p_value(found, expected):
@@ -44,6 +64,15 @@ def test_lookahead_follows_its_law(gamma, transform, rows):
     found = written(gamma, rows, options)
     assert p_value(found, laws(gamma, options)) > FAIL_BELOW
     assert p_value(found, laws(gamma, options, mid_block)) < FAIL_BELOW  # the control: no law by prefix
+
+
+def test_its_law_as_a_block(rows):
+    """Rounds begin elsewhere than token by token, and so the law of a text is another one."""
+    asked = {"tables": PLACES, "alpha": 0.35}
+    found = written(3, rows, {"temperature": 1.0}, way=BLOCK, **asked)
+    assert p_value(found, laws(3, {}, law=law_as_a_whole, **asked)) > FAIL_BELOW
+    assert p_value(found, laws(3, {}, **asked)) < FAIL_BELOW  # the control: token by token
+    assert p_value(found, laws(3, {}, mid_block, law_as_a_whole, **asked)) < FAIL_BELOW
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from speccascade_jax.core import loop, rounds, spans
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Adaptive, Autoregressive, Speculative, hierarchy
 from speccascade_jax.core.transforms import SamplingOptions
+from speccascade_jax.core.verification import BLOCK, TOKEN
 
 pytestmark = pytest.mark.long
 STEPS = 6
@@ -24,7 +25,7 @@ LEVELS = {"opt": (0.0, 5.0), "token_v3": (0.05, 0.95), "mixture": (0.0, 1.0), "l
 """Two leniences at which a rule writes unlike texts: as good as the verifier's, and as the drafter's."""
 
 
-def decoded(sampler, params, kinds, alphas, methods=None, rows=ROWS, seed=0, temperature=1.0):
+def decoded(sampler, params, kinds, alphas, methods=None, ways=None, rows=ROWS, seed=0, temperature=1.0):
     """Tokens of `rows` rows, and each row's kind: of these (prompt, markers) in turn."""
     which = np.arange(rows) % len(kinds)
     width = max(len(prompt) for prompt, _ in kinds)
@@ -40,6 +41,7 @@ def decoded(sampler, params, kinds, alphas, methods=None, rows=ROWS, seed=0, tem
         SamplingOptions(temperature),
         np.asarray(alphas, np.float32)[which],
         methods=None if methods is None else np.asarray(methods)[which],
+        verifications=None if ways is None else ways[which],
         max_new_tokens=STEPS,
         eos_id=EOS,
         markers=table,
@@ -113,30 +115,39 @@ def test_joint_law_of_three_models(methods, blocks, hand_over):
 
 
 def test_joint_law_of_unlike_rows():
-    """Rows with a span, without one, with other markers and another method in a batch."""
-    methods = "opt", "token_v3"
-    sampler = hierarchy([TableLM(VOCAB)] * 2, [tuple(METHODS[m] for m in methods)], [3])
-    chosen = [0, 0, 1, 1]
+    """Rows with a span, without one, with other markers, another method and the other verification in a batch
+    of one program: each follows its law. Control: a marker's rows do not follow the law without it."""
+    methods, ways = ("opt", "token_v3"), (TOKEN, BLOCK)
+    models = [TableLM(VOCAB)] * 2
+    sampler = hierarchy(models, [tuple(METHODS[m] for m in methods)], [2], verification=ways)
+    chosen = [0, 0, 1, 1] * 2
     bases = [LEVELS[methods[number]][0] for number in chosen]
     markers = [
         [(MARKER, (LEVELS["opt"][1],))],
         [],
         [((2,), (LEVELS["token_v3"][1],)), ((0, 1), (0.3,))],
-        [(MARKER, (LEVELS["token_v3"][1],))],
-    ]
+        [(MARKER[:2], (LEVELS["token_v3"][1],))],
+    ] * 2
     kinds = [(PROMPTS[n % 2], row) for n, row in enumerate(markers)]
+    programs = loop.generate._cache_size()
     tokens, which = decoded(
         sampler,
         (TABLES[0], TABLES[1]),
         kinds,
         [(base,) for base in bases],
         [(number,) for number in chosen],
-        rows=2 * ROWS,
+        ways=np.arange(8) // 4,
+        rows=ROWS,
     )
+    assert loop.generate._cache_size() == programs + 1
     for n, (prompt, row) in enumerate(kinds):
-        leniences = after(row, (bases[n],))
-        law = sequence_law(TABLES[:2], [methods[chosen[n]]], leniences, prompt, steps=STEPS, eos=EOS)
-        assert chi_square(tokens[which == n], law) > FAIL_BELOW / 4
+        laws = [
+            sequence_law(TABLES[:2], [methods[chosen[n]]], leniences, prompt, steps=STEPS, eos=EOS)
+            for leniences in (after(row, (bases[n],)), (bases[n],))
+        ]
+        chances = [chi_square(tokens[which == n], law) for law in laws]
+        assert chances[0] > FAIL_BELOW / 8
+        assert (chances[1] < FAIL_BELOW) == bool(row)
 
 
 def test_joint_law_of_adaptive_blocks():

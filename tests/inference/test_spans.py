@@ -26,7 +26,7 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
 pytest.importorskip("starlette")
 
-from served_toys import Digits, ask, serving, toy_model
+from served_toys import Digits, ask, serving, streamed, toy_model
 
 TABLES = table(39, 4), table(40, 4)
 OPT = Settings(method="opt", alpha=0.0, temperature=1.0, block_size=2)
@@ -127,7 +127,8 @@ def test_a_program_without_spans_is_what_it_was():
 
 @pytest.fixture(scope="module")
 def served():
-    model = toy_model(("opt", "speculative", "verifier"))
+    """Drafts are verified as a block."""
+    model = toy_model(("opt", "speculative", "verifier"), verification="block")
     model.defaults = dataclasses.replace(model.defaults, alpha_after={"0": 0.01})
     with serving(model) as (url, _):
         yield model, url
@@ -136,13 +137,19 @@ def served():
 def test_served_texts_are_those_of_generate(served):
     model, url = served
     for spans in ({"10": 5.0}, {"0": [5.0], "2": 0.0}, None):
-        body = {"prompt": "201", "n": 12, "seed": 3, "alpha": 0.0}
-        status, answer, _ = ask(url, body | ({} if spans is None else {"alpha_after": spans}))
+        body = {"prompt": "201", "n": 12, "seed": 3, "alpha": 0.0, "origin": True}
+        body |= {} if spans is None else {"alpha_after": spans}
+        status, answer, _ = ask(url, body)
         assert status == 200, answer
         wanted = {"0": 0.01} if spans is None else {"10": 5.0} if "10" in spans else {"0": 5.0, "2": 0.0}
-        settings = dataclasses.replace(OPT, seed=3, alpha_after=wanted)
-        texts = [output.text for output in model.cascade.generate(["201"] * 12, settings)]
-        assert [choice["text"] for choice in answer["choices"]] == texts
+        settings = dataclasses.replace(OPT, seed=3, alpha_after=wanted, verification="block")
+        outputs = [*model.cascade.generate(["201"] * 12, settings)]
+        assert [choice["text"] for choice in answer["choices"]] == [output.text for output in outputs]
+        origins = [[one["origin"] for one in choice["origin"]] for choice in answer["choices"]]
+        assert origins == [output.origin for output in outputs]
+        assert streamed(url, body | {"n": 1}) == outputs[0].text
+        [greedy] = model.cascade.generate(["201"], settings, temperature=0.0)
+        assert streamed(url, body | {"n": 1, "temperature": 0.0}) == greedy.text
     assert ask(url, {"prompt": "201", "speculative": False})[0] == 200
     assert ask(url, {"prompt": "201", "method": "speculative"})[0] == 200
 

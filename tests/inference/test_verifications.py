@@ -33,14 +33,28 @@ def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
         for n, way in enumerate(list(VERIFICATIONS) * 24)
     ]
     texts = ["201", "1", "10"] * (len(each) // 3)
-    many = [output.tokens for output in cascade(models).generate(texts, each, batch_size=4)]
+    many = [*cascade(models).generate(texts, each, batch_size=4)]
     alone = cascade(models)
     for n, (text, settings) in enumerate(zip(texts, each, strict=True)):
         [output] = alone.generate([text], settings, first_index=n)
-        assert many[n] == output.tokens
+        assert (many[n].tokens, many[n].origin) == (output.tokens, output.origin)
+        assert output.origin.count("draft") == output.counts["accepted"]
     first = next(iter(VERIFICATIONS))
     same = [dataclasses.replace(settings, verification=first) for settings in each]
-    assert many != [output.tokens for output in alone.generate(texts, same, batch_size=4)]  # the control
+    others = alone.generate(texts, same, batch_size=4)
+    assert [one.tokens for one in many] != [other.tokens for other in others]  # the control
+
+
+def test_a_stream_as_a_block_ends_with_the_text_of_generate():
+    """At any temperature; greedy texts are those of verification by token, too."""
+    made = cascade()
+    for seed, temperature in enumerate((0.0, 0.7, 1.0, 1.0)):
+        settings = Settings(temperature=temperature, block_size=3, seed=seed, verification="block")
+        [output] = made.generate(["201"], settings)
+        assert [*made.stream("201", settings)][-1] == output.text
+        if temperature == 0:
+            [by_token] = made.generate(["201"], settings, verification="token")
+            assert by_token.tokens == output.tokens
 
 
 def test_an_unknown_way_is_refused():

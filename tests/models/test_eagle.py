@@ -393,7 +393,9 @@ def test_rows_depend_on_nothing_but_themselves(folders):
 @pytest.mark.full
 def test_a_pair_is_served(folders):
     cascade = cascade_of(folders, "head", "verifier")
-    config = DecodeConfig(drafter="head", verifier="verifier", block_size=3, max_new_tokens=8)
+    config = DecodeConfig(
+        drafter="head", verifier="verifier", block_size=3, max_new_tokens=8, verification="block"
+    )
     check_served(cascade, [f"ein zug {text}" for text in TEXTS], config, shares=True)
 
 

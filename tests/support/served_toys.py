@@ -29,12 +29,18 @@ class Digits(toys.Digits):
     size = 4
 
 
-def toy_model(methods=("speculative", "opt"), rows=8, by_load=False, **fields):
+def toy_model(methods=("speculative", "opt"), rows=8, by_load=False, verification="token", **fields):
     """The toy pair as a model named toy; texts are digits below 4, and 3 ends one."""
     cascade = toys.pair(**fields)
     cascade.tokenizer = Digits()
     config = DecodeConfig(
-        drafter="toy", verifier="toy", method=methods[0], block_size=2, temperature=1.0, max_new_tokens=3
+        drafter="toy",
+        verifier="toy",
+        method=methods[0],
+        block_size=2,
+        temperature=1.0,
+        max_new_tokens=3,
+        verification=verification,
     )
     return ServedModel("toy", config, cascade, methods, rows, by_load=by_load)
 

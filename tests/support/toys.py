@@ -372,6 +372,60 @@ def block_law(tables, at, prompt, **options) -> dict[tuple[int, ...], float]:
     return placed_law([drafted, lambda context, place: own[1](context[1:])], at, prompt, **options)
 
 
+def law_as_a_whole(tables, at, prompt, *, steps: int, eos: int) -> dict[tuple[int, ...], float]:
+    """As block_law, at temperature 1, of drafts that are verified as a whole, by the definition (Sun et al.,
+    Algorithm 2, with pi for their target): round by round, every draft and every number of its tokens that
+    may stand."""
+    at_once, most = tables[0].ndim > 3, len(at) - 1
+    own = [cache(partial(table_law, logits)) for logits in tables]
+    masses: dict[tuple[int, ...], float] = {(): 1.0}
+    texts: dict[tuple[int, ...], float] = {}
+
+    def drafts(q, done=()):
+        if len(done) == most or done[-1:] == (eos,):
+            yield done, 1.0
+            return
+        for v, chance in enumerate(q(done)):
+            for draft, share in drafts(q, (*done, v)):
+                yield draft, chance * share
+
+    def add(text, mass):
+        into = texts if text[-1] == eos or len(text) == steps else masses
+        into[text] = into.get(text, 0.0) + mass
+
+    while masses:
+        text = min(masses, key=len)
+        whole, mass = (0, *prompt, *text), masses.pop(text)
+
+        def q(done, whole=whole):
+            return own[0](*whole[-2:])[len(done)] if at_once else own[0](*(*whole, *done)[-2:])
+
+        for draft, share in drafts(q):
+            pi, qs = [], []
+            for n in range(len(draft) + 1):
+                p = own[1](*(*whole, *draft[:n])[-2:])
+                qs.append(q(draft[:n]))
+                pi.append(at[n](qs[n], p, qs[n], p))
+            weights, left = [1.0], mass * share
+            for n, v in enumerate(draft):
+                weights.append(min(1.0, weights[-1] * pi[n][v] / qs[n][v]))
+            for n in range(len(draft), -1, -1):
+                rest, stands = np.maximum(weights[n] * pi[n] - qs[n], 0), 1.0
+                if n == len(draft):
+                    rest, stands = pi[n], weights[n]
+                elif n:
+                    stands = rest.sum() / max(rest.sum() + 1 - weights[n], 1e-300)
+                chance, left = left * stands, left * (1 - stands)
+                kept = (*text, *draft[:n])[:steps]
+                if kept[-1:] == (eos,) or len(kept) == steps:
+                    add(kept, chance)
+                elif chance > 0:
+                    for v in np.flatnonzero(rest):
+                        add((*kept, int(v)), chance * rest[v] / rest.sum())
+    np.testing.assert_allclose(sum(texts.values()), 1)
+    return {text: mass for text, mass in texts.items() if mass > 0}
+
+
 def placed_law(
     laws, at, prompt, *, steps: int, eos: int, stop_below: float | None = None, **options
 ) -> dict[tuple[int, ...], float]:

@@ -4,7 +4,6 @@ toys.block_law enumerates the law of a text by (prefix, place in the round); it 
 package.
 """
 
-import itertools
 from functools import partial
 
 import jax
@@ -22,11 +21,10 @@ from joint_laws import (
     VOCAB,
     decoded,
     exact,
-    oracle,
     quick,
     with_rules,
 )
-from toys import CUTS, TableBlock, TableLM, block_law, chi_square, places_table, sequence_law, target
+from toys import CUTS, TableBlock, TableLM, block_law, chi_square, law_as_a_whole, places_table, sequence_law
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import NO_TOKEN, Origin
@@ -121,56 +119,6 @@ def test_both_verifications_are_lossless(way, rows):
     assert p_value(found, laws("speculative")) > FAIL_BELOW
 
 
-def law_as_a_whole(family, prompt, gamma):
-    """Of texts whose drafts are verified as a whole, by the definition (Sun et al., Algorithm 2, with pi for
-    their target): round by round, every draft and every number of its tokens that may stand."""
-    rule, alpha, masses = oracle(family), FAMILIES[family], {(): 1.0}
-
-    def softmax(logits):
-        weights = np.exp(np.asarray(logits, np.float64))
-        return weights / weights.sum(axis=-1, keepdims=True)
-
-    def drafts(laws, done=()):
-        if len(done) == gamma or done[-1:] == (EOS,):
-            return [(done, 1.0)]
-        longer = ((draft, share) for v in range(VOCAB) for draft, share in drafts(laws, (*done, v)))
-        return [(draft, share * laws[len(done)][draft[len(done)]]) for draft, share in longer]
-
-    def closed(text):
-        return text[-1:] == (EOS,) or len(text) == STEPS
-
-    def add(text, mass):
-        masses[text] = masses.get(text, 0.0) + mass
-
-    for text in (text for n in range(STEPS) for text in itertools.product(range(VOCAB), repeat=n)):
-        if closed(text) or text not in masses:
-            continue
-        whole, mass = (0, *prompt, *text), masses.pop(text)
-        q = softmax(PARAMS[0][whole[-2], whole[-1]])
-        for draft, share in drafts(q):
-            read = [(*whole, *draft[:n]) for n in range(len(draft) + 1)]
-            p = [softmax(PARAMS[1][context[-2], context[-1]]) for context in read]
-            pi = [target(rule, a, b, a, b, alpha, False) for a, b in zip(q, p, strict=False)]
-            weights, left = [1.0], mass * share
-            for n, v in enumerate(draft):
-                weights.append(min(1.0, weights[-1] * pi[n][v] / q[n][v]))
-            for n in range(len(draft), -1, -1):
-                rest, stands = np.maximum(weights[n] * pi[n] - q[n], 0), 1.0
-                if n == len(draft):
-                    rest, stands = pi[n], weights[n]
-                elif n:
-                    stands = rest.sum() / max(rest.sum() + 1 - weights[n], 1e-300)
-                chance, left = left * stands, left * (1 - stands)
-                kept = (*text, *draft[:n])[:STEPS]
-                if closed(kept):
-                    add(kept, chance)
-                else:
-                    for v in range(VOCAB):
-                        add((*kept, v), chance * rest[v] / max(rest.sum(), 1e-300))
-    np.testing.assert_allclose(sum(masses.values()), 1)
-    return {text: mass for text, mass in masses.items() if mass > 0}
-
-
 @pytest.mark.full(quick=["token_v3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_as_a_whole_has_a_law_of_its_own(family, rows):
@@ -178,7 +126,9 @@ def test_a_draft_as_a_whole_has_a_law_of_its_own(family, rows):
     target depends on the place, the law of a text is another one."""
     sampler = cascade(family, gamma=2, verification=BLOCK)
     _, found = written(sampler, rows, {"temperature": 1.0}, alphas=[FAMILIES[family]])
-    own, by_token = [law_as_a_whole(family, prompt, 2) for prompt in PROMPTS], laws(family, 2)
+    at = [partial(exact(METHODS[family]), alpha=FAMILIES[family])] * 3
+    own = [law_as_a_whole(PARAMS, at, prompt, steps=STEPS, eos=EOS) for prompt in PROMPTS]
+    by_token = laws(family, 2)
     assert p_value(found, own) > FAIL_BELOW
     far = [
         max(abs(law[text] - other.get(text, 0)) for text in law)
