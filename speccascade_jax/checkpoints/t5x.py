@@ -265,7 +265,7 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
         if arrays[name].shape != expected:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(arrays[name].shape)}, but the other arrays "
-                f"ask for {expected}: the checkpoint is damaged, fetch it again."
+                f"imply {expected}: the checkpoint is damaged, fetch it again."
             )
 
     def read() -> Iterator[tuple[tuple[Any, ...], str, np.ndarray | Stored]]:

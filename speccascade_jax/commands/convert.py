@@ -41,7 +41,9 @@ def convert(arguments: Arguments) -> None:
         return track(arrays, "reading", total)
 
     checkpoint = checkpoints.load(arguments.source, jnp.dtype(arguments.dtype), track=reading)
-    console(stderr=True).print(f"writing {arguments.out}", soft_wrap=True)
+    errors = console(stderr=True)
+    if errors.is_terminal:
+        errors.print(f"writing {arguments.out}", soft_wrap=True)
     checkpoints.save(arguments.out, checkpoint, arguments.to, jnp.dtype(arguments.dtype))
     print(f"{arguments.out}: {arguments.to}, {arguments.dtype}, {checkpoint.model.config}")
     if checkpoint.tokenizer is None:
