@@ -8,6 +8,7 @@ is [kind, message, gigabytes].
 import contextlib
 import io
 import json
+import re
 import resource
 import sys
 from pathlib import Path
@@ -89,8 +90,10 @@ def run_command(line):
             code = stopped.code
     assert "Traceback" not in said.getvalue(), said.getvalue()
     if code == 2:
-        sentence = said.getvalue().strip()  # or a frame of several lines, by the flags' parser
-        raise ValueError(sentence if sentence.startswith("error: ") else " ".join(sentence.split())[:500])
+        sentence = said.getvalue().strip()
+        if not sentence.startswith("error: "):  # by the flags' parser: several lines in a frame
+            sentence = " ".join(re.sub(r"[\u2500-\u257f]+", " ", sentence).split())[:500]
+        raise ValueError(sentence)
     assert code == 0, code
 
 
