@@ -185,9 +185,8 @@ def test_a_law_that_it_states_is_scored():
 
 def test_a_new_way_to_draft_is_an_entry(cascade, monkeypatch):
     """Of the table of what drafts: here every draft is the mean of both models."""
-    way = DraftKind(
-        "the mean", lambda drafters: True, lambda drafters: Mean(drafters.model, cascade.verifier)
-    )
+    large = cascade.verifier
+    way = DraftKind(lambda drafters: True, lambda drafters: Mean(drafters.model, large))
     monkeypatch.setattr(drafts, "DRAFTS", (way, *drafts.DRAFTS))
     options = {"temperature": 1.0, "batch_size": 2, "block_size": 4}
     texts = written(cascade.generate(TEXTS, **options))
