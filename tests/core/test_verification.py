@@ -37,8 +37,8 @@ def test_verify_by_hand():
 @pytest.mark.parametrize("way", VERIFICATIONS.values(), ids=VERIFICATIONS)
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_what_is_emitted_follows_the_target(size, way):
-    """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place, and after a 0
-    the residual of the second place is another one without its weight."""
+    """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place. After a 0
+    the second residual is another one without its weight."""
     rows, pi = 40_000, np.array([[0.4, 0.35, 0.25], [0.0, 0.5, 0.5], [0.1, 0.8, 0.1]], np.float32)
     uniforms = jax.random.uniform(jax.random.key(size), (3, rows, 3))
     laws = jnp.tile(jnp.asarray(Q), (rows, 3, 1))
