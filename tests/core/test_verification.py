@@ -37,8 +37,9 @@ def test_verify_by_hand():
 @pytest.mark.parametrize("way", VERIFICATIONS.values(), ids=VERIFICATIONS)
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_what_is_emitted_follows_the_target(size, way):
-    """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place."""
-    rows, pi = 40_000, np.array([[0.2, 0.3, 0.5], [0.7, 0.0, 0.3], [0.1, 0.8, 0.1]], np.float32)
+    """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place. After a 0
+    the second residual is another one without its weight."""
+    rows, pi = 40_000, np.array([[0.4, 0.35, 0.25], [0.0, 0.5, 0.5], [0.1, 0.8, 0.1]], np.float32)
     uniforms = jax.random.uniform(jax.random.key(size), (3, rows, 3))
     laws = jnp.tile(jnp.asarray(Q), (rows, 3, 1))
     tokens = jnp.stack([draw(uniforms[0, :, n], laws[:, n]) for n in range(2)], axis=1)
