@@ -81,7 +81,10 @@ EXCUSED = {
         "sizes and defaults": "12 16 32 0.25",
         "IEEE bfloat16": "1.0025 0.8%",
     },
-    "reference/design.md": {"rows and the bound of the law tests": "200000 4"},
+    "reference/design.md": {
+        "rows and the bound of the law tests": "200000 4",
+        "the year from which seconds are counted": "1970",
+    },
     "reference/evaluation.md": {
         "the scale of metrics": "100",
         "the values of a sweep, of TRUNCATIONS": "16 4 0.9 0.7 0.5 0.3 0.05 0.15 0.4 26",
@@ -117,9 +120,11 @@ def numbers(text: str) -> Iterator[str]:
 
 
 def texts(value: object) -> Iterator[str]:
-    """Whatever stands in a record, as text."""
+    """Whatever was measured and stands in a record, as text: how its pictures are drawn does not count."""
     if isinstance(value, dict):
         for key, entry in value.items():
+            if key == "pictures":
+                continue
             yield str(key)
             yield from texts(entry)
     elif isinstance(value, list):

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from speccascade_jax.evaluation.records import PLACE, main, read_record, redrawn
+from speccascade_jax.evaluation.pictures import draw, figures, kept, shown
+from speccascade_jax.evaluation.records import FIELDS, PICTURE, PLACE, main, read_record, redrawn
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RECORDS = sorted(path for folder in ("results", "archive") for path in (DOCS / folder).glob("*.json"))
 NAMES = [path.stem for path in RECORDS]
+PICTURES = [(path, name) for path in RECORDS for name in read_record(path).get("pictures", {})]
 
 
 def test_there_are_records():
@@ -25,6 +27,14 @@ def test_a_page_shows_all_tables_of_its_record_as_they_are(path):
     text = page.read_text(encoding="utf-8")
     assert redrawn(text, record) == text
     assert sorted(place["name"] for place in PLACE.finditer(text)) == sorted(record["tables"])
+    assert sorted(place["name"] for place in PICTURE.finditer(text)) == sorted(record.get("pictures", {}))
+
+
+@pytest.mark.parametrize(("path", "name"), PICTURES, ids=[name for _, name in PICTURES])
+def test_a_picture_shows_the_numbers_of_its_record(path, name):
+    drawn = DOCS / "pictures" / f"{name}.svg"
+    assert kept(drawn) == shown(read_record(path), name)
+    assert drawn.stat().st_size < 60_000
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "results").glob("*.md")), ids=lambda path: path.stem)
@@ -67,10 +77,44 @@ def test_a_changed_record_changes_its_page(tmp_path):
     assert page.read_text().count("| lossless |") == 1
 
 
+def test_a_changed_record_changes_its_picture(tmp_path):
+    path, name = next((path, name) for path, name in PICTURES if name == "verification-ratios")
+    record, drawn = read_record(path), DOCS / "pictures" / f"{name}.svg"
+    [again] = draw(record, tmp_path)
+    if again.read_text("utf-8").split("<defs>")[0] == drawn.read_text("utf-8").split("<defs>")[0]:
+        assert again.read_bytes() == drawn.read_bytes()  # by the same version of matplotlib
+    record["tables"]["expected"]["rows"][0][-1] = "1.050 (1.037 to 1.062)"
+    assert kept(drawn) != shown(record, name)
+    before = again.read_bytes()
+    draw(record, tmp_path)
+    assert again.read_bytes() != before and kept(again) == shown(record, name)
+
+
+def test_cells_tell_figures_and_intervals():
+    assert figures("**1.9** (1.7 to +2.1), 0.5") == [[1.9, 1.7, 2.1], [0.5, None, None]]
+    assert figures("39.6, 0.46 (0.4, 0.5)") == [[39.6, None, None], [0.46, 0.4, 0.5]]
+    assert figures("1,275") == [[1275, None, None]] and figures("`e2e` of 0.1.0") == figures("-") == []
+
+
+def test_pictures_of_what_a_record_lacks_are_refused(tmp_path):
+    table = {"title": "Speeds.", "columns": ["", "speed"], "rows": [["lossless", "1.9"], ["none", "-"]]}
+    panel = {"title": "Speeds", "table": "t", "names": [""], "x": "speed"}
+    for wrong, match in (
+        ({"table": "u"}, "table 'u'"),
+        ({"x": "time"}, "column 'time'"),
+        ({"rows": {"": ["none"]}}, "no figure"),
+    ):
+        picture = {"alt": "Speeds", "panels": [panel | wrong]}
+        with pytest.raises(ValueError, match=match):
+            draw({"tables": {"t": table}, "pictures": {"a": picture}}, tmp_path)
+    with pytest.raises(ValueError, match="speeds"):
+        redrawn("<!-- picture: speeds -->\n<!-- end of picture -->", {"tables": {}})
+
+
 def test_damaged_records_are_refused(tmp_path):
     path = tmp_path / "a.json"
     whole = json.loads(RECORDS[0].read_text(encoding="utf-8"))
-    for field in whole:
+    for field in FIELDS:
         path.write_text(json.dumps({name: value for name, value in whole.items() if name != field}))
         with pytest.raises(ValueError, match=field):
             read_record(path)

@@ -25,6 +25,7 @@ from speccascade_jax.commands.commandline import at_least, console, exit_code, p
 from speccascade_jax.config import PACKAGE
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation import records
+from speccascade_jax.evaluation.pictures import draw
 from speccascade_jax.experiments.findings import Bench, Experiment, Findings
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.outputs import append_line, write_whole
@@ -159,7 +160,7 @@ def keep(
     else:
         text = records.drafted(record, beside)
     write_whole(page, text)
-    for written in (path, page, *files):
+    for written in (path, page, *files, *draw(record, pictures)):
         screen.print(f"written: {os.path.relpath(written)}", soft_wrap=True)
     for place in records.places(record, beside):
         if place not in text:

@@ -1,4 +1,4 @@
-"""Records of experiments, and the tables that pages draw from them.
+"""Records of experiments, and the tables and pictures that pages draw from them.
 
     python -m speccascade_jax.evaluation.records docs/results docs/archive
 
@@ -11,6 +11,9 @@ above writes anew:
     <!-- table: ratios -->
     ...
     <!-- end of table -->
+
+`pictures` declares pictures of these tables (evaluation/pictures.py). The command draws them to ../pictures,
+and a page shows one between the comments <!-- picture: NAME --> and <!-- end of picture -->.
 """
 
 import json
@@ -24,6 +27,7 @@ from typing import Any
 
 import jax
 
+from speccascade_jax.evaluation.pictures import draw
 from speccascade_jax.inference.outputs import write_whole
 
 FIELDS = ("experiment", "command", "commit", "machine", "date", "tables")
@@ -36,6 +40,7 @@ INSTRUCTIONS = {
 """Flags of /proc/cpuinfo, and how a machine's description names them."""
 Tables = dict[str, dict[str, Any]]
 PLACE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)
+PICTURE = re.compile(r"<!-- picture: (?P<name>[\w-]+) -->\n.*?<!-- end of picture -->", re.DOTALL)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -83,7 +88,11 @@ def pictures(record: dict[str, Any], folder: str) -> list[str]:
 
 def places(record: dict[str, Any], folder: str) -> list[str]:
     """The places in a page that show a record's tables and figures."""
-    return [*(f"<!-- table: {name} -->" for name in record["tables"]), *pictures(record, folder)]
+    return [
+        *(f"<!-- table: {name} -->" for name in record["tables"]),
+        *(f"<!-- picture: {name} -->" for name in record.get("pictures", ())),
+        *pictures(record, folder),
+    ]
 
 
 def drafted(record: dict[str, Any], folder: str) -> str:
@@ -95,6 +104,7 @@ def drafted(record: dict[str, Any], folder: str) -> str:
     )
     parts = [
         f"# {record['experiment'].rstrip('.')}",
+        *(image(record, name, folder) for name in record.get("pictures", ())),
         *(f"![{Path(path).stem}]({path})" for path in pictures(record, folder)),
         *tables,
         f"```bash\n{commands}\n```",
@@ -138,8 +148,21 @@ def drawn(table: dict[str, Any]) -> str:
     return f"*{table['title']}*\n\n" + "\n".join(re.sub(r" {2,}", " ", line) for line in lines)
 
 
+def image(record: dict[str, Any], name: str, folder: str) -> str:
+    """One of the pictures that the record declares, in Markdown; they lie in `folder`."""
+    path = os.path.normpath(f"{folder}/{name}.svg")
+    return f"<!-- picture: {name} -->\n![{record['pictures'][name]['alt']}]({path})\n<!-- end of picture -->"
+
+
 def redrawn(page: str, record: dict[str, Any]) -> str:
-    """The page with its tables as in the record. Raises ValueError for a table that the record lacks."""
+    """The page with its tables and pictures as in the record. Raises ValueError for one that the record
+    lacks."""
+
+    def picture(place: re.Match[str]) -> str:
+        declared = record.get("pictures", {})
+        if place["name"] not in declared:
+            raise ValueError(f"the record has no picture {place['name']!r}; known: {', '.join(declared)}.")
+        return image(record, place["name"], "../pictures")
 
     def table(place: re.Match[str]) -> str:
         name = place["name"]
@@ -147,15 +170,16 @@ def redrawn(page: str, record: dict[str, Any]) -> str:
             raise ValueError(f"the record has no table {name!r}; known: {', '.join(record['tables'])}.")
         return f"<!-- table: {name} -->\n{drawn(record['tables'][name])}\n<!-- end of table -->"
 
-    return PLACE.sub(table, page)
+    return PICTURE.sub(picture, PLACE.sub(table, page))
 
 
 def main(folders: list[str]) -> None:
     for folder in folders:
         for path in sorted(Path(folder).glob("*.json")):
-            page = path.with_suffix(".md")
+            page, record = path.with_suffix(".md"), read_record(path)
             if page.exists():
-                write_whole(page, redrawn(page.read_text(encoding="utf-8"), read_record(path)))
+                write_whole(page, redrawn(page.read_text(encoding="utf-8"), record))
+            draw(record, path.parent.parent / "pictures")
 
 
 if __name__ == "__main__":
