@@ -149,7 +149,7 @@ class ServedLane:
         self.scheduler.measure(self.settings)
 
     def states_law(self, methods: Sequence[int]) -> bool:
-        """Whether tokens decoded by these of its methods have log probabilities: see scoring.states_law."""
+        """Whether tokens decoded by these of its methods have log probabilities: see protocols.states_law."""
         rules = [known[number] for known, number in zip(self.lane.methods, methods, strict=True)]
         return states_law(self.lane.plan.sampler, rules)
 
