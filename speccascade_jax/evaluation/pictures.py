@@ -53,8 +53,8 @@ def figures(cell: str) -> list[Point]:
     >>> figures("**1.9** (1.7 to +2.1), 0.5")
     [[1.9, 1.7, 2.1], [0.5, None, None]]
     """
-    found = FIGURE.findall(plain(cell))
-    return [[float(n.replace(",", "")) if n else None for n in figure] for figure in found]
+    matches = FIGURE.findall(plain(cell))
+    return [[float(n.replace(",", "")) if n else None for n in figure] for figure in matches]
 
 
 def plain(cell: str) -> str:
@@ -257,10 +257,10 @@ def shown(record: Mapping[str, Any], name: str) -> str:
 
 def kept(path: Path) -> str:
     """The numbers that a drawn file keeps."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
-    if found is None:
+    match = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
+    if match is None:
         raise ValueError(f"{path} does not tell the numbers that it shows.")
-    return unescape(found[1])
+    return unescape(match[1])
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -372,7 +372,7 @@ def test_plan(run, tmp_path, capsys, monkeypatch):
         f" {name} " in printed
         for name in (plan.CHOSEN, plan.PAIR, plan.ALONE, "middle", "adaptive, 0.25", "up to 2")
     )
-    assert "a text besides" in " ".join(printed.split())
+    assert "fixed cost of a text" in " ".join(printed.split())
     planned = configs.load(out)
     assert planned.models[-1].endswith("verifier")
     cascade = Cascade.from_config(planned)
