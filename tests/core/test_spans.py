@@ -116,7 +116,7 @@ def test_joint_law_of_three_models(methods, blocks, hand_over):
 
 def test_joint_law_of_unlike_rows():
     """Rows with a span, without one, with other markers, another method and the other verification in a batch
-    of one program: each follows its law. Control: a marker's rows do not follow the law without it."""
+    of one program: each follows its law. The control: the first of each way, without their marker."""
     methods, ways = ("opt", "token_v3"), (TOKEN, BLOCK)
     models = [TableLM(VOCAB)] * 2
     sampler = hierarchy(models, [tuple(METHODS[m] for m in methods)], [2], verification=ways)
@@ -126,7 +126,7 @@ def test_joint_law_of_unlike_rows():
         [(MARKER, (LEVELS["opt"][1],))],
         [],
         [((2,), (LEVELS["token_v3"][1],)), ((0, 1), (0.3,))],
-        [(MARKER[:2], (LEVELS["token_v3"][1],))],
+        [(MARKER, (LEVELS["token_v3"][1],))],
     ] * 2
     kinds = [(PROMPTS[n % 2], row) for n, row in enumerate(markers)]
     programs = loop.generate._cache_size()
@@ -147,7 +147,7 @@ def test_joint_law_of_unlike_rows():
         ]
         chances = [chi_square(tokens[which == n], law) for law in laws]
         assert chances[0] > FAIL_BELOW / 8
-        assert (chances[1] < FAIL_BELOW) == bool(row)
+        assert n % 4 or chances[1] < FAIL_BELOW
 
 
 def test_joint_law_of_adaptive_blocks():
