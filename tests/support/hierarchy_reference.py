@@ -352,8 +352,9 @@ class AsABlock(Hierarchy):
         return min(1.0, weight * ratio)
 
     def chance(self, weight: float, rest: float) -> float:
-        """That exactly so many tokens stand, where no more do."""
-        return rest / (rest + 1 - weight) if rest + 1 - weight > 0 else 0.0
+        """That exactly so many tokens stand, where no more do. In this order it is 1 where the weight is."""
+        total = rest + (1 - weight)
+        return rest / total if total > 0 else 0.0
 
 
 class Stopping(AsABlock):
