@@ -24,7 +24,7 @@ from joint_laws import (
     quick,
     with_rules,
 )
-from toys import CUTS, TableBlock, TableLM, block_law, chi_square, law_as_a_whole, places_table, sequence_law
+from toys import TableBlock, TableLM, block_law, chi_square, law_as_a_whole, places_table, sequence_law
 
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import NO_TOKEN, Origin
@@ -67,9 +67,8 @@ def written(sampler, rows, options, params=PARAMS, alphas=None, **per_row):
 @pytest.mark.parametrize(
     "family,transform",
     quick(
-        *((f, "plain") for f in FAMILIES),
-        *((f, t) for n, f in enumerate(FAMILIES) for t in [*CUTS][n :: len(FAMILIES)]),
-        among=[("speculative", "plain"), ("opt", [*CUTS][1])],
+        *((f, t) for f in FAMILIES for t in TRANSFORMS),
+        among=[("speculative", "plain"), ("opt", "top_p"), ("token_v3", "min_p")],
     ),
 )
 def test_drafts_follow_their_law_by_prefix_and_place(family, transform, rows):
