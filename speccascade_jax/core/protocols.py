@@ -178,7 +178,7 @@ Laws = tuple[Float[Array, "B N V"], Float[Array, "B N V"]]
 
 
 class Abilities(NamedTuple):
-    """The optional members of a sampler, and what holds for one that lacks them."""
+    """The optional members of a sampler, and their defaults."""
 
     verifications: tuple[Any, ...] = ()  # the ways to verify that rows.verifications numbers
     remembers: bool = False  # a step reads rows.so_far
@@ -198,7 +198,7 @@ class Abilities(NamedTuple):
 
 
 def abilities_of(sampler: Sampler) -> Abilities:
-    """What a sampler says of itself, in members that it need not have."""
+    """A sampler's optional members, with the default of each that it lacks."""
     return Abilities._make(getattr(sampler, *member) for member in Abilities._field_defaults.items())
 
 

@@ -11,8 +11,8 @@ panels stand side by side (`across`, 1) and whether they `share` the scale of "x
     by          the column, given likewise, whose cells name the series that a row belongs to
     series      instead of x, y and by: a list of {"label": ..., "x": ..., "y": ...}
     rows        {column: cells}: only these rows
-    from        the first cell of the row from which the intervals of y tell the difference; a line is there
-    bare        the interval alone is shown, for x tells the difference only
+    from        the first cell of the row that the intervals of y are differences from; a line marks it
+    bare        only the interval is shown, without a point
     transposed  the table's columns are its rows
     xlabel, ylabel, xlevel, ylevel    titles of the axes, and where a line shows what to compare with
 
@@ -32,7 +32,7 @@ Panel = Mapping[str, Any]
 Point = list[float | None]
 """A figure and the ends of its interval."""
 Drawn = dict[str, list[list[Any]]]
-"""Of each series the points: where it stands in x, and in y, or its name."""
+"""The points of each series, as [x, y] or [x, name]."""
 
 AMOUNT = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 FIGURE = re.compile(rf"(?<![\w.(])({AMOUNT})(?![\w.])%?(?: \(({AMOUNT})(?:,| to) ({AMOUNT})\))?")
@@ -44,11 +44,11 @@ LOOK: Any = {
     "font.size": 9,
 }
 WIDTH = 7.2
-"""Of a picture, in inches: as wide as a page's text."""
+"""The width of a picture in inches: that of a page's text."""
 
 
 def figures(cell: str) -> list[Point]:
-    """What a cell tells.
+    """The figures in a cell, each with the ends of its interval.
 
     >>> figures("**1.9** (1.7 to +2.1), 0.5")
     [[1.9, 1.7, 2.1], [0.5, None, None]]
@@ -96,8 +96,8 @@ class _Table:
 
 
 def points(record: Mapping[str, Any], panel: Panel) -> Drawn:
-    """What a panel shows. Raises ValueError for a table or column that the record lacks, and if none of its
-    cells tells a figure."""
+    """The points of a panel. Raises ValueError for a table or column that the record lacks, and if no cell
+    holds a figure."""
     table, drawn = _Table(record, panel), Drawn()
     for series in panel.get("series", [panel]):
         for row in table.kept(panel.get("rows", {}) | series.get("rows", {})):
@@ -122,7 +122,7 @@ def points(record: Mapping[str, Any], panel: Panel) -> Drawn:
 
 
 def _base(table: _Table, panel: Panel) -> float:
-    """The figure from which a panel's intervals tell the difference."""
+    """The figure to which a panel's intervals, which are differences, are added."""
     for row in table.rows:
         told = table.point(row, panel["y"]) if row[0] == panel["from"] else None
         if told is not None and told[0] is not None:
