@@ -23,14 +23,14 @@ from speccascade_jax.vocabularies.joining import inputs_of
 from speccascade_jax.vocabularies.translated import Translated
 
 Array = jax.Array
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the calls that are timed; other widths are interpolated
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the timed calls; other widths are interpolated
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A drafter that takes no time: the same `width` tokens in every round. Its level's rounds cost what
-    reading, verifying and sampling does."""
+    """A drafter that takes no time: it drafts the same `width` tokens in every round. The rounds of its level
+    cost only the verifier's call, verification and sampling."""
 
     model: LanguageModel
     width: int
@@ -60,11 +60,13 @@ def call_seconds(
     repetitions: int = 9,
     track: Track = lambda work, name: work,
 ) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
-    """Seconds of calls of each model that read n = 1 .. max(widths) tokens, and besides[j, i] of Candidates.
+    """The seconds of each model's calls that read n = 0 .. max(widths) tokens [M, N + 1], and
+    Candidates.besides.
 
-    Column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other, and rounds of
-    neighbours and of each model with the largest; others are taken to be as i's with its neighbour. Of what a
-    drafter of several tokens at once reads, all but the first are masks.
+    Column 0 is 0. Calls of `widths` tokens are timed at batch 1, one model after the other. Whole rounds are
+    timed for neighbouring models and for each model with the largest; other pairs are assumed to cost what
+    model i costs with its neighbour. If a drafter writes a draft in one call, all tokens that the call reads
+    except the first are masks.
     """
     calls: list[Float[np.ndarray, " N"]] = []
     every, width, last = np.arange(max(widths) + 1), min(5, max(widths)), len(cascade.models) - 1
@@ -84,7 +86,7 @@ def call_seconds(
             {name: _part(cascade, *sampler, settings, source_length) for name, sampler in samplers.items()},
             repetitions,
         )
-        # A difference of two times may be negative on a busy machine.
+        # On a busy machine, a difference of two times may be negative.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
         calls.append(np.where(every > 0, np.interp(every, widths, known), 0))
         extra = [
@@ -99,19 +101,19 @@ def call_seconds(
 
 
 def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Callable[[], float]:
-    """A function that times again the largest model's call for one token, as call_seconds() does, in
-    seconds."""
+    """A function that measures the seconds of the largest model's one-token call again, as in
+    call_seconds()."""
     sampler = _sampler(cascade.models[-1], 1)
     return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
 
 
 def at_once(model: LanguageModel) -> bool:
-    """Whether one call of it writes a whole draft."""
+    """Whether the model writes a whole draft in one call."""
     return getattr(model, "drafts_at_once", None) is not None
 
 
 def _sampler(model: LanguageModel, width: int) -> Sampler:
-    """A sampler whose rounds call `model` once, to read `width` tokens."""
+    """A sampler with one call of `model` per round, which reads `width` tokens."""
     if at_once(model):
         return Parallel(model, width)
     if width == 1:

@@ -1,4 +1,4 @@
-"""The search for the models and block sizes with the least predicted time per token (see prediction.py)."""
+"""Searches for the models and block sizes with the least predicted time per token (see prediction.py)."""
 
 import heapq
 import itertools
@@ -27,7 +27,8 @@ def best(
     candidates: Candidates, max_block: int = 15, hand_over: HandOver = "need", most_models: int | None = None
 ) -> PlannedHierarchy:
     """The plan with the least predicted seconds per token among all chains that end with the verifier, have
-    block sizes 1 .. max_block and at most most_models models. One of them is the verifier without a drafter.
+    block sizes 1 .. max_block and have at most most_models models. The verifier without a drafter is
+    included.
 
     For `truncate` and `need` the result is optimal. For `keep` it is the best result of local searches from
     the `truncate` plans of max_block and every smaller value, and from the best pair. Raises FieldError for
@@ -49,7 +50,7 @@ def best(
     if hand_over != "keep":
         return predict_chain(candidates, _cheapest(candidates, max_block, hand_over, max_models), hand_over)
     starts = {_cheapest(candidates, size, "truncate", max_models) for size in range(1, max_block + 1)}
-    starts.add(_cheapest(candidates, max_block, "truncate", min(2, max_models)))  # its calls are surely timed
+    starts.add(_cheapest(candidates, max_block, "truncate", min(2, max_models)))  # its calls are timed
     return min(
         (
             _improved(candidates, chain, max_block, max_models)
@@ -61,23 +62,23 @@ def best(
 
 
 def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models: int) -> Chain:
-    """`best` for `truncate` and `need`: a chain is built from the verifier down, the most promising first.
+    """best() for `truncate` and `need`: a best-first search that builds chains from the verifier down.
 
-    What it takes is linear in the seconds that its smallest model, with whatever is below, takes to collect
-    r = 1 .. max_block tokens: `spent` + weight @ seconds. The least seconds for each r by itself, of another
-    chain for each r, are a bound that no chain is below, and rarely far from the best.
+    A chain's time is linear in the seconds that its smallest model, with any models added below it, takes to
+    collect r = 1 .. max_block tokens: spent + weight @ seconds. Minimizing these seconds for each r
+    separately gives a lower bound, which is usually close to the best chain.
     """
     verifier, sizes = len(candidates.names) - 1, range(1, max_block + 1)
     rounds = np.stack([renewals(candidates.survival[..., : size + 1], max_block) for size in sizes], axis=-2)
     ones, calls = candidates.call_seconds[:, 1], candidates.round_seconds[..., 1 : max_block + 1]
     alone, once = candidates.draft_seconds[:, 1 : max_block + 1], candidates.once
     bounds = _least(hand_over, rounds, calls, alone, max_models)
-    tie = itertools.count()  # chains that promise the same are not compared
+    tie = itertools.count()  # breaks ties, because chains cannot be compared
     cheapest: Chain = (verifier,), ()
     least, open_ = ones[verifier] + once[verifier], list[Any]()
 
     def look(chain: Chain, spent: Float[Array, "J S"], weight: Float[Array, "J S R"]) -> None:
-        """At `chain` with each drafter and each block size."""
+        """Extends a chain by each drafter with each block size."""
         nonlocal cheapest, least
         count, (models, blocks) = len(weight), chain
         spent = spent + once[:count, None]
@@ -114,14 +115,14 @@ def _cheapest(candidates: Candidates, max_block: int, hand_over: str, max_models
 def _below(
     hand_over: str, rounds: Float[Array, "J S columns"], weight: Float[Array, " R"]
 ) -> Float[Array, "J S R"]:
-    """The number of times that a model which collects r tokens, weight[r - 1] times, requests 1, 2, .. tokens
-    from the model below."""
+    """How often a model requests 1, 2, .. tokens from the model below if it collects r tokens weight[r - 1]
+    times."""
     width = len(weight)
     if hand_over == "truncate":
         return (rounds[..., 1:] @ weight)[..., None] * np.eye(width)
     left = np.arange(width)
     later = np.pad(weight, (0, width))[left[:, None] + left]  # [lag, q - 1]: weight[q + lag - 1]
-    begun = np.diff(rounds, axis=-1) @ later  # how many rounds begin with q = 1, 2, .. to go
+    begun = np.diff(rounds, axis=-1) @ later  # the number of rounds that begin with q = 1, 2, .. tokens to go
     request = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
     return np.einsum("jsq,sqr->jsr", begun, (request[..., None] == left + 1).astype(float))
 
@@ -133,8 +134,8 @@ def _least(
     alone: Float[Array, "M R"],
     max_models: int,
 ) -> list[Float[Array, "M R"]]:
-    """[n][i, r - 1]: seconds in which no chain of at most n models (one for n = 0) up to i collects r tokens
-    sooner; the last of them holds for any larger n, too."""
+    """[n][i, r - 1]: a lower bound of the seconds in which a chain of at most n models (for n = 0: one model)
+    that ends with model i collects r tokens. The last entry also holds for any larger n."""
     count, width = alone.shape
     bounds, left = [alone, alone], np.arange(width)
     request = np.minimum(left, left[:, None] + 1)  # [s - 1, q - 1]: min(s, q - 1)
@@ -162,7 +163,7 @@ def _least(
 
 
 def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: int) -> PlannedHierarchy:
-    """The result of the local search under `keep`."""
+    """The result of a local search under `keep`."""
 
     def tried(chain: Chain) -> tuple[PlannedHierarchy, Chain]:
         return predict_chain(candidates, chain, "keep"), chain
@@ -181,7 +182,7 @@ def _improved(candidates: Candidates, chain: Chain, max_block: int, max_models: 
 
 
 def _neighbours(models: tuple[int, ...], sizes: tuple[int, ...], max_block: int) -> Iterator[Chain]:
-    """Chains with another block size, another drafter, one drafter fewer, or one more."""
+    """The chains with one block size or model changed, one drafter removed, or one added."""
     for k in range(len(models)):
         free = range(models[k - 1] + 1 if k else 0, models[k])  # between two models of the chain
         for size in range(1, max_block + 1):

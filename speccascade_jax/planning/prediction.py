@@ -1,28 +1,28 @@
 """Predicted seconds per token of a plan: one model, or a hierarchy of models.
 
 A hierarchy (Mohri et al., arXiv 2510.19705) is a chain of models from small to large. The smallest drafts
-token by token. Each other model verifies blocks that the model below it has collected, and collects what it
-emits itself until it has as many tokens as the model above asks for. The last is the verifier, whose law the
-output follows; every level is lossless. The models of a chain are 0 .. K; s_i is the number of tokens that
-model i + 1 requests from model i (the block size); a_i is the probability that model i accepts a token of
-model i - 1; and c_i is the seconds of one call of model i, including the fixed cost of a round in which model
-i - 1 drafts (the weights of model i have to return to the processor's caches).
+token by token. Each other model verifies blocks collected by the model below, and collects the tokens that it
+emits until it has as many as the model above requests. The last model is the verifier, whose distribution the
+output follows; every level is lossless. The models of a chain are numbered 0 .. K. s_i is the number of
+tokens that model i + 1 requests from model i (the block size), a_i the probability that model i accepts a
+token of model i - 1, and c_i the seconds of one call of model i. c_i includes the fixed cost of a round in
+which model i - 1 drafts, because the weights of model i must return to the processor's caches.
 
-The number of accepted tokens of a draft depends on how drafts are verified, and on whether some passages are
-easier to draft than others. For the verifier both are known from its texts (runs.py). Between the models
-below it, each token is assumed to be accepted with probability a_i, independently of the others; with easy
-and hard passages, or block verification, a few more are accepted.
+The number of accepted tokens of a draft depends on the verification and on how much the difficulty of
+passages varies. For the verifier, both are measured on its texts (runs.py). Between the models below it,
+tokens are assumed to be accepted independently with probability a_i; varying difficulty or block verification
+leads to slightly more accepted tokens.
 
-A hand-over rule decides what a model does with surplus tokens, beyond those requested:
+A hand-over rule decides what a model does with tokens beyond those requested:
 
 - `truncate` throws them away;
-- `need` never has any: with r tokens to go it verifies min(s, r - 1) drafts. The text is that of `truncate`,
-  from fewer drafts;
-- `keep` hands them over too, which makes blocks longer.
+- `need` avoids them: with r tokens to go it verifies min(s, r - 1) drafts. The text is the same as with
+  `truncate`, from fewer drafts;
+- `keep` hands them over as well, which makes blocks longer.
 
-Calls have a static width: each costs as much as the longest block, however few tokens it has. A text costs
-more than its rounds: every model of the chain reads the source, and the last round's surplus is lost. Given
-the texts' lengths and fixed costs, the prediction includes both.
+Calls have a static width: each costs as much as one for the longest block, however few tokens it reads. A
+text costs more than its rounds: every model of the chain reads the source, and surplus tokens of the last
+round are lost. The prediction includes both if lengths and fixed costs of texts are given.
 """
 
 import dataclasses
@@ -47,25 +47,25 @@ class Candidates:
     """The models that a plan may use, and their measurements. The last one is the verifier.
 
     names: smallest first. call_seconds[i, n]: seconds of one call of model i that reads n >= 1 tokens; column
-    0 is not read. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of
-    sum_v min(p_j(v), p_i(v)); entries with j >= i are not read. besides[j, i]: fixed seconds of a round of
-    model i, without its calls and those of model j < i that drafts; entries with j >= i are not read.
-    lengths: the tokens of typical texts; if empty, one endless text. text_seconds[i]: the fixed cost of a
-    text, without its calls, due to model i; the verifier's includes the costs of every text. It is read if
-    there are lengths. runs[j, i]: the numbers of accepted tokens in drafts of model j for texts of model i;
-    for a pair without runs, each token is accepted with probability acceptance[j, i], independently of the
-    others. at_once: the smaller of two models writes a draft in one call, which reads as many tokens as that
-    of the verifier; any other reads one token in each of its calls where it drafts alone. Raises FieldError
-    for other shapes, a name twice, seconds that are not positive numbers, acceptances outside [0, 1], lengths
-    below 1, and a third model with `at_once`.
+    0 is ignored. acceptance[j, i]: probability that model i accepts a token of model j < i, the mean of sum_v
+    min(p_j(v), p_i(v)); entries with j >= i are ignored. besides[j, i]: fixed seconds of a round of model i
+    that is drafted by model j < i, without the calls of both; entries with j >= i are ignored. lengths: the
+    tokens of typical texts; if empty, one endless text is assumed. text_seconds[i]: the fixed seconds of a
+    text due to model i, without its calls; the verifier's include the costs of every text. It is ignored
+    without lengths. runs[j, i]: the numbers of accepted tokens in drafts of model j for texts of model i; for
+    a pair without runs, tokens are accepted independently with probability acceptance[j, i]. at_once: the
+    smaller of two models writes a draft in one call, which reads as many tokens as the verifier's; without
+    it, a model that drafts alone reads one token per call. Raises FieldError for other shapes, a name that
+    occurs twice, seconds that are not positive numbers, acceptances outside [0, 1], lengths below 1, and a
+    third model with `at_once`.
     """
 
     names: tuple[str, ...]
     call_seconds: Float[Array, "M columns"]
     acceptance: Float[Array, "M M"]
     lengths: tuple[int, ...] = ()
-    text_seconds: Any = None  # [M]; None: nothing
-    besides: Any = None  # [M, M]; None: nothing
+    text_seconds: Any = None  # [M]; None: zeros
+    besides: Any = None  # [M, M]; None: zeros
     runs: Mapping[tuple[int, int], Runs] = dataclasses.field(default_factory=dict)
     at_once: bool = False
     survival: Float[Array, "M M N"] = dataclasses.field(init=False)
@@ -152,12 +152,13 @@ class Candidates:
 
     @property
     def round_seconds(self) -> Float[Array, "M M columns"]:
-        """[j, i, s]: seconds of a round of model i that reads s tokens of model j, without these."""
+        """[j, i, s]: seconds of a round of model i that reads s tokens, drafted by model j, without the
+        drafting."""
         return self.call_seconds[:, 1:] + self.besides[..., None]
 
     @property
     def draft_seconds(self) -> Float[Array, "M columns"]:
-        """[i, s]: seconds in which model i writes a draft of s >= 1 tokens alone."""
+        """[i, s]: seconds that model i takes to write a draft of s >= 1 tokens without a drafter."""
         seconds = np.arange(self.call_seconds.shape[1] - 1) * self.call_seconds[:, 1:2]
         if self.at_once:
             seconds[0] = self.call_seconds[0, 1:]
@@ -165,11 +166,11 @@ class Candidates:
 
     @property
     def once(self) -> Float[Array, " M"]:
-        """The share of text_seconds per token."""
+        """text_seconds per token."""
         return self.text_seconds / (np.mean(self.lengths) if self.lengths else np.inf)
 
     def rounds(self, drafter: int, at_least: Float[Array, " n"]) -> float:
-        """The verifier's calls per token, where P(a draft has x tokens or more) is at_least[x]."""
+        """The verifier's calls per token, if P(a draft has x tokens or more) is at_least[x]."""
         last = len(self.names) - 1
         if (drafter, last) in self.runs:
             return self.runs[drafter, last].calls_per_token(at_least)
@@ -185,22 +186,21 @@ class PlannedHierarchy:
     """A chain of models, or the verifier alone (without block sizes), and its predictions."""
 
     models: tuple[str, ...]  # smallest first
-    block_sizes: tuple[int, ...]  # one for each model but the smallest: how many tokens it asks for
+    block_sizes: tuple[int, ...]  # tokens that each model but the smallest requests
     hand_over: HandOver
-    seconds_per_token: float  # with a token's share of the fixed costs of a text
-    passes_per_token: tuple[float, ...]  # each model's calls per committed token, to compare with counters
+    seconds_per_token: float  # including the share of a text's fixed costs
+    passes_per_token: tuple[float, ...]  # each model's calls per committed token, comparable with counters
 
 
 def expected_tokens(a: Float[Array, "..."] | float, n: int) -> Any:
-    """(1 - a^(n+1)) / (1 - a): the tokens that a verification of n drafts emits if each is accepted with
-    probability a."""
+    """(1 - a^(n+1)) / (1 - a): the expected number of tokens that a verification of n drafts emits if each is
+    accepted with probability a."""
     return sum(np.asarray(a, np.float64) ** x for x in range(n + 1))
 
 
 def even_acceptance(survives: Float[Array, " L"]) -> float:
-    """The acceptance a at which expected_tokens(a, L - 1) equals that of a verification that emits more than
-    x tokens with probability survives[x]: as if each drafted token were accepted independently with one
-    probability."""
+    """The acceptance a at which expected_tokens(a, L - 1) equals the expected number of tokens of a
+    verification that emits more than x tokens with probability survives[x]."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -210,11 +210,12 @@ def even_acceptance(survives: Float[Array, " L"]) -> float:
 
 
 def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "..."]:
-    """gamma(a, n, m): the mean number of verifications, of n drafts each, until at least m tokens are
+    """gamma(a, n, m): the expected number of verifications of n drafts each until at least m tokens are
     collected.
 
-    gamma(m) = 1 + sum_x P(X = x) gamma(m - x) and gamma(m <= 0) = 0, where X is what one verification emits:
-    P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises FieldError for a negative n or m.
+    gamma(m) = 1 + sum_x P(X = x) gamma(m - x) and gamma(m <= 0) = 0, where X is the number of tokens that one
+    verification emits: P(X = x) = a^(x-1) (1 - a) for x <= n and P(X = n + 1) = a^n. Raises FieldError for a
+    negative n or m.
     """
     if n < 0 or m < 0:
         field, value = ("n", n) if n < 0 else ("m", m)
@@ -223,8 +224,8 @@ def renewal(a: Float[Array, "..."] | float, n: int, m: int) -> Float[Array, "...
 
 
 def renewals(survives: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A columns"]:
-    """The mean number of draws of X until their sum is at least m, for m = 0 .. tokens. P(X > x) is
-    survives[x], and survives[0] = 1."""
+    """The expected number of draws of X until their sum is at least m, for m = 0 .. tokens. survives[x] is
+    P(X > x), and survives[0] = 1."""
     law = chances(survives)
     rounds = np.zeros((*law.shape[:-1], tokens + 1))
     for m in range(1, tokens + 1):
@@ -236,9 +237,9 @@ def renewals(survives: Float[Array, "*A L"], tokens: int) -> Float[Array, "*A co
 def triangle_violations(
     acceptance: Float[Array, "M M"], tolerance: float = 0.02
 ) -> list[tuple[int, int, int, float]]:
-    """(j, i, k, excess), j < i < k, where excess = (1 - a_jk) - (1 - a_ji) - (1 - a_ik) > tolerance; the
-    largest first. 1 - a is a total variation distance, which obeys the triangle inequality in every context:
-    an excess says that the three were measured on different texts, or on too few."""
+    """The tuples (j, i, k, excess) with j < i < k and excess = (1 - a_jk) - (1 - a_ji) - (1 - a_ik) >
+    tolerance, the largest first. 1 - a is a total variation distance, which obeys the triangle inequality in
+    every context. An excess means that the three were measured on different texts, or on too few."""
     distance = 1 - np.asarray(acceptance, np.float64)
     excess = distance[:, None, :] - distance[:, :, None] - distance[None, :, :]
     j, i, k = np.indices(excess.shape)
@@ -249,15 +250,15 @@ def triangle_violations(
 def predict(
     candidates: Candidates, models: Sequence[str], block_sizes: Sequence[int], hand_over: HandOver = "need"
 ) -> PlannedHierarchy:
-    """The cost of a chain of models: sum_i c_i passes_i seconds per token, with passes_i calls of model i,
-    plus the share per token of a text's fixed cost.
+    """Predicts the cost of a chain of models: sum_i c_i passes_i seconds per token, where passes_i is the
+    number of calls of model i per token, plus a text's fixed cost per token.
 
     models: names, smallest first; block_sizes: one for each but the smallest. For `truncate` and `need` the
-    mean is exact although a token's acceptances at two levels depend on each other: the lengths of blocks are
-    fixed, and the number of rounds is a stopping time. For `keep` it is an approximation, because the length
-    of a block says something about its tokens. A call of model i reads s_(i-1) + 1 tokens, with `keep`
-    s_0 + .. + s_(i-1) + 1. Raises FieldError for an unknown model or rule, models out of order, block sizes
-    below 1 or another number of them, and calls wider than those timed.
+    mean is exact although a token's acceptances at two levels depend on each other, because block lengths are
+    fixed and the number of rounds is a stopping time. For `keep` it is an approximation, because a block's
+    length carries information about its tokens. A call of model i reads s_(i-1) + 1 tokens, with `keep` s_0 +
+    .. + s_(i-1) + 1. Raises FieldError for an unknown model or rule, models out of order, a wrong number of
+    block sizes or one below 1, and calls wider than those timed.
     """
     check_rule(hand_over)
     unknown = [name for name in models if name not in candidates.names]
@@ -301,7 +302,7 @@ def check_rule(hand_over: HandOver) -> None:
 
 
 def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> PlannedHierarchy:
-    """predict() without its checks."""
+    """predict() without checks."""
     chosen, sizes = chain
     survival = [candidates.survival[pair] for pair in pairwise(chosen)]
     passes = _passes(survival, sizes, hand_over, lambda at_least: candidates.rounds(chosen[-2], at_least))
@@ -320,7 +321,7 @@ def predict_chain(candidates: Candidates, chain: Chain, hand_over: HandOver) -> 
 
 
 def reads(sizes: tuple[int, ...], hand_over: str) -> tuple[int, ...]:
-    """The number of tokens that each model's call reads: the last committed one and the longest block
+    """The number of tokens that each model's calls read: the last committed token and the longest block from
     below."""
     longest = np.cumsum(sizes, dtype=int) if hand_over == "keep" else sizes
     return (1, *(int(size) + 1 for size in longest))
@@ -337,14 +338,14 @@ def _passes(
     if not sizes:
         return unit[0]
     if hand_over == "keep":
-        calls, at_least = sizes[0] * unit[0], np.ones(sizes[0] + 1)  # P(a block holds x tokens or more)
+        calls, at_least = sizes[0] * unit[0], np.ones(sizes[0] + 1)  # P(a block has x tokens or more)
         for i in range(1, len(sizes)):
             stands = survival[i - 1][: len(at_least)] * at_least
             number, at_least = _first_passage(stands, sizes[i])
             calls = number * (unit[i] + calls)
         return (unit[-1] + calls) * rounds_per_token(at_least)
     largest = max(sizes)
-    calls = np.arange(largest + 1)[:, None] * unit[0]  # [r]: where the level in turn is asked for r tokens
+    calls = np.arange(largest + 1)[:, None] * unit[0]  # [r]: the current level is asked for r tokens
     for i in range(1, len(sizes)):
         drafts = sizes[i - 1]
         rounds = renewals(survival[i - 1][: drafts + 1], largest)
@@ -357,7 +358,8 @@ def _passes(
 
 
 def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Float[Array, " D"]]:
-    """The mean number of verifications until `need` tokens are there, and P(there are x or more then)."""
+    """The expected number of verifications until at least `need` tokens are collected, and P(x or more are
+    collected then)."""
     law = chances(survives)
     visits = np.zeros(need + len(law) - 1)  # [x]: the probability of ever having x tokens
     visits[0] = 1.0
@@ -368,8 +370,8 @@ def _first_passage(survives: Float[Array, " L"], need: int) -> tuple[float, Floa
 
 
 def begins(rounds: Float[Array, "*A columns"]) -> Float[Array, "*A R R"]:
-    """[r - 1, q - 1]: the probability that one of the rounds that collect r tokens begins with q left. It is
-    a function of r - q whose sum over q is gamma(r), so it is gamma's difference."""
+    """[r - 1, q - 1]: the probability that one of the rounds that collect r tokens begins with q tokens to
+    go. It is a function of r - q whose sum over q is gamma(r), hence the difference of gamma."""
     lag = np.arange(rounds.shape[-1] - 1)
     lag = lag[:, None] - lag
     return np.where(lag >= 0, np.diff(rounds, axis=-1)[..., np.maximum(lag, 0)], 0.0)

@@ -1,6 +1,5 @@
-"""The acceptances between the models of a cascade along the verifier's texts, and a file for them.
-
-A plan for another machine needs this file instead of the weights.
+"""Measures the acceptances between the models of a cascade on the verifier's texts, and stores them in a
+file. A plan for another machine needs that file instead of the weights.
 """
 
 import json
@@ -36,17 +35,18 @@ def options_of(settings: Settings) -> SamplingOptions:
 
 
 class Reading(NamedTuple):
-    """Every model's probabilities along texts written by the largest model."""
+    """Every model's probabilities on texts written by the largest model."""
 
     acceptance: Float[np.ndarray, "M M"]
-    """[j, i]: how probable it is that model i accepts a token that model j < i has drafted: the mean of
-    sum_v min(p_j(v), p_i(v)) over the positions of the texts. Of model j's drafts that is the first token, if
-    their laws depend on where they began."""
-    probs: Float[np.ndarray, "M T L"]  # of each text's tokens, by each model; 1 after the end
+    """[j, i]: the probability that model i accepts a token drafted by model j < i: the mean of sum_v
+    min(p_j(v), p_i(v)) over the positions of the texts. If the distributions of model j's drafts depend on
+    where a draft began, it is that of a draft's first token."""
+    probs: Float[np.ndarray, "M T L"]  # each model's probabilities of each text's tokens; 1 after the end
     lengths: Int[np.ndarray, " T"]
     drafts: Mapping[int, Float[np.ndarray, "S T L N"]] = {}
-    """By model, where the laws of its drafts depend on where they began: [n - 1, t, s, j], the probability of
-    the (s + j)-th token of text t in a draft of n tokens that begins after s; S as in Runs."""
+    """For each model whose draft distributions depend on where a draft began: [n - 1, t, s, j] is the
+    probability of the (s + j)-th token of text t in a draft of n tokens that begins after s tokens. S is as
+    in Runs."""
 
     def runs(self, drafter: int, verification: Verification, longest: int) -> Runs:
         """The numbers of accepted tokens in a model's drafts of up to `longest` tokens."""
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
         return Runs.of(ratios, self.lengths, verification, longest)
 
     def save(self, path: str, names: Sequence[str], settings: Settings) -> None:
-        """Writes a JSON file for load(). `names` are the models', the smallest first."""
+        """Writes a JSON file for load(). `names` are the models' names, the smallest first."""
         texts = [self.probs[:, t, :length].round(7).tolist() for t, length in enumerate(self.lengths)]
         content = {
             "kind": KIND,
@@ -110,8 +110,8 @@ class Reading(NamedTuple):
 
 
 def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, longest: int) -> Reading:
-    """Every model's probabilities along `outputs`. A model whose law depends on where a draft began is read
-    in drafts of up to `longest` tokens. Raises FieldError if the outputs are empty."""
+    """Computes every model's probabilities on `outputs`. A model whose distributions depend on where a draft
+    began is evaluated in drafts of up to `longest` tokens. Raises FieldError if all outputs are empty."""
     kept = [output for output in outputs if output.tokens]
     if not kept:
         raise FieldError(
@@ -138,7 +138,7 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, lon
                 )
                 laws.append(law)
                 continue
-            if not getattr(network, "by_prefix", True):  # its law rests on where the verifier has been
+            if not getattr(network, "by_prefix", True):  # its distribution depends on the verifier's features
                 logits = network.forced_members(weights, source, length, tokens)[model.number]
             else:
                 prefix, cache = model.prefill(weights, source, length, width + size + 1)
@@ -176,7 +176,7 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, lon
 
 
 def by_place(model: Any) -> bool:
-    """Whether a model's law depends on where a draft began, and on what its verifier has left there."""
+    """Whether a model's distributions depend on where a draft began, and on its verifier's cache there."""
     return bool(getattr(network_of(model), "by_place", False)) and model.number == 0
 
 
@@ -192,10 +192,12 @@ def drafted_along(
     options: SamplingOptions,
     longest: int,
 ) -> tuple[Float[Array, "1 L V"], Float[Array, "S L N"]]:
-    """Along a text `tokens` after `source` (inputs, input_length): the law of the first token of each draft,
-    and what drafts of N = `most` tokens give to those of the text, indexed as Reading.drafts.
+    """For a text `tokens` after `source` (inputs, input_length): the distribution of the first token of a
+    draft at each position, and the probabilities of the text's tokens in drafts of N = `longest` tokens,
+    indexed like Reading.drafts.
 
-    Once the verifier has read the text, its cache rolled back to any place is what a round begins with.
+    The verifier reads the whole text once; rolling its cache back to a position gives the state in which a
+    round begins there.
     """
     network, size = model.member_of, tokens.shape[1]
     sizes = jnp.arange(1, longest + 1) if model.drafts_at_once else jnp.array([longest])

@@ -1,9 +1,9 @@
-"""The numbers of accepted tokens in drafts, computed along existing texts, without drafting.
+"""The numbers of accepted tokens in drafts, computed on existing texts, without drafting.
 
-A text x of the verifier's law pi says how its rounds began. If a round begins at position s, the probability
-that its drafted tokens 1 .. j are accepted and equal those of the text is known from the ratios q~/pi of the
-text's tokens (core.verification.Verification.standing). So, given the text, the rounds are a Markov chain
-over its positions, and the expected number of them is exact for every block size and way to verify.
+Given a text x from the verifier's distribution pi, if a round begins at position s, the probability that its
+drafted tokens 1 .. j are accepted and equal those of the text follows from the ratios q~/pi of the text's
+tokens (core.verification.Verification.standing). So the rounds are a Markov chain over the text's positions,
+and their expected number is exact for every block size and verification.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from speccascade_jax.core.verification import Verification
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runs:
-    """The drafts of a model along texts of the model that verifies them."""
+    """The accepted tokens of a model's drafts on texts of the model that verifies them."""
 
     stands: Float[np.ndarray, "S T L N+1"]
     """[n - 1, t, s, j]: the probability that the first j tokens of a draft of n are accepted, if a round
-    begins after s tokens of text t; all tokens after the text's end count as accepted. S is N, or 1 where the
-    laws of a draft's tokens do not depend on how many they are."""
+    begins after s tokens of text t. Tokens after the text's end count as accepted. S is N, or 1 if the
+    distributions of a draft's tokens do not depend on its length."""
     lengths: Int[np.ndarray, " T"]
 
     @classmethod
@@ -32,7 +32,7 @@ class Runs:
         verification: Verification,
         longest: int,
     ) -> "Runs":
-        """From the ratios q~/pi of each text's tokens, for drafts of up to `most` tokens."""
+        """Computes runs from the ratios q~/pi of each text's tokens, for drafts of up to `longest` tokens."""
         inside = np.arange(ratios.shape[1]) < lengths[:, None]
         return cls.of_drafts(windows(np.where(inside, ratios, 1.0), longest)[None], lengths, verification)
 
@@ -43,21 +43,21 @@ class Runs:
         lengths: Int[np.ndarray, " T"],
         verification: Verification,
     ) -> "Runs":
-        """From the ratios q~/pi of the tokens after each position, in a draft that begins there; indices are
-        those of `stands`, and the ratio is 1 past a text's end."""
+        """Computes runs from the ratios q~/pi of the tokens after each position, in a draft that begins
+        there. Indices are those of `stands`, and the ratio is 1 past a text's end."""
         return cls(verification.standing(ratios), lengths)
 
     def of_size(self, size: int) -> Float[np.ndarray, "T L size+1"]:
-        """`stands` of drafts of `size` tokens."""
+        """`stands` for drafts of `size` tokens."""
         return self.stands[min(size, len(self.stands)) - 1, ..., : size + 1]
 
     def calls(self, at_least: Float[np.ndarray, " n"]) -> Float[np.ndarray, " T"]:
-        """The expected number of verifier calls in each text, if a draft has at least x tokens with
+        """The expected number of verifier calls for each text, if a draft has at least x tokens with
         probability at_least[x]."""
         size = len(at_least)
         law = chances(self.of_size(size - 1) * at_least)
         texts, length = law.shape[:2]
-        begins = np.zeros((texts, length + size + 1))  # [t, s]: the chance that a round begins there
+        begins = np.zeros((texts, length + size + 1))  # [t, s]: the probability that a round begins there
         begins[:, 0] = 1.0
         for s in range(length):
             begins[:, s : s + size + 1] += begins[:, s, None] * law[:, s]
@@ -69,8 +69,8 @@ class Runs:
 
     def survival(self, size: int) -> Float[np.ndarray, " size+1"]:
         """The probability that the first j tokens of a draft of `size` are accepted, over all positions of
-        all texts. Each step is a share of the positions that have j tokens after them (as Kaplan and Meier
-        estimate survival)."""
+        all texts. Each step uses the positions with at least j tokens after them, as in the Kaplan-Meier
+        estimator."""
         stands = self.of_size(size)
         left = self.lengths[:, None] - np.arange(stands.shape[1])
         share, chance = 1.0, [1.0]
@@ -83,7 +83,7 @@ class Runs:
 
 
 def windows(values: Float[np.ndarray, "T L"], size: int) -> Float[np.ndarray, "T L size"]:
-    """[t, s]: the `size` values of row t from s on; past its end they are 1."""
+    """[t, s]: the `size` values of row t that start at s; values past the row's end are 1."""
     padded = np.pad(values, ((0, 0), (0, size)), constant_values=1.0)
     return np.lib.stride_tricks.sliding_window_view(padded, size, axis=1)[:, :-1]
 

@@ -1,8 +1,8 @@
-"""A server under load, simulated: requests that come at random times, rows, rounds and what clients see.
+"""Simulates a server under load: random arrivals, rows, rounds, and the latencies that clients see.
 
-The rules are those of scheduling.continuous and serving.engine, with the seconds of a round and of a prompt
-instead of the models. A round takes equally long however many of its rows are busy, because its programs
-have a static width; while a prompt is read, no round runs.
+It follows the rules of scheduling.continuous and serving.engine, with given seconds for a round and a prompt
+in place of the models. A round takes equally long however many rows are busy, because its programs have a
+static batch. No round runs while a prompt is read.
 """
 
 import collections
@@ -15,22 +15,22 @@ from jaxtyping import Float, Int
 from speccascade_jax.core.errors import FieldError
 
 BUSIEST = 0.95
-"""The most of its time that a planned server is busy: closer to 1, waits grow for longer than that."""
-LAST = 10_000_000  # simulated rounds; a server that needs more for the requests is overloaded for hours
+"""The largest load of a planned server. Closer to 1, waiting times would keep growing for too long."""
+LAST = 10_000_000  # most simulated rounds; a server that needs more is hopelessly overloaded
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedServer:
-    """The values that determine waiting times: the flags of serve.py, and times on the machine in question.
+    """The values that determine waiting times: flags of serve.py, and times on the given machine.
 
     Raises FieldError for values that are too small.
     """
 
-    rows: int  # decoded at once
+    rows: int  # requests decoded at once
     round_seconds: float
-    prompt_seconds: float  # for reading one prompt
-    queue: int  # requests that may wait for a row; others are refused
-    rounds: int = 1  # between two looks for new requests
+    prompt_seconds: float  # to read one prompt
+    queue: int  # most waiting requests; others are refused
+    rounds: int = 1  # rounds between two checks for new requests
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0}
@@ -41,8 +41,8 @@ class SimulatedServer:
             raise FieldError("round_seconds", self.round_seconds, "it must be above 0.")
 
     def load(self, rounds: Int[np.ndarray, " N"], requests_per_second: float) -> float:
-        """The share of its time that it is busy with full batches of such texts; above 1 its queue grows
-        without end."""
+        """The server's load: the share of its time in which it is busy if batches of such texts are full.
+        Above 1, its queue grows without bound."""
         seconds = float(np.mean(rounds)) * self.round_seconds / self.rows + self.prompt_seconds
         return seconds * requests_per_second
 
@@ -52,10 +52,10 @@ class Served:
     """The outcome of each request, in order of arrival. A refused request has NaN seconds."""
 
     first: Float[np.ndarray, " N"]  # seconds from the arrival to the first tokens
-    whole: Float[np.ndarray, " N"]  # and to the last ones
+    whole: Float[np.ndarray, " N"]  # seconds from the arrival to the last tokens
     tokens: Int[np.ndarray, " N"]
     seconds: float  # from the first arrival to the last token
-    busy: float  # the share of row-rounds in which a row wrote something
+    busy: float  # the share of row-rounds in which a row wrote tokens
 
     @property
     def refused(self) -> int:
@@ -66,7 +66,7 @@ class Served:
         return float(self.tokens[~np.isnan(self.whole)].sum() / self.seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Figures under the names of evaluation.load.Load's."""
+        """Figures under the names that evaluation.load.Load uses."""
         figures: dict[str, Any] = {
             "requests": len(self.whole),
             "accepted": len(self.whole) - self.refused,
@@ -81,15 +81,15 @@ class Served:
 
 @dataclasses.dataclass
 class Row:
-    """A request in a row."""
+    """A request that occupies a row."""
 
     number: int
-    left: int  # rounds that it still needs
-    written: bool = False  # whether its client has had tokens
+    left: int  # remaining rounds
+    written: bool = False  # whether its client has received tokens
 
 
 class Simulation:
-    """A server's state: one device, or one group of devices that share the models."""
+    """The state of a server with one device, or one group of devices that share the models."""
 
     def __init__(
         self, server: SimulatedServer, arrivals: Float[np.ndarray, " N"], rounds: Int[np.ndarray, " N"]
@@ -100,10 +100,10 @@ class Simulation:
         self.rows: list[Row] = []
         self.first, self.whole = (np.full(len(arrivals), np.nan) for _ in range(2))
         self.all_rounds = self.row_rounds = 0
-        self.ahead = max(server.rows // 2, 1)  # prompts read together where so many wait
+        self.ahead = max(server.rows // 2, 1)  # prompts read together if that many wait
 
     def run(self) -> None:
-        """Until every request is answered or refused. Raises FieldError if that takes too long."""
+        """Runs until every request is answered or refused. Raises FieldError if that takes too long."""
         while self.come < len(self.arrivals) or self.waiting or self.rows:
             self._hear()
             if not (self.waiting or self.rows):
@@ -116,14 +116,14 @@ class Simulation:
                 )
 
     def _hear(self) -> None:
-        """Requests that have arrived take their places in the queue, or are refused."""
+        """Queues the requests that have arrived, or refuses them."""
         while self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now:
             if len(self.waiting) + len(self.rows) < self.server.rows + self.server.queue:
                 self.waiting.append(self.come)
             self.come += 1
 
     def _step(self) -> None:
-        """Simulates ServedLane.step(): several runs of the scheduler, followed by deliveries to clients."""
+        """Simulates ServedLane.step(): several runs of the scheduler, then deliveries to clients."""
         server = self.server
         crowded = len(self.waiting) + len(self.rows) > server.rows
         fresh = bool(self.waiting) or not all(row.written for row in self.rows)
@@ -159,7 +159,7 @@ class Simulation:
         return finished
 
     def _place(self) -> None:
-        """Idle rows take waiting requests, whose prompts are read first."""
+        """Gives idle rows to waiting requests, after reading their prompts."""
         while self.waiting and len(self.rows) < self.server.rows:
             number = self.waiting.popleft()
             self.now += self.server.prompt_seconds
@@ -173,9 +173,10 @@ def simulate(
     requests_per_second: float,
     seed: int = 0,
 ) -> Served:
-    """N requests at random times (a Poisson process). The n-th writes tokens[n] tokens in rounds[n] rounds.
+    """Simulates N requests that arrive as a Poisson process. The n-th writes tokens[n] tokens in rounds[n]
+    rounds.
 
-    Raises FieldError for shapes that differ, texts without a round, and a rate that is not positive.
+    Raises FieldError for different shapes, texts without a round, and a rate that is not positive.
     """
     tokens, rounds = np.asarray(tokens), np.asarray(rounds)
     if tokens.shape != rounds.shape or tokens.ndim != 1 or not tokens.size:
@@ -202,8 +203,8 @@ def simulate(
 def rounds_of_texts(
     emitted: Float[np.ndarray, " L"], tokens: Int[np.ndarray, " N"], seed: int = 0
 ) -> Int[np.ndarray, " N"]:
-    """Samples the number of rounds for texts with these numbers of tokens. emitted[x] is the probability that
-    a round writes x tokens, independently of the others."""
+    """Samples the number of rounds of texts with these numbers of tokens. emitted[x] is the probability that
+    a round writes x tokens, independently of other rounds."""
     draw = np.random.default_rng(seed)
     left, rounds = np.array(tokens, np.int64), np.zeros(len(tokens), np.int64)
     while (unfinished := left > 0).any():
@@ -214,10 +215,10 @@ def rounds_of_texts(
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """As many servers as the load needs."""
+    """The number of servers that a load needs."""
 
     servers: int
-    served: Served  # by one of them
+    served: Served  # the requests of one of them
 
 
 def fewest(
@@ -228,9 +229,9 @@ def fewest(
     first_token_seconds: float,
     most_servers: int = 1 << 16,
 ) -> Fleet | None:
-    """The fewest servers, each of which gets an equal share of the requests at random, that are busy for at
-    most BUSIEST of the time, refuse none, and give 99 of 100 clients their first tokens within that many
-    seconds; None if `most_servers` are too few."""
+    """The smallest number of servers, each with an equal random share of the requests, whose load is at most
+    BUSIEST, that refuse no request and give 99 % of clients their first tokens within `first_token_seconds`;
+    None if `most_servers` are too few."""
 
     def tried(servers: int) -> Served | None:
         if server.load(rounds, requests_per_second / servers) > BUSIEST:

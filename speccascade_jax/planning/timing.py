@@ -1,8 +1,8 @@
-"""Seconds of pieces of a round.
+"""Measures the seconds of the parts of a round.
 
-Pieces are timed in turn, in one process, so that a busy machine slows all of them. Each is repeated inside a
-compiled loop, once and many times, and the difference counts: what a call costs besides its rounds (entering
-from Python, copying caches in, converting weights) is no part of one.
+Parts are timed in turn in one process, so that a busy machine slows all of them. Each runs in a compiled
+loop, once and many times, and the result is the difference divided by the repetitions. So the fixed costs of
+a call (dispatch from Python, copying caches, converting weights) are not included.
 """
 
 import time
@@ -19,8 +19,8 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.nests import roll_back
 from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Params, Prefix, Sampler
 
-Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
-LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more
+Part = tuple[Callable[..., Any], tuple[Any, ...]]  # function of the repetitions, other arguments
+LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take together, if at least 4 and at most 400 do
 
 
 class Timing(NamedTuple):
@@ -36,8 +36,8 @@ class FixedLogitsCache(NamedTuple):
 
 
 class FixedLogits(NamedTuple):
-    """A LanguageModel that computes nothing: its parameters are logits [N, V], read from the row of
-    each position on. A round of such models is what a round costs besides its models."""
+    """A LanguageModel that computes nothing: its parameters are logits [N, V], read from the row of each
+    position on. A round of such models measures the cost of a round without its models."""
 
     vocab_size: int
 
@@ -58,12 +58,12 @@ class FixedLogits(NamedTuple):
 
 
 def repeated(body: Callable[[Any], Any], times: Array) -> Callable[[Any], Any]:
-    """`body` applied so many times, each to what the last one gave."""
+    """`body` applied `times` times, each time to its last result."""
     return lambda carry: lax.fori_loop(0, times, lambda _, carry: body(carry), carry)
 
 
 def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
-    """extend() by `rows` tokens at the cache's length: each feeds what the last predicted."""
+    """extend() by `rows` tokens at the cache's length; each call reads what the last one predicted."""
 
     def part(times, params, tokens, cache):
         def body(carry):
@@ -77,7 +77,7 @@ def step_part(model: LanguageModel, params: Any, cache: Any, rows: int) -> Part:
 
 
 def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
-    """A whole round, again and again at one position."""
+    """A whole round, repeated at the same position."""
 
     def part(times, params, state):
         def body(now):
@@ -95,7 +95,8 @@ def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
 
 
 def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
-    """The part, compiled: each call gives the seconds of one execution now, with `once` of a whole call."""
+    """Compiles a part. Each call of the result measures the seconds of one execution or, with `once`, of a
+    whole call."""
     function, arguments = part
     compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
 
@@ -106,20 +107,20 @@ def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
         first = spent(1)
         if once:
             return first
-        times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # what ran before left its weights behind: now warm
+        times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # the caches are warm now
         return (spent(1 + times) - spent(1)) / times
 
     return seconds
 
 
 def time_parts(programs: dict[str, Part], repetitions: int, once: Collection[str] = ()) -> dict[str, Timing]:
-    """Part -> Timing. Those named in `once` are timed as one call each."""
+    """Times each program, part -> Timing. Those named in `once` are timed as one call each."""
     watches = {name: stopwatch(part, name in once) for name, part in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repetition in range(repetitions + 1):
         for name, watch in watches.items():
             spent = watch()
-            if repetition:  # the first warms up
+            if repetition:  # the first is a warm-up
                 seconds[name].append(spent)
     return {name: Timing(*np.percentile(spent, [50, 25, 75])) for name, spent in seconds.items()}
 

@@ -1,1 +1,1 @@
-"""From requests to rows: what runs on the devices, and in which order."""
+"""Scheduling: assigns requests to batch rows, and decides what runs on the devices."""

@@ -1,13 +1,12 @@
-"""Block sizes that follow the load: rounds have the size from which most tokens per second are expected.
+"""Block sizes that follow the load: each turn uses the size with the most expected tokens per second.
 
-A larger block yields more tokens per round, as far as drafts are accepted, and takes longer; how much longer
-depends on how many rows the devices compute at once. Both are measured: the seconds of a round of each size
-when a server starts, the acceptance on what it writes.
+A larger block yields more tokens per round, if drafts are accepted, but a round takes longer; how much longer
+depends on the number of rows in the batch. The seconds of a round are measured for each size when a server
+starts, and acceptance is measured on its output.
 
-That is exact. The size is chosen before anything is drafted, from committed tokens and from how many drafted
-ones were accepted, and no random number of a position that is still to be written has a part in that. So each
-row follows its law, whatever the sizes. Which tokens a sampled row draws does depend on where its rounds
-begin.
+Changing the size does not change the output distribution. The size is chosen before anything is drafted, from
+committed tokens and acceptance counts only, so it is independent of the random numbers of unwritten
+positions. The tokens that a sampled row draws do depend on where its rounds begin.
 """
 
 import dataclasses
@@ -19,13 +18,13 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
 
-PRIOR = 32.0  # drafted tokens by which the acceptance before a position is believed to be its own, too
-MEMORY = 2000.0  # written tokens after which what was seen counts for 1/e: another kind of texts may come
-WORTH = 1.03  # how many times as many tokens per second make another size than the last worth its while
+PRIOR = 32.0  # drafted tokens' worth of belief that a position has the acceptance of the one before it
+MEMORY = 2000.0  # written tokens after which an observation counts 1/e, because the texts may change
+WORTH = 1.03  # a new size must promise this many times the tokens per second of the current one
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """The block sizes that are compiled: `largest`, and half of each down to 1 and 0, ascending."""
+    """The block sizes to compile: `largest`, its successive halves down to 1, and 0, in ascending order."""
     sizes = [largest]
     while sizes[-1]:
         sizes.append(sizes[-1] // 2)
@@ -33,7 +32,7 @@ def sizes_up_to(largest: int) -> tuple[int, ...]:
 
 
 class Seen(NamedTuple):
-    """The counts of rows in their rounds, and the largest number of drafts per round of each row."""
+    """Each row's counts, and its largest number of drafts per round."""
 
     histogram: Int[np.ndarray, "B G+1"]  # rounds by number of accepted tokens
     emitted: Int[np.ndarray, " B"]
@@ -42,11 +41,11 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass
 class Acceptance:
-    """The recent probability that the j-th drafted token of a round is accepted, given that those before it
-    are.
+    """Estimates the probability that the j-th drafted token is accepted, given that those before it are.
 
-    An untested position has the value of the position before it, and the first one has ACCEPTANCE. So a
-    server that has stopped drafting tries again once old observations are forgotten.
+    Recent rounds count most. An untested position inherits the value of the position before it, and the first
+    starts at ACCEPTANCE. So a server that has stopped drafting tries again once old observations have
+    decayed.
     """
 
     largest: int
@@ -56,8 +55,8 @@ class Acceptance:
         self.accepted = self.added = 0.0  # drafted tokens that were accepted, and what they added to the text
 
     def learn(self, seen: Seen) -> None:
-        """Counts the rounds of a turn. What was drafted after a rejection is unknown here, as it has to be:
-        it met random numbers that are still to be used."""
+        """Adds the rounds of a turn. Tokens drafted after a rejection must not be counted: the random numbers
+        of their positions are still to be used."""
         written = seen.emitted.sum()
         at_least = np.cumsum(seen.histogram[:, ::-1], axis=1)[
             :, ::-1
@@ -75,8 +74,8 @@ class Acceptance:
             setattr(self, name, forgotten * getattr(self, name) + fresh)
 
     def tokens(self) -> Float[np.ndarray, " G+1"]:
-        """The tokens that a round of 0 .. `largest` drafts is expected to write. An accepted token that ends
-        its text has no other one after it: what a draft adds is a little less than what is accepted."""
+        """The expected number of tokens that a round of 0 .. `largest` drafts writes. A round adds slightly
+        fewer tokens than it accepts plus one, because nothing follows an accepted end-of-sequence token."""
         rate, standing, chances = ACCEPTANCE, 1.0, list[float]()
         for kept, tested in zip(self.kept, self.tested, strict=True):
             rate = (kept + PRIOR * rate) / (tested + PRIOR)
@@ -92,12 +91,12 @@ class Blocks:
     def __init__(self, sizes: Sequence[int]):
         self.sizes = tuple(sizes)
         self.acceptance = Acceptance(max(sizes))
-        self.seconds: dict[Any, Mapping[int, float]] = {}  # by program: of a round of each size
+        self.seconds: dict[Any, Mapping[int, float]] = {}  # program -> block size -> seconds of a round
         self.size = max(sizes)
 
     def choose(self, program: Any, limits: Sequence[int], least: int) -> int:
-        """The size of the next turn of a `program`, at least `least`. `limits` are the most drafts of each
-        running row's rounds."""
+        """The block size of a program's next turn, at least `least`. `limits` has the most drafts per round
+        of each running row."""
         seconds, tokens = self.seconds.get(program, {}), self.acceptance.tokens()
         pace = {
             size: sum(tokens[min(size, limit)] for limit in limits) / seconds[size]

@@ -1,8 +1,7 @@
-"""Prompts read a chunk at a time: rows that run do not wait until a long prompt is read as a whole, and what
-several prompts begin with is read once.
+"""Chunked prefill: running rows do not wait for a whole long prompt, and shared prefixes are read once.
 
-A decoder-only model reads its prompt as it reads what follows: extend() by one chunk after the other, in its
-own tokens. An encoder sees all of its source at once, in prefill().
+A decoder-only model reads its prompt with extend(), one chunk at a time, in its own tokens. An encoder reads
+all of its source at once, in prefill().
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from speccascade_jax.vocabularies.translated import Resized, Translated
 
 
 def continues(model: Any, params: Params) -> bool:
-    """Whether a model continues the tokens of its prompt, and may read them chunk by chunk."""
+    """Whether a model's output continues its prompt, so that it can read the prompt in chunks."""
     if isinstance(model, Translated):
         return continues(model.model, params.drafter)
     if not jax.tree.leaves(params):  # it computes nothing from its prompt
@@ -39,13 +38,13 @@ def continues(model: Any, params: Params) -> bool:
 
 
 def any_continues(sampler: Sampler, params: Params) -> bool:
-    """Whether any of a sampler's models may read its prompt chunk by chunk."""
+    """Whether any model of a sampler can read its prompt in chunks."""
     return any(jax.tree.leaves(each(continues, sampler.models, params)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blank:
-    """A model of which only an empty cache is needed."""
+    """Wraps a model whose prefill() only has to return an empty cache."""
 
     model: Any
 
@@ -64,7 +63,7 @@ class Blank:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """`sampler` for core.loop.begin(), where models that may read chunk by chunk read nothing yet."""
+    """Wraps a sampler for core.loop.begin(), so that models that read in chunks read nothing yet."""
 
     sampler: Sampler
 
@@ -101,15 +100,15 @@ class Unread:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """The models of a sampler that read a prompt in the same tokens, chunk by chunk."""
+    """The models of a sampler that read a prompt in chunks and in the same vocabulary."""
 
-    foreign: Translated | None  # whose tokens: a model's of another vocabulary; None: the verifier's
-    models: Any  # the sampler's
-    reads: Any  # which of them, nested as they are
+    foreign: Translated | None  # the model whose vocabulary is read; None: the verifier's vocabulary
+    models: Any  # the sampler's models
+    reads: Any  # whether each of them is read here, in the same nest
 
     @property
     def stores(self) -> bool:
-        """Whether what its models have read can be kept for other rows."""
+        """Whether cache segments of all its models can be kept for other rows."""
         return all(jax.tree.leaves(each(lambda model, reads: not reads or keeps(model), *self._nests)))
 
     @property
@@ -117,11 +116,11 @@ class Reader:
         return self.models, self.reads
 
     def tokens(self, request: Any) -> list[int]:
-        """A request's prompt in its tokens."""
+        """A request's prompt in this reader's vocabulary."""
         return request.tokens if self.foreign is None else request.foreign.get(self.foreign, [])
 
     def width(self, width: int) -> int:
-        """The width of its inputs where the verifier's have `width`."""
+        """The width of its inputs if the verifier's inputs have `width`."""
         return width if self.foreign is None else self.foreign.reads(width)
 
     def read(
@@ -132,8 +131,9 @@ class Reader:
         tokens: Int[AnyArray, "B C"],
         start: Int[AnyArray, ""],
     ) -> Cache:
-        """The caches after its models have read `tokens`, the columns of all prompts from `start` on. Each
-        row has already read its prompt up to there, or to the prompt's `end` if that comes first."""
+        """Returns the caches after the models have read `tokens`, columns start .. start+C-1 of all prompts.
+        Each row has already read its prompt up to `start`, or up to the prompt's `end` if that comes
+        first."""
 
         def read_on(model: Any, weights: Params, cache: Cache, end: Int[AnyArray, " B"]) -> Cache:
             cache = roll_back(model, cache, jnp.full_like(end, start))
@@ -150,8 +150,8 @@ class Reader:
         return each(advanced, *self._nests, params, caches)
 
     def segments(self, caches: Cache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
-        """The content of its models' caches for positions start .. start+size-1 of a row; None for other
-        models."""
+        """The contents of the models' caches at positions start .. start+size-1 of a row; None for models
+        that are not read here."""
 
         def segment(model: Any, reads: bool, cache: Cache) -> Any:
             if not reads:
@@ -165,7 +165,8 @@ class Reader:
     def with_segments(
         self, caches: Cache, segments: Any, rows: Bool[AnyArray, " B"], start: Int[AnyArray, ""]
     ) -> Cache:
-        """The caches whose chosen rows hold `segments` from `start` on, and end with them."""
+        """Returns the caches with `segments` written at `start` in the chosen rows, whose caches then end
+        there."""
 
         def placed(model: Any, reads: bool, cache: Cache, segment: Any) -> Cache:
             if not reads:
@@ -186,11 +187,11 @@ def keeps(model: Any) -> bool:
 
 
 def readers_of(sampler: Sampler, params: Params) -> tuple[Reader, ...]:
-    """A reader for each vocabulary in which some model reads its prompt chunk by chunk."""
+    """One reader for each vocabulary in which some model reads its prompt in chunks."""
     models = sampler.models
 
     def vocabulary(model: Any, weights: Params) -> list[Translated | None]:
-        """As a list, of one or none."""
+        """The model's vocabulary in a list; an empty list if it does not read in chunks."""
         return [model if isinstance(model, Translated) else None] if continues(model, weights) else []
 
     read = each(vocabulary, models, params)

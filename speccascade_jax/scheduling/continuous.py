@@ -1,4 +1,4 @@
-"""A server's scheduler: each request takes a row as soon as there is one, whatever the others do."""
+"""Continuous batching for a server: each request takes a row as soon as one is free."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +19,18 @@ from speccascade_jax.scheduling.scheduler import Scheduler
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
-TIMED = 7  # times that rounds of each block size are measured when a server starts
-ROUNDS = 2  # rounds of each of these
+TIMED = 7  # measurements of each block size when a server starts
+ROUNDS = 2  # rounds per measurement
 
 
 class Continuous(Scheduler):
-    """A Scheduler whose requests take rows as they become free, in the order they came.
+    """A Scheduler that serves requests in order of arrival, each as soon as a row is free.
 
-    The batch has one of two widths: that of the longest request, `width`, or a third of it while all running
-    requests are shorter and none truncates, since attention over padding is a tenth of a round. If many
-    requests wait, the prompts of a few with similar lengths are read at once, before there are rows for all
-    of them, and several rows are given away at once. With a plan's `chunk` there is one width: prompts are
-    read that many tokens at a time, and running rows do a round in between.
+    The batch has one of two widths: `width`, which fits the longest request, or a third of it while all
+    running requests fit and none uses a truncation. (Attention over padding takes a tenth of a round.) If
+    many requests wait, the prompts of several with similar lengths are read together, before there are rows
+    for all of them, and several rows are refilled at once. If the plan has a `chunk`, there is one width:
+    prompts are read `chunk` tokens at a time, and running rows do a round between two chunks.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Continuous(Scheduler):
         super().__init__(programs, batch_size, tokenizer, bucket, prefixes=prefixes)
         alone = programs.plan.chunk or not programs.plan.sampler.level  # a second width costs compile time
         self.widths = [width] if alone else sorted({bucket(max(width // 3, 1)), width})
-        self.ahead = max(batch_size // 2, 1)  # prompts read at once for each device, where so many wait
+        self.ahead = max(batch_size // 2, 1)  # prompts read together on each device if that many wait
         self.most_idle = self.share
         self.reading: list[Reading] = []
-        self.blank: dict[int, Any] = {}  # by width: states that hold nothing
-        self.cached: dict[int, int] = {}  # by id: tokens of its prompt that were known
+        self.blank: dict[int, Any] = {}  # width -> a state of empty rows
+        self.cached: dict[int, int] = {}  # id -> tokens of its prompt found in the prefix cache
         sizes = programs.plan.block_sizes
-        self.blocks = Blocks(sizes) if sizes else None  # chooses the block size of each turn
-        self.behind = False  # whether rows were written that the drafter has not read
-        self.learnt: Any = None  # ids of the rows' requests and what they had counted in the turn before
+        self.blocks = Blocks(sizes) if sizes else None  # chooses each turn's block size
+        self.behind = False  # whether the drafter has not read all committed tokens
+        self.learnt: Any = None  # the rows' request ids and counts at the end of the last turn
 
     @property
     def busy(self) -> bool:
@@ -77,7 +77,8 @@ class Continuous(Scheduler):
         return self.programs.run(self.batch_size, self.width, plain, size)
 
     def _block_size(self, blocks: Blocks, plain: bool) -> int:
-        """The size of the next rounds, for which the drafter's cache is complete where it drafts."""
+        """The next turn's block size. If it is not 0, the drafter first reads the tokens that it has
+        missed."""
         requests, programs = [request for _, request in self.running.values()], self.programs
         sampler: Any = programs.plan.sampler
         methods = {number for request in requests for number in request.methods or (0,)}
@@ -97,7 +98,7 @@ class Continuous(Scheduler):
         super()._take_finished()
 
     def _learn(self, blocks: Blocks) -> None:
-        """Tells `blocks` what the turn's rounds have counted."""
+        """Passes the counts of the turn's rounds to `blocks`."""
         counts, numbers = self.seen[4][-1], np.full(len(self.seen[3]), -1)
         limits = np.zeros_like(numbers)
         for row, (number, request) in self.running.items():
@@ -127,7 +128,7 @@ class Continuous(Scheduler):
         return self._begun(Reading({}, None, rows, width), unread=bool(self.programs.plan.chunk))
 
     def _place_one_by_one(self) -> bool:
-        """Waiting requests take idle rows, those whose prompts have been read first."""
+        """Fills idle rows, first with requests whose prompts have been read."""
         while True:
             self.reading = [
                 left for reading in self.reading for left in reading.without(self._refill(reading))
@@ -151,7 +152,7 @@ class Continuous(Scheduler):
         self.waiting.sort(key=lambda entry: (entry[0] in chosen, -entry[0]))
 
     def _place_by_chunks(self) -> bool:
-        """Running rows do a round between two chunks of a prompt."""
+        """Reads the next chunk of a prompt; running rows do a round before the one after it."""
         while self.waiting or self.reading:
             devices = [device for device, rows in enumerate(self._idle()) if rows]
             if not self.reading and not devices:
@@ -176,7 +177,7 @@ class Continuous(Scheduler):
         return super()._refill(read)
 
     def _fit(self, reading: Sequence[Reading]) -> None:
-        """Makes the batch as wide as its rows and the next ones need."""
+        """Gives the batch the width that its rows and the next ones need."""
         placed = [self.running, *(read.placed for read in reading)]
         here = [request for places in placed for _, request in places.values()]
         needed = self._width_of(here) if all_plain(here) else self.widths[-1]
@@ -187,7 +188,7 @@ class Continuous(Scheduler):
         self.width = width
 
     def _resized(self, state: Any, width: int, wanted: int) -> Any:
-        """The batch's state, of a `width`, with the `wanted` one."""
+        """The batch's state, resized from `width` to `wanted`."""
         programs, rows = self.programs, self.batch_size
         if wanted not in self.blank:
             self.blank[wanted] = self._nothing(1, wanted)
@@ -196,7 +197,7 @@ class Continuous(Scheduler):
         return programs.call(resize, state, self.blank[wanted], programs.place(nowhere))
 
     def _known(self, devices: Sequence[int]) -> Reading:
-        """The next request on each of these devices, with what is known of its prompt."""
+        """Starts reading the next request on each of these devices; restores cached prefixes."""
         reading = self._reading({device: self.waiting.pop() for device in devices if self.waiting}, 1)
         reading = self.prompts.restored(reading._replace(fresh=self._begun(reading, unread=True)))
         self.cached |= {number: self.prompts.cached_tokens(reading) for number, _ in reading.placed.values()}
@@ -218,7 +219,7 @@ class Continuous(Scheduler):
                 for count in {1} if chunk else {1, self.ahead}:
                     programs.refill(rows, width, count, fresh, False)
         for size in sizes:
-            programs.run(rows, self.widths[-1], False, size)  # rows that truncate are never in a narrow batch
+            programs.run(rows, self.widths[-1], False, size)  # a narrow batch has no truncations
         for number in range(len(programs.readers)) if chunk else ():
             programs.read(1, self.widths[0], number, chunk)
             if self.prompts.stores(number):
@@ -228,8 +229,8 @@ class Continuous(Scheduler):
     def measure(
         self, settings: Settings, widths: Sequence[int] = (), plain: Sequence[bool] = (True, False)
     ) -> None:
-        """Measures how long a round of each block size takes in a full batch of these widths (none: of all),
-        with truncations and without. precompile() comes first."""
+        """Measures the seconds of a round of each block size in a full batch of each of `widths` (by default
+        all), without truncations and with them. Call precompile() first."""
         blocks, programs, rows = self.blocks, self.programs, self.batch_size
         sampler: Any = programs.plan.sampler
         if blocks is None:
@@ -248,10 +249,10 @@ class Continuous(Scheduler):
                     blocks.seconds[Timed(rows, width, alone, lossless)] = self._seconds(by_size, state)
 
     def _seconds(self, by_size: dict[int, Any], state: Any) -> dict[int, float]:
-        """Seconds of a round of each of the programs, medians. They run in turn, so that a busy machine
+        """The median seconds of a round of each program. The programs run in turn, so that a busy machine
         slows all of them."""
         programs, spent = self.programs, {size: list[float]() for size in by_size}
-        # A program takes its state's memory, so each run has a copy.
+        # A program donates the memory of its state, so each run gets a copy.
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings(state))
         for _ in range(TIMED):
             for size, program in by_size.items():
@@ -268,16 +269,16 @@ class Timed(NamedTuple):
     rows: int
     width: int
     plain: bool
-    lossless: bool  # no row asks for a law at the bonus position
+    lossless: bool  # no row needs the distribution at the bonus position
 
 
 def limit_of(request: Request) -> int:
-    """The most drafts of its rounds."""
+    """A request's largest number of drafts per round."""
     return request.settings.block_sizes(1)[-1]
 
 
 def all_plain(requests: Iterable[Request]) -> bool:
-    """Whether none of them truncates."""
+    """Whether no request uses a truncation."""
     every = [request.settings for request in requests]
     return all(
         getattr(settings, name) in (None, truncation.off)

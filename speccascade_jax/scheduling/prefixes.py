@@ -1,7 +1,7 @@
-"""A cache of prompt prefixes: segments of models' caches, kept for other rows.
+"""The prefix cache: segments of the models' caches, kept for other prompts with the same prefix.
 
-Each model has a tree of blocks of tokens, in which the path from the root to a node is the beginning of some
-prompt. So a segment is found by all the tokens up to its end, on which the keys and values in it depend.
+Each model has a tree of token blocks, in which the path from the root to a node is the beginning of a prompt.
+A segment is looked up by all tokens up to its end, because its keys and values depend on all of them.
 """
 
 from collections import OrderedDict
@@ -17,16 +17,15 @@ Block = tuple[int, ...]
 
 
 def blocks_of(tokens: Sequence[int], size: int) -> list[Block]:
-    """The whole blocks of a prompt. Its last token is in none: a cache does not cover it."""
+    """The whole blocks of a prompt without its last token, which a cache does not cover."""
     return [tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size, size)]
 
 
 def shared_lengths(prompts: Sequence[list[int]], others: Sequence[list[int]] = ()) -> list[int]:
-    """The length of the prefix that each prompt shares with another one of them, or with one of the
-    `others`."""
+    """The length of the longest prefix that each prompt shares with another prompt or one of `others`."""
     every = [*prompts, *others]
     lengths = [0] * len(every)
-    # In this order, what shares the longest beginning with a prompt stands next to it.
+    # In sorted order, the prompt that shares the longest prefix is a neighbour.
     for a, b in pairwise(sorted(range(len(every)), key=lambda n: every[n])):
         pairs = zip(every[a], every[b], strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -35,13 +34,13 @@ def shared_lengths(prompts: Sequence[list[int]], others: Sequence[list[int]] = (
 
 
 def bytes_of(segment: Any) -> int:
-    """The bytes of a segment per device."""
+    """A segment's bytes per device."""
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(segment))
 
 
 class Owner:
-    """The owner of a segment: a model with these parameters, and the shape and place of the segment. It holds
-    a reference to the parameters, so that no others can be mistaken for them."""
+    """Identifies a model, its parameters, and the shapes and shardings of its segments. It holds a reference
+    to the parameters, so that their ids are not reused."""
 
     def __init__(self, model: Any, params: Any, shapes: Any):
         self.params = params
@@ -56,7 +55,7 @@ class Owner:
 
 
 class Node:
-    """A block of tokens after those of its parent."""
+    """A block of tokens that follows its parent's."""
 
     def __init__(self, owner: Owner, parent: "Node | None" = None, block: Block = (), segment: Any = None):
         self.owner, self.parent, self.block, self.segment = owner, parent, block, segment
@@ -65,24 +64,25 @@ class Node:
 
 
 class PrefixCache:
-    """Segments by the tokens up to their ends, at most `limit` bytes of them on each device. Those that were
-    not used for longest make room for others, the end of a prompt before its beginning."""
+    """Segments by the tokens up to their ends, at most `limit` bytes on each device. The least recently used
+    are evicted first, the end of a prompt before its beginning."""
 
     def __init__(self, limit: int):
         self.limit, self.bytes, self.evictions = limit, 0, 0
-        self.repeated = 0  # tokens of files that were read again although they could have been kept
+        self.repeated = 0  # prefix tokens of a file read more than once
         self.roots: dict[Owner, Node] = {}
-        # The least recently used first. A node stands before its parent, so the first one has no children.
+        # Least recently used first. A node precedes its parent, so the first node has no children.
         self.order: OrderedDict[Node, None] = OrderedDict()
 
     def find(self, owner: Owner, blocks: Iterable[Block]) -> list[Any]:
-        """The segments of the blocks that a prompt begins with, as many as there are."""
+        """The cached segments of a prompt's blocks, up to the first block that is missing."""
         path = self._path(owner, blocks)
         self._use(path)
         return [node.segment for node in path]
 
     def add(self, owner: Owner, blocks: Sequence[Block], segment: Any) -> None:
-        """Keeps the segment of the last of these blocks, where those before it are here and leave room."""
+        """Adds the segment of the last of `blocks` if those before it are cached and the limit leaves
+        room."""
         path = self._path(owner, blocks)
         if len(path) != len(blocks) - 1 or bytes_of(segment) > self.limit:
             return
@@ -101,7 +101,7 @@ class PrefixCache:
         self._use([*path, node])
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all segments."""
         self.roots.clear()
         self.order.clear()
         self.bytes = 0
@@ -116,7 +116,7 @@ class PrefixCache:
         return path
 
     def _use(self, path: Sequence[Node]) -> None:
-        """Moves the nodes of a path to the end of the order."""
+        """Marks the nodes of a path as used last."""
         for node in reversed(path):
             self.order[node] = None
             self.order.move_to_end(node)
@@ -127,5 +127,5 @@ class PrefixCache:
             del node.parent.children[node.block]
         self.bytes -= node.bytes
         self.evictions += 1
-        if not self.roots[node.owner].children:  # then its parameters need not be kept either
+        if not self.roots[node.owner].children:  # so that its parameters can be freed
             del self.roots[node.owner]

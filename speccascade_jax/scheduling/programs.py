@@ -1,4 +1,4 @@
-"""The programs that a scheduler runs on the devices, compiled once for each shape."""
+"""The compiled programs of a scheduler, one for each shape."""
 
 import dataclasses
 import time
@@ -29,7 +29,7 @@ from speccascade_jax.vocabularies.joining import shapes_of
 
 GIGABYTE = 2**30
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
-LAWS = 8  # roughly how many arrays [B, block size + 1, V] a round holds at once
+LAWS = 8  # about how many arrays [B, block size + 1, V] a round holds at once
 
 
 @dataclasses.dataclass
@@ -49,22 +49,22 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The settings that are fixed when a program is compiled. All others may differ between rows."""
+    """The settings that a program is compiled for. All others may differ between rows."""
 
     sampler: Sampler
     max_new_tokens: int
     eos_id: int
     vocab_size: int
-    truncations: tuple[str, ...] = ()  # those that some row samples with
-    bounds: tuple[tuple[str, int], ...] = ()  # the most that any row asks of those that are bounded
-    history: int = 0  # how many rounds back stop sequences are looked for; 0: there are none
-    ragged: bool = False  # each row has its own block size, up to the sampler's
-    block_sizes: tuple[int, ...] = ()  # those that rounds may have; (): the sampler's alone
-    chunk: int = 0  # so many tokens of a prompt are read between two rounds; 0: all of it
-    spans: bool = False  # some row has another lenience after a marker
+    truncations: tuple[str, ...] = ()  # truncations that some row uses
+    bounds: tuple[tuple[str, int], ...] = ()  # largest value of each truncation with a bound
+    history: int = 0  # rounds whose counts are kept, to cut at a stop sequence; 0: none
+    ragged: bool = False  # rows have their own block sizes, up to the sampler's
+    block_sizes: tuple[int, ...] = ()  # the sizes to choose from; (): only the sampler's
+    chunk: int = 0  # prompt tokens read between two rounds; 0: the whole prompt
+    spans: bool = False  # some row changes alpha after a marker
 
     def options(self, temperature: Any, values: Mapping[str, Any]) -> SamplingOptions:
-        """SamplingOptions of this program with a value for each of its truncations."""
+        """SamplingOptions with values for this program's truncations."""
         return SamplingOptions(temperature, **values, **{f"max_{name}": bound for name, bound in self.bounds})
 
     def requests(self, rows: int, width: int) -> loop.Requests:
@@ -86,33 +86,33 @@ class Plan:
 
 
 class Programs:
-    """The compiled pieces of one Plan. With several devices, each has its own rows and its own loop, but
-    groups of devices that share the models run in step.
+    """The compiled programs of a Plan. Each device has its own rows and its own loop, but the devices of a
+    group that shards the models run in step.
 
-    Numbers of rows are per device. A piece is compiled from shapes, when it is first asked for.
+    Numbers of rows are per device. A program is compiled from shapes when it is first needed.
     """
 
     def __init__(
         self, plan: Plan, params: Any, mesh: Mesh | None, clock: Clock, prefixes: PrefixCache | None = None
     ):
-        """`prefixes`: where what prompts begin with is kept, in the same memory."""
+        """`prefixes`: the prefix cache, in the same memory."""
         self.plan, self.params, self.mesh, self.clock, self.prefixes = plan, params, mesh, clock, prefixes
         self.devices = 1 if mesh is None else mesh.shape[AXIS]
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
-        self.shapes: dict[tuple[int, int], Any] = {}  # of what begin() returns
+        self.shapes: dict[tuple[int, int], Any] = {}  # the shapes of begin()'s result
         self.states: dict[tuple[int, int], Any] = {}
-        self.kept: dict[tuple[int, int], Any] = {}  # what cut() returns, by reader and size
+        self.kept: dict[tuple[int, int], Any] = {}  # shapes of cut()'s result, by reader and size
 
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
-        """The readers of prompts, which read chunk by chunk."""
+        """The readers that read prompts in chunks."""
         return readers_of(self.plan.sampler, self.params)
 
     def begin(self, rows: int, width: int, unread: bool = False) -> Any:
-        """(params, Requests, one more than each row's block size or None) -> State. With `unread`, the models
-        of `readers` have read nothing yet.
+        """(params, Requests, each row's block size + 1 or None) -> State. With `unread`, the models of
+        `readers` have read nothing yet.
 
-        Raises FieldError if it does not fit into the devices' memory.
+        Raises FieldError if the state does not fit into the devices' memory.
         """
 
         def compiled() -> Any:
@@ -127,8 +127,8 @@ class Programs:
         return self._once(("begin", rows, width, unread), compiled)
 
     def read(self, rows: int, width: int, number: int, size: int) -> Any:
-        """(params, State, tokens [B, size], where they stand) -> State, in the first one's memory: the next
-        chunk of the `number`-th reader's prompts."""
+        """(params, State, tokens [B, size], their first position) -> State: the `number`-th reader reads its
+        next chunk. Donates the state."""
 
         def compiled() -> Any:
             state, reader = self._state(rows, width), self.readers[number]
@@ -146,8 +146,8 @@ class Programs:
         return self._once(("read", rows, width, number, size), compiled)
 
     def cut(self, rows: int, width: int, number: int, size: int) -> Any:
-        """(State, a device's number, its row, where a segment begins) -> what the `number`-th reader has read
-        there, on every device."""
+        """(State, device, row of that device, first position) -> the segment that the `number`-th reader has
+        read there, replicated on every device."""
 
         def compiled() -> Any:
             known = self.kept.get((number, size))
@@ -157,8 +157,8 @@ class Programs:
         return self._once(("cut", rows, width, number, size), compiled)
 
     def put(self, rows: int, width: int, number: int, size: int) -> Any:
-        """(State, what cut() returns, which rows take it, where it begins) -> State, in the first one's
-        memory."""
+        """(State, a segment from cut(), the rows that take it as bool [B], first position) -> State. Donates
+        the state."""
 
         def compiled() -> Any:
             state, reader = self._state(rows, width), self.readers[number]
@@ -175,7 +175,7 @@ class Programs:
         return self._once(("put", rows, width, number, size), compiled)
 
     def segments(self, rows: int, width: int, number: int, size: int) -> Any:
-        """The shapes of what cut() returns, and where it is: the same for all rows and widths."""
+        """The shapes and shardings of cut()'s result, which are the same for all rows and widths."""
         if (number, size) not in self.kept:
             where = self.cut(rows, width, number, size).output_shardings
             shapes = jax.eval_shape(self._cut(number, size), self._state(rows, width), *[NUMBER] * 3)
@@ -183,9 +183,9 @@ class Programs:
         return self.kept[number, size]
 
     def run(self, rows: int, width: int, plain: bool = False, size: int | None = None) -> Any:
-        """(params, State, finished rows, rounds) -> State, in the first one's memory. `plain` is for states
-        in which no unfinished row truncates: it leaves out the sorts. `size`: of a round's blocks, one of the
-        plan's."""
+        """(params, State, finished rows, rounds) -> State: runs until that many rows are finished or that
+        many rounds have run. Donates the state. `plain` omits the truncations' sorts, for states in which no
+        unfinished row truncates. `size`: the block size, one of the plan's."""
 
         def compiled() -> Any:
             state, sampler = self._state(rows, width), self._sampler(size)
@@ -200,7 +200,7 @@ class Programs:
         return self._once(("run", rows, width, plain, size), compiled)
 
     def catch_up(self, rows: int, width: int) -> Any:
-        """(params, State) -> State, in the first one's memory: loop.caught_up()."""
+        """(params, State) -> State: loop.caught_up(). Donates the state."""
 
         def compiled() -> Any:
             state = self._state(rows, width)
@@ -210,7 +210,8 @@ class Programs:
         return self._once(("catch_up", rows, width), compiled)
 
     def refill(self, rows: int, width: int, fresh_rows: int, fresh_width: int, like_fresh: bool) -> Any:
-        """(State, fresh State, slots) -> State, as wide as the first or `like_fresh`."""
+        """(State, fresh State, slots) -> State, with the width of the first state, or with `like_fresh` that
+        of the fresh one."""
 
         def compiled() -> Any:
             state, fresh = self._state(rows, width), self._state(fresh_rows, fresh_width)
@@ -226,7 +227,7 @@ class Programs:
         return self._once(("refill", rows, width, fresh_rows, fresh_width, like_fresh), compiled)
 
     def stop(self, rows: int, width: int) -> Any:
-        """(State, which rows are to stop) -> State, in the first one's memory."""
+        """(State, the rows to stop as bool [B]) -> State. Donates the state."""
 
         def compiled() -> Any:
             state = self._state(rows, width)
@@ -244,7 +245,7 @@ class Programs:
             return fetched(arrays)
 
     def place(self, rows: Any) -> Any:
-        """Host arrays [B, ...] where each device has its own rows."""
+        """Puts host arrays [B, ...] onto the devices, each device's rows on that device."""
         return rows if self.mesh is None else split_rows(self.mesh, rows)
 
     def _sampler(self, size: int | None) -> Sampler:
@@ -269,7 +270,7 @@ class Programs:
         return self._mapped(begin, P(), P(AXIS), P(AXIS))
 
     def _arguments(self, rows: int, width: int) -> tuple[Any, Any]:
-        """The shapes of begin()'s arguments but the parameters."""
+        """The shapes of begin()'s arguments, without the parameters."""
         size = rows * self.devices
         want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
         return self._placed((self.plan.requests(size, width), want))
@@ -287,26 +288,27 @@ class Programs:
         return self._mapped(cut, P(AXIS), P(), P(), P(), by_rows=False)
 
     def _mapped(self, function: Callable[..., Any], *specs: Any, by_rows: bool = True) -> Callable[..., Any]:
-        """The function on each device's rows. It returns rows, or (not `by_rows`) the same on all devices."""
+        """Maps a function over each device's rows. It returns rows or, if not `by_rows`, a replicated
+        result."""
         if self.mesh is None:
             return function
         out = P(AXIS) if by_rows else P()
-        # What each device, or each group that shares the models, does with its rows is left to the compiler.
+        # The compiler partitions the work within a group of devices that shards the models.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=specs, out_specs=out, axis_names={AXIS}, check_vma=False
         )
 
     def _placed(self, shapes: Any) -> Any:
-        """place() of shapes."""
+        """Like place(), for shapes."""
         if self.mesh is None:
             return shapes
         where = NamedSharding(self.mesh, P(AXIS))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
     def _state(self, rows: int, width: int) -> Any:
-        """The shapes of a State, and where begin() has put its parts. They stay there."""
+        """The shapes of a State, with the shardings that begin() has chosen and all programs keep."""
         if (rows, width) not in self.states:
-            # Either begin() will do: one that is there, so that the other is compiled only where it is used.
+            # Either begin() will do. A compiled one is preferred, so that none is compiled only for this.
             unread = bool(self.plan.chunk) or ("begin", rows, width, True) in self.compiled
             where = self.begin(rows, width, unread).output_shardings
             self.states[rows, width] = placed_as(self.shapes[rows, width], where)
@@ -317,7 +319,7 @@ class Programs:
             began, before = time.perf_counter(), self.clock.compile_seconds
             with shared_by(self.params):
                 self.compiled[key] = lower().compile()
-            # lower() may have compiled what this program takes: that time is in both.
+            # lower() may have compiled programs whose results this one takes: count that time once.
             self.clock.compile_seconds = before + time.perf_counter() - began
             self.clock.compilations += 1
         return self.compiled[key]
@@ -347,7 +349,7 @@ class Programs:
 
 
 def run_plainly(sampler: Sampler, params: Any, state: loop.State, *limits: Any, **static: Any) -> loop.State:
-    """loop.run() without truncations. Their values stay in the state, for other rows."""
+    """loop.run() without truncations, whose values stay in the state for later rows."""
     options = state.rows.options
     plain = state._replace(rows=state.rows._replace(options=SamplingOptions(options.temperature)))
     done = loop.run(sampler, params, plain, *limits, **static)
@@ -361,10 +363,10 @@ def refill(
     slots: Int[jax.Array, " R"],
     like_fresh: bool = False,
 ) -> loop.State:
-    """`state` with its rows `slots` replaced by the rows of `fresh`; a slot of B or more is left out.
+    """Returns `state` with its rows `slots` replaced by the rows of `fresh`; slots of B or more are ignored.
 
-    The two may have begun with inputs of different widths: buffers are as large as those of `state`, or with
-    `like_fresh` as those of `fresh`, which must hold all unfinished rows.
+    The two states may have inputs of different widths. The buffers of the result are as large as those of
+    `state` or, with `like_fresh`, as those of `fresh`, which must hold all unfinished rows.
     """
     caches = insert(sampler.models, state.caches, fresh.caches, slots, like_fresh)
     rest = insert_rows(state._replace(caches=None), fresh._replace(caches=None), slots, like_fresh)
@@ -372,12 +374,12 @@ def refill(
 
 
 def stop_rows(state: loop.State, stopped: jax.Array) -> loop.State:
-    """`state` with the rows where `stopped` [B] finished."""
+    """Returns `state` with the rows where `stopped` [B] is true finished."""
     return state._replace(rows=state.rows._replace(room=jnp.where(stopped, 0, state.rows.room)))
 
 
 def placed_as(shapes: Any, where: Any) -> Any:
-    """The shapes, with a sharding for each."""
+    """Combines shapes with shardings."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
 
 
@@ -386,7 +388,7 @@ def shardings(shapes: Any) -> Any:
 
 
 def free_memory() -> int | None:
-    """Free bytes on the first device, or on the host for CPU devices; None if that is not known."""
+    """The free bytes of the first device, or of the host for CPU devices; None if unknown."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "bytes_limit" in statistics:
         return statistics["bytes_limit"] - statistics["bytes_in_use"]
@@ -398,8 +400,8 @@ def free_memory() -> int | None:
 
 
 def crowded() -> bool:
-    """Whether half of the memory maps that this process may have are in use. A program for CPUs takes
-    hundreds of them, and XLA aborts the process when there are no more."""
+    """Whether this process uses more than half of the memory maps that it may have. A compiled CPU program
+    takes hundreds of them, and XLA aborts the process when they run out."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -409,7 +411,7 @@ def crowded() -> bool:
 
 
 def row_keys(seeds: list[int], numbers: list[int]) -> jax.Array:
-    """A typed key [B] for each row: its request's number folded into the key of its seed."""
+    """Typed keys [B]: for each row, its request's number folded into the key of its seed."""
     data = np.stack([key_data(seed) for seed in seeds])
     return _folded(data, np.array(numbers, np.uint32))
 

@@ -1,4 +1,4 @@
-"""The prompts of one scheduler's rows: read chunk by chunk, but for what the cache of prefixes holds."""
+"""Reads the prompts of a scheduler's rows in chunks, except for what the prefix cache holds."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,25 +13,25 @@ from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.markers import Tokenized
 from speccascade_jax.vocabularies.translated import Translated
 
-CHUNK = 128  # tokens read at once, where a server's flag does not say
-WORTH = 1024  # tokens read again and again, until the programs that save that are worth compiling
+CHUNK = 128  # tokens of a chunk, unless a server's flag sets them
+WORTH = 1024  # repeated prefix tokens from which sharing them is worth compiling its programs
 
 
 class Request(NamedTuple):
-    """A text to decode. `methods` are the indices of its methods in those of the sampler's levels."""
+    """A text to decode. `methods` has, for each level, the index of its method among the sampler's."""
 
     tokens: Sequence[int]
     settings: Settings
-    number: int = 0  # with the seed it fixes the random draws
+    number: int = 0  # determines the random draws, together with the seed
     methods: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text as each foreign model reads it
-    spans: Tokenized = ()  # its settings' alpha_after, in tokens
-    keeps_size: bool = False  # its rounds draft as many tokens as its settings say, whatever the load
+    foreign: dict[Translated, list[int]] = {}  # noqa: RUF012 - the text in each foreign model's tokens
+    spans: Tokenized = ()  # alpha_after of its settings, tokenized
+    keeps_size: bool = False  # its block size does not follow the load
 
     @property
     def size(self) -> int:
-        """The width of inputs that hold it."""
+        """The width that its inputs need."""
         return max([len(self.tokens), *(model.needs(len(ids)) for model, ids in self.foreign.items())])
 
 
@@ -40,17 +40,17 @@ Entry = tuple[int, Request]
 
 
 class Reading(NamedTuple):
-    """Requests without a row yet whose prompts are read, or being read: by their places in the state `fresh`,
-    which has `rows` on each device."""
+    """Requests that have no row yet and whose prompts have been, or are being, read. `placed` maps their rows
+    in the state `fresh`, which has `rows` rows per device."""
 
     placed: dict[int, Entry]
     fresh: Any
     rows: int
     width: int
-    starts: tuple[int, ...] = ()  # of each reader's next chunk, where prompts are read so
+    starts: tuple[int, ...] = ()  # where each reader's next chunk begins, if prompts are read in chunks
 
     def without(self, gone: Iterable[int]) -> list["Reading"]:
-        """The readings that remain without these requests: a list with at most one entry."""
+        """This reading without these requests, in a list; an empty list if none remain."""
         placed = {place: entry for place, entry in self.placed.items() if entry[0] not in gone}
         return [self._replace(placed=placed)] if placed else []
 
@@ -58,23 +58,24 @@ class Reading(NamedTuple):
 class Prompts:
     """Reads prompts with a scheduler's programs.
 
-    A segment is what was read in one chunk, and chunks begin at multiples of their size whether the ones
-    before were read or found. So the programs that compute a prompt's keys and values are the same.
+    A segment holds one chunk, and chunks begin at multiples of their size, whether the earlier ones were read
+    or restored. So the same programs compute a prompt's keys and values in either case.
     """
 
     def __init__(self, programs: Programs, prefixes: PrefixCache | None):
         self.programs, self.prefixes = programs, prefixes
         self.size = programs.plan.chunk or CHUNK
-        self.shared: dict[int, Request] = {}  # by id: what a request's prompt begins with, like others'
+        self.shared: dict[int, Request] = {}  # id -> the part of the prompt that others share
         self.read_ahead: set[Any] = set()
-        self.owners: dict[int, list[Owner]] = {}  # of each reader's segments
+        self.owners: dict[int, list[Owner]] = {}  # by reader: the owners of its segments
 
     def stores(self, number: int) -> bool:
-        """Whether what the `number`-th reader has read is kept for other rows."""
+        """Whether segments of the `number`-th reader are kept for other rows."""
         return self.prefixes is not None and self.programs.readers[number].stores
 
     def restored(self, reading: Reading) -> Reading:
-        """A reading that has just begun, with what is known of its prompts: as much as is of all of them."""
+        """A reading that has just begun, with the cached segments restored, up to the shortest cached prefix
+        among its prompts."""
         starts = []
         for number in range(len(self.programs.readers)):
             cached = {
@@ -93,7 +94,7 @@ class Prompts:
         return reading._replace(starts=tuple(starts))
 
     def cached_tokens(self, reading: Reading) -> int:
-        """The number of tokens of each prompt, in the verifier's vocabulary, that restored() found."""
+        """The number of tokens, in the verifier's vocabulary, that restored() found of each prompt."""
         pairs = zip(self.programs.readers, reading.starts, strict=True)
         return next((start for reader, start in pairs if reader.foreign is None), 0)
 
@@ -101,12 +102,12 @@ class Prompts:
         return self._next(reading) is None
 
     def advanced(self, reading: Reading, keep: bool) -> Reading:
-        """The reading after the next chunk of one vocabulary, which is kept for others with `keep`."""
+        """The reading after one reader has read its next chunk. With `keep`, the chunk is cached."""
         number, programs, size = self._next(reading), self.programs, self.size
         if number is None:
             return reading
         reader, start = programs.readers[number], reading.starts[number]
-        # The last chunk that fits: it may read some tokens again.
+        # The last chunk has to fit, so it may read some tokens again.
         at = min(start, reader.width(reading.width) - size)
         tokens = np.zeros((reading.rows * programs.devices, size), np.int32)
         for place, (_, request) in reading.placed.items():
@@ -121,7 +122,8 @@ class Prompts:
         return reading
 
     def expect(self, entries: Sequence[Entry], others: Sequence[Request]) -> None:
-        """Finds what the prompts of a file's next requests begin with in common, or with one of `others`."""
+        """Finds the prefixes that the prompts of a file's next requests share with each other or with
+        `others`."""
         lengths = self._shared([request.tokens for _, request in entries], [other.tokens for other in others])
         whole = sum(len(request.tokens) for _, request in entries)
         if self.prefixes is None or 4 * sum(lengths) < whole:
@@ -144,12 +146,12 @@ class Prompts:
             self.shared[number] = Request(request.tokens[: lengths[n] + 1], request.settings, foreign=cut)
 
     def _shared(self, prompts: Sequence[Any], others: Sequence[Any]) -> list[int]:
-        """shared_lengths() in whole blocks, of what caches cover."""
+        """shared_lengths() rounded down to whole blocks, without each prompt's last token."""
         lengths = shared_lengths([[*tokens[:-1]] for tokens in prompts], [[*tokens] for tokens in others])
         return [length // self.size * self.size for length in lengths]
 
     def ahead(self, reading: Reading) -> list[Request]:
-        """The shared prefixes to read once, and keep, before the prompts of a reading."""
+        """The shared prefixes to read and cache before the prompts of a reading."""
         requests = []
         for number, _ in reading.placed.values():
             request = self.shared.get(number)
@@ -161,12 +163,12 @@ class Prompts:
         return requests
 
     def shares(self, reading: Reading) -> bool:
-        """Whether a prompt of a reading begins like others, and there is room for chunks."""
+        """Whether some prompt of a reading has a shared prefix and the width holds a chunk."""
         return reading.width >= self.size and any(n in self.shared for n, _ in reading.placed.values())
 
     def _next(self, reading: Reading) -> int | None:
-        """The next reader with an unread part of some prompt. A prompt's last token is read by the first
-        round."""
+        """The first reader that has not read all prompts, or None. The first round reads a prompt's last
+        token."""
         for number, reader in enumerate(self.programs.readers):
             longest = max(len(reader.tokens(request)) for _, request in reading.placed.values())
             if reading.starts[number] < longest - 1:
@@ -174,7 +176,7 @@ class Prompts:
         return None
 
     def _segments(self, reading: Reading, number: int, request: Request) -> list[list[Any]]:
-        """For each block of a prompt that is known, the segment of each model of a reader."""
+        """For each cached block of a prompt, the segment of each of the reader's models."""
         if self.prefixes is None or not self.stores(number):
             return []
         blocks = blocks_of(self.programs.readers[number].tokens(request), self.size)
@@ -192,7 +194,7 @@ class Prompts:
         return reading._replace(fresh=fresh)
 
     def _keep(self, reading: Reading, number: int, start: int) -> None:
-        """Keeps what has just been read from `start` on."""
+        """Caches the chunk that was just read at `start`."""
         if self.prefixes is None:
             return
         programs, reader, owners = self.programs, self.programs.readers[number], self._owners(reading, number)
@@ -208,7 +210,7 @@ class Prompts:
                 self.prefixes.add(owner, blocks, segment)
 
     def _owners(self, reading: Reading, number: int) -> list[Owner]:
-        """The owners of the segments of a reader's models."""
+        """The owner of the segments of each of the reader's models."""
         programs, reader = self.programs, self.programs.readers[number]
         if number not in self.owners:
             shapes = programs.segments(reading.rows, reading.width, number, self.size)

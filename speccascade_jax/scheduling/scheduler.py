@@ -7,7 +7,7 @@
         for number, result in scheduler.finished():
             ...
 
-Decoding of files, evaluation and streaming use it; nothing else loops over batches.
+It is the only loop over batches: decoding of files, evaluation and streaming all use it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,12 +31,12 @@ from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Tokenized
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad, up_to_stop
 from speccascade_jax.vocabularies.joining import inputs_of
 
-LOOK_EVERY = 8  # rounds between two looks for stop sequences
+LOOK_EVERY = 8  # rounds between two searches for stop sequences
 ALL_ROUNDS = np.int32(2**31 - 1)
 
 
 class Result(NamedTuple):
-    """The result of a request: tokens up to its end or stop sequence, their origins, and the counts."""
+    """The result of a request: its tokens up to the end or a stop sequence, their origins, and the counts."""
 
     tokens: list[int]
     origin: list[str]
@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 class LogitsError(ValueError):
-    """The outcome of a request, instead of a Result, if a model's logits are not numbers."""
+    """Takes the place of a request's Result if a model's logits are NaN."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -55,16 +55,15 @@ class LogitsError(ValueError):
 
 
 class Lane(NamedTuple):
-    """Requests that share a program: its plan, its parameters, and each level's methods to choose from."""
+    """Requests that share a program: its plan, its parameters, and the methods of each level."""
 
     plan: Plan
     params: Any
     methods: tuple[tuple[Method, ...], ...]
 
     def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """The index of the method that these settings name at each level.
-
-        Raises FieldError for a way to verify that the lane does not have, and ValueError for such a method.
+        """The index of the method that these settings name at each level. Raises FieldError for a
+        verification that the lane does not have, and ValueError for such a method.
         """
         ways = verifications_of(self.plan.sampler)
         unasked = not self.methods and is_default(settings.verification)
@@ -80,22 +79,22 @@ class Lane(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Drafts on the host, between two rounds, for a sampler whose first model is a
+    """Drafts on the host between two rounds, for a sampler whose first model is a
     core.samplers.proposals.Proposed."""
 
     def __call__(
         self, running: Mapping[int, tuple[int, Request]], written_by: Callable[[int], list[int]]
     ) -> Proposals:
-        """The next drafts of the running rows. written_by(row) gives the tokens that a row has written."""
+        """The next drafts of the running rows. written_by(row) returns the tokens that a row has written."""
         ...
 
 
 class Scheduler:
-    """The rows of a batch, `batch_size` on each device, and the requests that wait for a row.
+    """Runs requests in the rows of a batch, `batch_size` on each device; the others wait for a row.
 
-    Waiting requests are scheduled longest first, so that few rows are idle at the end and the batch's inputs
-    become narrower. A result depends only on its request, never on other requests. (This holds in float32;
-    other dtypes round products of different shapes differently.)
+    The longest waiting request is scheduled first, so that few rows are idle at the end and the batch's
+    inputs become narrower over time. A result depends only on its request, never on other requests. (This
+    holds in float32; other dtypes round products of different shapes differently.)
     """
 
     def __init__(
@@ -109,18 +108,18 @@ class Scheduler:
     ):
         self.proposer, self.prompts = proposer, Prompts(programs, prefixes)
         self.programs, self.batch_size, self.tokenizer, self.bucket = programs, batch_size, tokenizer, bucket
-        # How many of a device's rows are idle before others take them.
+        # The number of idle rows per device at which they are refilled.
         self.share = max(batch_size // 4, 1)
-        self.waiting: list[tuple[int, Request]] = []  # whose turn is next last
-        self.running: dict[int, tuple[int, Request]] = {}  # by row, counted over all devices
+        self.waiting: list[tuple[int, Request]] = []  # the next request is last
+        self.running: dict[int, tuple[int, Request]] = {}  # by row, numbered over all devices
         self.done: list[tuple[int, Result | LogitsError]] = []
         self.state: Any = None
-        self.seen: Any = None  # what run() has fetched of it
+        self.seen: Any = None  # the parts of the state that run() has fetched
         self.width = self.admitted = 0
 
     @property
     def busy(self) -> bool:
-        """Whether run() has anything to do."""
+        """Whether requests are waiting or running."""
         return bool(self.waiting or self.running)
 
     def admit(self, requests: Iterable[Request]) -> list[int]:
@@ -131,28 +130,28 @@ class Scheduler:
         return [number for number, _ in new]
 
     def _turn(self, entry: tuple[int, Request]) -> Any:
-        """The position of a request in the queue."""
+        """The sort key of a request in the queue; the largest is scheduled first."""
         return entry[1].size, entry[0]
 
     def cancel(self, number: int) -> None:
-        """Forgets a request; its row is free at once. A finished or unknown request is ignored."""
+        """Removes a request and frees its row at once. A finished or unknown request is ignored."""
         self.waiting = [entry for entry in self.waiting if entry[0] != number]
         self._stop([row for row, (other, _) in self.running.items() if other == number])
 
     def finished(self) -> list[tuple[int, Result | LogitsError]]:
-        """The requests that have finished since the last call, by id; a request whose logits are not numbers
-        ends with an error, and its neighbours continue."""
+        """The (id, outcome) pairs of the requests that have finished since the last call. A request with NaN
+        logits ends with a LogitsError; the others continue."""
         done, self.done = self.done, []
         return done
 
     def partial(self, number: int) -> Result | None:
-        """The tokens of a running request at the end of the last run(); None if it no longer runs."""
+        """The tokens that a running request had after the last run(); None if it is not running."""
         row = next((row for row, (other, _) in self.running.items() if other == number), None)
         return None if row is None or self.seen is None else self._result(row, self.running[row][1])[0]
 
     def run(self, rounds: int | None = None) -> None:
-        """Gives rows to waiting requests, then runs until rows are free for others, everything is done, or
-        `rounds` rounds have run. Stop sequences are looked for every few rounds.
+        """Gives rows to waiting requests, then runs until rows can be refilled, all requests are done, or
+        `rounds` rounds have run. Returns every few rounds if a request has stop sequences.
         """
         held = self._place()
         if not self.running:
@@ -169,8 +168,8 @@ class Scheduler:
         self._take_finished()
 
     def _rounds(self, enough: np.int32, limit: np.int32) -> None:
-        """Runs up to `limit` rounds, until `enough` rows are finished; a single round if drafts are
-        proposed."""
+        """Runs up to `limit` rounds, or until `enough` rows are finished. With a proposer, it runs one
+        round."""
         if self.proposer is not None:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
@@ -203,12 +202,12 @@ class Scheduler:
         self._stop(stopped)
 
     def _broken(self, row: int) -> bool:
-        """Whether a row's logits were not numbers: what is drawn then is not a token."""
+        """Whether a row's logits were NaN: then its tokens contain ids outside the vocabulary."""
         tokens, _, emitted, *_ = self.seen
         return bool((tokens[row, : int(emitted[row])] >= self.programs.plan.vocab_size).any())
 
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
-        """The tokens of a row up to its stop sequence, and whether it reached one."""
+        """A row's result up to its stop sequence, and whether it has reached one."""
         tokens, origin, emitted, room, counts, history = self.seen
         written = tokens[row, : int(emitted[row])]
         stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
@@ -222,7 +221,7 @@ class Scheduler:
         return Result(kept, names, levels.tolist(), numbers), stopped is not None
 
     def _stop(self, rows: list[int]) -> None:
-        """Frees these rows before they are finished."""
+        """Frees rows that are not finished."""
         if not rows:
             return
         which = np.isin(np.arange(self.batch_size * self.programs.devices), rows)
@@ -234,8 +233,8 @@ class Scheduler:
             del self.running[row]
 
     def _place(self) -> bool:
-        """Gives the idle rows to waiting requests, once enough rows of every device are idle. Returns whether
-        some requests remain without a row until running rows have done a round."""
+        """Gives idle rows to waiting requests once every device has enough of them. Returns whether the
+        running rows must do a round before more prompts are read."""
         while self.waiting:
             anew = not self.running
             count = self.batch_size if anew else self.share
@@ -249,7 +248,7 @@ class Scheduler:
         return False
 
     def _read(self, count: int, devices: Sequence[int]) -> Reading:
-        """Reads the prompts of the next requests, up to `count` on each of these devices."""
+        """Reads the prompts of the next requests, up to `count` per device."""
         chosen = {
             device * count + k: self.waiting.pop() for k in range(count) for device in devices if self.waiting
         }
@@ -261,12 +260,12 @@ class Scheduler:
         return self._read_to_the_end(reading, keep=False)
 
     def _reading(self, chosen: dict[int, Entry], count: int) -> Reading:
-        """A reading of these requests that has not begun."""
+        """A reading of these requests that has not started."""
         return Reading(chosen, None, count, self._width_of([request for _, request in chosen.values()]))
 
     def _read_to_the_end(self, reading: Reading, keep: bool) -> Reading:
-        """Reads the prompts chunk by chunk, but for what is known of them; what is read is kept for others
-        with `keep`."""
+        """Reads the prompts in chunks, after restoring cached prefixes. With `keep`, the chunks are
+        cached."""
         reading = self.prompts.restored(reading._replace(fresh=self._begun(reading, unread=True)))
         while not self.prompts.complete(reading):
             reading = self.prompts.advanced(reading, keep)
@@ -284,9 +283,9 @@ class Scheduler:
         ]
 
     def _refill(self, read: Reading) -> set[int]:
-        """Puts what has been read into idle rows, as many as there are. Returns the ids of these requests."""
+        """Moves as many requests of a reading as possible into idle rows, and returns their ids."""
         programs, rows, count, width = self.programs, self.batch_size, read.rows, read.width
-        slots = np.full(count * programs.devices, rows, np.int32)  # `rows`: none
+        slots = np.full(count * programs.devices, rows, np.int32)  # `rows` means no slot
         for device, local in enumerate(self._idle()):
             places = [place for place in read.placed if place // count == device][: len(local)]
             slots[places] = local[: len(places)]
@@ -305,12 +304,12 @@ class Scheduler:
         return {number for number, _ in taken.values()}
 
     def _becomes(self, width: int) -> bool:
-        """Whether the batch takes the width of what is put into it."""
+        """Whether the batch takes on the width of the requests that refill it."""
         needed = self._width_of(request for _, request in self.running.values())
         return width > self.width or (width < self.width and needed <= width)
 
     def precompile(self, widths: Sequence[int]) -> None:
-        """Compiles every program that requests of these (ascending) widths may need."""
+        """Compiles every program that requests of these widths, in ascending order, may need."""
         programs, rows = self.programs, self.batch_size
         stops = programs.plan.history > 0
         for width in widths:
@@ -323,7 +322,7 @@ class Scheduler:
                     programs.refill(rows, width, self.share, other, True)
 
     def _begun(self, reading: Reading, unread: bool = False) -> Any:
-        """The rows of a reading, whose prompts are read unless they are to be `unread`."""
+        """The initial state of a reading's rows; with `unread`, readers have not read their prompts."""
         programs, count, width = self.programs, reading.rows, reading.width
         plan, nobody = programs.plan, (-1, Request((), Settings()))
         rows = [reading.placed.get(row, nobody)[1] for row in range(count * programs.devices)]
@@ -336,11 +335,12 @@ class Scheduler:
 
 
 def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) -> Requests:
-    """The requests as begin() takes them, inputs padded to `width`; one without tokens is an empty row."""
+    """The requests in the form that begin() takes, with inputs padded to `width`. A request without tokens is
+    an empty row."""
     settings = [request.settings for request in requests]
 
     def column(name: str, off: float, dtype: Any) -> np.ndarray:
-        with np.errstate(over="ignore"):  # 1e308 is as good as infinite
+        with np.errstate(over="ignore"):  # 1e308 may overflow to infinity
             return np.array([off if (value := getattr(s, name)) is None else value for s in settings], dtype)
 
     inputs, lengths = pad([request.tokens for request in requests], width, pad_id)
@@ -371,18 +371,18 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
 
 
 def verifications_of(sampler: Sampler) -> tuple[str, ...]:
-    """The ways to verify that rows of a program choose from; none for a sampler that does not say any."""
+    """The names of the verifications that rows of a program may choose; empty if the sampler lists none."""
     return tuple(way.name for way in abilities_of(sampler).verifications)
 
 
 def as_floats(values: Any) -> np.ndarray:
-    """Float32; a number too large for it, such as 1e300, is the largest."""
+    """Converts to float32, clipped to its finite range."""
     largest = np.finfo(np.float32).max
     return np.clip(values, -largest, largest).astype(np.float32)
 
 
 def markers_of(rows: Sequence[Tokenized], levels: int) -> Markers:
-    """The rows' markers, as many places as every program with spans has."""
+    """The rows' markers, padded to PLACES."""
     tokens = np.full((len(rows), PLACES, LONGEST), NO_TOKEN, np.int32)
     alphas = np.zeros((len(rows), PLACES, levels), np.float32)
     for row, spans in enumerate(rows):

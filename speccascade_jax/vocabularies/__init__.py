@@ -9,10 +9,10 @@ from speccascade_jax.vocabularies.tli import TLI
 from speccascade_jax.vocabularies.union import UNION
 
 VOCABULARIES: dict[str, Strategy] = {"auto": TLI, "tli": TLI, "union": UNION, "slem": SLEM, "slrs": SLRS}
-"""By the names that --vocabulary takes."""
+"""The strategies by the names that --vocabulary takes."""
 Vocabulary = Literal[tuple(VOCABULARIES)]
 
 
 def strategy_of(vocabulary: str | Strategy) -> Strategy:
-    """What a name of --vocabulary stands for; a Strategy stands for itself."""
+    """The strategy with this name; a Strategy is returned unchanged."""
     return vocabulary if isinstance(vocabulary, Strategy) else VOCABULARIES[vocabulary]

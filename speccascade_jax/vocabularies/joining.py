@@ -1,4 +1,4 @@
-"""Models and their tokenizers -> models over one vocabulary, the largest model's."""
+"""Joins models with different tokenizers into models over one vocabulary, the largest model's."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,9 +36,8 @@ def translated(
     strategy: Strategy = TLI,
     number: int = 0,
 ) -> tuple[Translated, TranslatedParams]:
-    """The drafter over the verifier's vocabulary of `rows` logits, or over both together where the strategy
-    adds `others`; its
-    parameters with the tables. start_id, number: see Translated.
+    """Returns the drafter over the verifier's vocabulary of `rows` logits, or over the union if the strategy
+    adds `others`, and its parameters with the tables. start_id, number: see Translated.
 
     Raises ValueError if the vocabularies have no text in common.
     """
@@ -75,11 +74,11 @@ class Joined:
 
 
 def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> Joined:
-    """Each (model, parameters, tokenizer), the largest last, over the largest one's vocabulary.
+    """Joins (model, parameters, tokenizer) triples, the largest model last, over its vocabulary.
 
-    Models with its tokenizer stay as they are. If their logits are padded to another number of rows, rows
-    past the tokenizer get no mass; in decoder-only models they never do. Raises ValueError for vocabularies
-    that `strategy` cannot join.
+    Models with that tokenizer are not changed, except that logits of padded vocabularies are brought to one
+    size: rows past the tokenizer get no mass. In decoder-only models they never do. Raises ValueError for
+    vocabularies that `strategy` cannot join.
     """
     *smaller, (verifier, largest, target) = loaded
     pieces = target.pieces()
@@ -119,10 +118,10 @@ def joined(loaded: Sequence[tuple[Any, Any, Tokenizer]], strategy: Strategy) -> 
 
 
 def resized(model: Any, size: int, known: int) -> Any:
-    """The model over `size` tokens, of which it writes the first `known` only.
+    """Wraps a model so that it has `size` logits and writes only the first `known` tokens.
 
-    If a model has that many rows already, those past its tokenizer are padding if it is decoder-only (T5 has
-    sentinels there). Members of a network are left as they are.
+    A model that has `size` logits is wrapped only if it is decoder-only and has padding past its tokenizer
+    (T5 has sentinels there), and never if it is a member of a network.
     """
     pads = isinstance(full_of(model.config), DecoderOnlyConfig) and not hasattr(model, "member_of")
     known = min(known, model.vocab_size)
@@ -135,8 +134,8 @@ def readings(
     width: int,
     shown: Callable[[Sequence[str], Tokenizer], Sequence[str]] = lambda texts, tokenizer: texts,
 ) -> list[dict[Translated, list[int]]]:
-    """Each text as every foreign model reads it, cut to what stands for `width` target tokens; shown(texts,
-    tokenizer): what a model of that tokenizer is shown for them."""
+    """Each text in the tokens of every foreign model, truncated to the equivalent of `width` target tokens.
+    shown(texts, tokenizer) gives the texts as a model with that tokenizer reads them."""
     rows = {
         model: [
             tokenizer.framed(row, model.reads(width))
@@ -148,8 +147,8 @@ def readings(
 
 
 def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated, list[int]]]) -> Any:
-    """The inputs of each model of a nest: `tokens` [B, S] of the target, or a Source with the
-    `foreign_tokens` of each row; one array if all read the same tokens."""
+    """The inputs of each model of a nest: `tokens` [B, S] in the target vocabulary, or a Source with each
+    row's `foreign_tokens`. One array if all models read the same tokens."""
 
     def input_of(model: Any) -> Any:
         if not isinstance(model, Translated):
@@ -162,7 +161,8 @@ def inputs_of(models: Any, tokens: Any, foreign_tokens: Sequence[dict[Translated
 
 
 def shapes_of(models: Any, tokens: Any, array: Any) -> Any:
-    """The shapes of inputs_of(); array(size) is that of [B, size] int32, array() of [B]."""
+    """The shapes of inputs_of(). array(size) returns the shape of an int32 [B, size], and array() that of
+    [B]."""
 
     def shape_of(model: Any) -> Any:
         if not isinstance(model, Translated):

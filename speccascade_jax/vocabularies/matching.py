@@ -1,7 +1,7 @@
 """The tokens that two vocabularies share, and the spelling of each one's tokens in the other.
 
-Tokens are matched by the text they stand for (" station", the byte 0xC3), the special ones by their role.
-Committed target tokens are never tokenised again, and the target's distribution is never cut.
+Tokens match if they have the same text (" station", the byte 0xC3), special tokens if they have the same
+role. Committed target tokens are never tokenized again, and the target's distribution is never restricted.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from jaxtyping import Int
 
 from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text
 
-LONGEST = 16  # drafter tokens of a target token: of a longer one the last so many are read
+LONGEST = 16  # most drafter tokens of a target token; only the last ones of a longer spelling are read
 
 
 def matched(target: Sequence[Surface], drafter: Sequence[Surface]) -> Int[np.ndarray, "I 2"]:
-    """The tokens that both vocabularies have: (drafter's id, target id), ascending in the drafter's ids,
-    each id once.
+    """The common tokens as (drafter id, target id) pairs, in ascending order of the drafter's ids. Each id
+    occurs once.
 
-    Tokens match if they stand for the same text, those of the same kind first; tokens that are not text match
-    by their role. If several stand for the same text, those with the lowest ids match.
+    Tokens match if they have the same text, preferably also the same kind; tokens without text match by their
+    role. If several have the same text, those with the lowest ids match.
     """
     pairs: dict[int, int] = {}
     taken: set[int] = set()
-    for key in (lambda surface: surface, lambda surface: surface.text or surface):  # of one kind, then of any
+    for key in (lambda surface: surface, lambda surface: surface.text or surface):  # the same kind, then any
         free: dict[Any, list[int]] = {}
         for token in range(len(drafter) - 1, -1, -1):
             if token not in pairs:
@@ -37,7 +37,7 @@ def matched(target: Sequence[Surface], drafter: Sequence[Surface]) -> Int[np.nda
 
 
 def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
-    """`text` in the fewest drafter tokens, whose texts `ids` numbers; None if it cannot be written."""
+    """Spells `text` in the fewest tokens of `ids` (text -> id); None if that is impossible."""
     longest = max(map(len, ids), default=0)
     best: list[list[int] | None] = [[]]
     for end in range(1, len(text) + 1):
@@ -53,8 +53,8 @@ def spelled(text: bytes, ids: dict[bytes, int]) -> list[int] | None:
 def spellings(
     target: Sequence[Surface], drafter: Sequence[Surface], tokenizer: Tokenizer, pairs: Int[np.ndarray, "I 2"]
 ) -> list[list[int]]:
-    """Each target token in drafter tokens: the same token if there is one; else what the tokenizer makes of
-    its text, if that decodes to the text; else the fewest tokens that spell it; padding if none do."""
+    """Each target token in drafter tokens: the matching token if there is one; else the tokenizer's encoding
+    of its text, if that decodes to the same text; else the fewest tokens that spell it; else padding."""
     same = {int(there): [int(here)] for here, there in pairs}
     ids = by_text(drafter)
     words = [n for n, surface in enumerate(target) if n not in same and surface.text[:1] == b" "]
@@ -70,8 +70,8 @@ def spellings(
 
 
 def cut_as(target: Tokenizer, drafter: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to drafter tokens, cut as `target` cuts them: each of its tokens is spelled by
-    itself, as `translated` has a drafter read what is committed."""
+    """A function from texts to drafter tokens with the target's token boundaries: each target token is
+    spelled separately, which is how a Translated drafter reads committed tokens."""
     theirs, ours = target.surfaces(), drafter.surfaces()
     table = spellings(theirs, ours, drafter, matched(theirs, ours))
     return lambda texts: [

@@ -1,9 +1,9 @@
-"""String-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3): which of its own
-texts a drafter has to continue so that the law psi of the first target token of what it writes is known.
+"""String-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3): the texts that a
+drafter must be asked to continue to obtain psi, the distribution of the first target token of what it writes.
 
-It writes until no longer target token can match, and the longest match is the first token. With single bytes
-or characters there is one text for each inner node of the trie of the target's tokens; of pieces, one for
-each way to write it, and these soon become too many.
+The drafter writes until no longer target token can match, and the longest match is the first target token. If
+its tokens are bytes or characters, there is one text for each inner node of the trie of target tokens. If
+they are pieces, there is one for each spelling, soon too many.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,14 @@ from speccascade_jax.tokenizers.tokenizer import Surface, by_text
 from speccascade_jax.vocabularies.translated import Strings
 
 MOST_TEXTS, MOST_ENTRIES = 8192, 2**22
-"""The most texts of the drafter's tokens that are tried, and the most pairs of such a text and a next
-token."""
-TOGETHER = 256  # texts that the drafter reads at once
+"""The maximum number of texts, and of (text, next token) pairs."""
+TOGETHER = 256  # texts that the drafter reads in one call
 
 
 def strings(target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Strings:
-    """The drafter's texts that it may have to continue, as a tree whose node 0 is the empty text.
+    """The texts that the drafter may have to continue, as a tree whose node 0 is the empty text.
 
-    rows: how many target tokens there are; this number itself means "none". size: the drafter's logits.
+    rows: the number of target tokens; as an id it means "none". size: the number of the drafter's logits.
     Raises FieldError for too many texts.
     """
     ids, ours = by_text(target), by_text(drafter)

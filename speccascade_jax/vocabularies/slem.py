@@ -1,8 +1,8 @@
 """String-level exact match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2): a drafter writes in its own
-tokens, its text is read in the verifier's tokens, and these are verified.
+tokens, its text is retokenized for the verifier, and those tokens are verified.
 
-Committed tokens never change. If a draft's text fits badly, only acceptance is lost: the verifier's tokens
-follow its distribution whatever is proposed.
+Committed tokens never change. A draft that retokenizes badly costs only acceptance: the output follows the
+verifier's distribution whatever is proposed.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from speccascade_jax.tokenizers.tokenizer import Surface, Tokenizer, by_text, pa
 from speccascade_jax.vocabularies.strategy import Strategy, refused_without_law
 from speccascade_jax.vocabularies.translated import CHUNK, Translated, TranslatedParams
 
-LEAST_CHANCE = 0.3  # the chance of a whole draft below which no more is drafted
-WIDTHS = 4, CHUNK  # how many tokens the drafter's programs read at once
-LOOK_BACK = 8  # committed tokens that are read again with a draft, to find where it continues
+LEAST_CHANCE = 0.3  # drafting stops once a draft's probability is below this
+WIDTHS = 4, CHUNK  # tokens that the drafter's programs read at once
+LOOK_BACK = 8  # committed tokens that are retokenized with a draft, to find where it continues them
 
 
 def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
-    """The tokens of `new` after the longest run of tokens that `old` ends with; of several such runs, the
-    last one counts. None if there is no such run."""
+    """The tokens of `new` after the longest run that is also a suffix of `old`; of several equally long runs,
+    the last counts. None if there is no such run."""
     best, end = 0, None
     for column in range(1, len(new) + 1):
         run = 0
@@ -47,7 +47,7 @@ def going_on(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
 
 
 def longest_matches(text: bytes, ids: dict[bytes, int], longest: int) -> list[int]:
-    """`text` cut into the longest tokens from the left, up to where none fits."""
+    """Splits `text` greedily into the longest tokens from the left, until none fits."""
     tokens = []
     while text:
         size = next((n for n in range(min(longest, len(text)), 0, -1) if text[:n] in ids), 0)
@@ -59,7 +59,7 @@ def longest_matches(text: bytes, ids: dict[bytes, int], longest: int) -> list[in
 
 
 def whole_characters(text: bytes) -> tuple[str, bytes]:
-    """The text up to an incomplete character at its end, and the bytes of that character."""
+    """Splits off an incomplete UTF-8 character at the end: the text before it, and its bytes."""
     for held in range(min(3, len(text)), 0, -1):
         tail = text[-held:]
         if 0xC0 <= tail[0] < 0xF8 and held < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
@@ -68,26 +68,26 @@ def whole_characters(text: bytes) -> tuple[str, bytes]:
 
 
 class Side:
-    """The conversions of a tokenizer between text and tokens."""
+    """Converts between text and the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.surfaces = tokenizer, tokenizer.surfaces()
         self.ids = by_text(self.surfaces)
         self.longest = max(map(len, self.ids))
         [first] = tokenizer.encode_batch(["a"])
-        self.spaced = bool(first) and self._text(first).startswith(b" ")  # a text's tokens begin with one
+        self.spaced = bool(first) and self._text(first).startswith(b" ")  # texts get a leading space
 
     def _text(self, tokens: Sequence[int]) -> bytes:
         none = Surface("padding", b"")
         return b"".join((self.surfaces[n] if 0 <= n < len(self.surfaces) else none).text for n in tokens)
 
     def text(self, tokens: Sequence[int], begins: bool) -> bytes:
-        """The text of tokens; at the beginning of a text without its leading space."""
+        """The text of tokens, without the leading space if they begin a text."""
         text = self._text(tokens)
         return text[1:] if begins and self.spaced and text.startswith(b" ") else text
 
     def tokens(self, text: str, begins: bool) -> list[int]:
-        """Tokens of a text, or of a part of one that begins without a space."""
+        """The tokens of a text or, if it does not begin one, of a part of a text."""
         if begins or text.startswith(" ") or not self.spaced:
             return self.tokenizer.encode_batch([text])[0]
         return longest_matches(text.encode(errors="replace"), self.ids, self.longest)
@@ -104,11 +104,11 @@ def draft(
     read: Int[AnyArray, "B W"],
     size: Int[AnyArray, " B"],
 ) -> tuple[Int[Array, "B count"], Int[Array, " B"], Cache]:
-    """The likeliest `allowed` tokens in turn, after the first `size` of `read` follow the `keep` positions
-    that the cache still covers; how many of them a row's draft has; and the cache, which covers all but the
-    draft's last.
+    """Drafts greedily among the `allowed` tokens, after rolling the cache back to `keep` positions and
+    reading the first `size` tokens of `read`. Returns the drafts, their lengths, and the cache, which covers
+    all but a draft's last token.
 
-    A draft has up to `count` tokens. It ends with the end of a sequence, or with the token at which the
+    A draft has up to `count` tokens. It ends with the end-of-sequence token, or with the token at which the
     product of the drafter's probabilities falls below LEAST_CHANCE.
     """
 
@@ -143,7 +143,8 @@ def draft(
 
 
 class TextDrafter:
-    """A drafter of another vocabulary, its programs, and how texts pass between it and the verifier."""
+    """A drafter with another vocabulary: its programs, and the conversion of texts between it and the
+    verifier."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class TextDrafter:
         self.translated, self.begins, self.tables = model, model.start_id is not None, params.tables
         self.target, self.drafter = Side(target), Side(drafter_tokenizer)
         self.source_width = model.reads(source_width)
-        self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # drafter tokens that it reads of a text
+        self.longest = math.ceil(max_new_tokens * model.stretch) + 1  # most drafter tokens read of a text
         kinds = self.drafter.surfaces
         self.allowed = np.array(
             [
@@ -169,7 +170,7 @@ class TextDrafter:
         self.draft = jax.jit(partial(draft, self.model, drafter_tokenizer.eos_id), static_argnums=0)
         self.begin = jax.jit(self._begin, static_argnums=3)
         self.insert = jax.jit(partial(insert, network_of(self.model)), static_argnums=3)
-        self.compiled: set[tuple[int, int]] = set()  # rows and drafts for which all programs are there
+        self.compiled: set[tuple[int, int]] = set()  # (rows, draft size) of which all programs are compiled
 
     def sampler(
         self,
@@ -188,9 +189,9 @@ class TextDrafter:
         return TextProposer(self, programs, batch_size)
 
     def passes(self, count: int) -> int:
-        """The usual number of drafter tokens for `count` target tokens. The commonest pieces have the lowest
-        numbers, and the n-th is taken to come 1 / n times as often as the first (Zipf), which fits both kinds
-        of text and of vocabulary that were tried within a tenth."""
+        """The usual number of drafter tokens for `count` target tokens. Pieces are numbered by frequency, and
+        the n-th is assumed to occur 1 / n times as often as the first (Zipf's law). On the two kinds of texts
+        and vocabularies that were tried, this was within a tenth."""
         pieces = [n for n, surface in enumerate(self.target.surfaces) if surface.kind == "piece"]
         if not pieces:
             return count
@@ -207,7 +208,7 @@ class TextDrafter:
         self.compiled.add((rows, count))
 
     def _begin(self, params: Params, source: Array, length: Array, count: int) -> Any:
-        """The last token of the drafter's prefix, how much of it the cache covers, and the cache."""
+        """The last token of the drafter's prefix, the length that the cache covers, and the cache."""
         widest = source.shape[1] + 1
         prompt = jax.eval_shape(lambda: self.model.prefill(params, source, length, widest)[0]).tokens.shape[1]
         size = prompt + self.longest + CHUNK + count
@@ -216,14 +217,14 @@ class TextDrafter:
         return last, covered(self.model, cache), cache
 
     def drafter_tokens(self, written: Sequence[int]) -> tuple[list[int], bytes]:
-        """The drafter's tokens for the committed tokens, and the incomplete character at their end."""
+        """The committed tokens in drafter tokens, and the bytes of an incomplete character at their end."""
         text, held = whole_characters(self.target.text(written, self.begins))
         return self.drafter.tokens(text, self.begins), held
 
     def candidates(
         self, prompt: Sequence[int], written: Sequence[int], held: bytes, drafted: Sequence[int]
     ) -> list[int]:
-        """The drafted text in target tokens that may follow the committed ones."""
+        """The drafted text in target tokens, as a continuation of the committed ones."""
         end = self.drafter.tokenizer.eos_id
         drafted, ended = list(drafted), end in drafted
         first = self.begins and not written
@@ -245,8 +246,7 @@ class TextDrafter:
 
 @dataclasses.dataclass
 class Row:
-    """The content of the drafter's cache for a request: `begun` positions of its prompt, and then
-    `tokens`."""
+    """What the drafter's cache holds of a request: `begun` positions of its prompt, followed by `tokens`."""
 
     number: int
     begun: int
@@ -255,11 +255,11 @@ class Row:
 
 
 Running = Mapping[int, tuple[int, Any]]
-"""(number, request) of the rows that run, by row."""
+"""row -> (number, request) of the running rows."""
 
 
 class TextProposer:
-    """Drafts for the rows of one scheduler: on the host, and in the drafter's program."""
+    """Drafts for the rows of one scheduler, partly on the host and partly in the drafter's programs."""
 
     def __init__(self, drafter: TextDrafter, programs: Any, batch_size: int):
         if programs.devices > 1:
@@ -273,14 +273,14 @@ class TextProposer:
         self.drafting: dict[int, Row] = {}
 
     def __call__(self, running: Running, written_by: Callable[[int], list[int]]) -> Proposals:
-        """The next drafts of the running rows; written_by(row): the tokens that a row has written."""
+        """The next drafts of the running rows. written_by(row) returns the tokens that a row has written."""
         self._begin_rows(running)
         drafter, rows = self.drafter, self.batch_size
         written, held = {}, {}
         keep, reads = np.zeros(rows, np.int32), [[0] for _ in range(rows)]
         for row in running:
             known = self.drafting[row]
-            # Nothing was drafted, and so nothing is written.
+            # A row without drafts so far has written nothing.
             written[row] = written_by(row) if known.tokens else []
             ids, held[row] = drafter.drafter_tokens(written[row])
             wanted = [known.last, *ids][: drafter.longest]
@@ -290,7 +290,7 @@ class TextProposer:
             )
             same = min(same, len(wanted) - 1)
             keep[row], reads[row], known.tokens = known.begun + same, wanted[same:], wanted
-        while max(map(len, reads)) > CHUNK:  # a text that is read from its beginning
+        while max(map(len, reads)) > CHUNK:  # a new text, read from its beginning
             parts = [ids[:CHUNK] if len(ids) > CHUNK else [] for ids in reads]
             *_, self.cache = self._drafted(keep, parts, CHUNK)
             keep += np.array([len(part) for part in parts], np.int32)
@@ -307,7 +307,7 @@ class TextProposer:
         return Proposals(tokens, size, passes, np.zeros(rows, np.int32))
 
     def _begin_rows(self, running: Running) -> None:
-        """The drafter reads the sources of the rows that are new."""
+        """Lets the drafter read the sources of new rows."""
         drafter, rows = self.drafter, self.batch_size
         fresh = [
             row

@@ -13,9 +13,8 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 
 def tree(model: Any, target: Sequence[Surface], drafter: Sequence[Surface], rows: int, size: int) -> Any:
-    """The drafter's texts that determine the next target token.
-
-    Raises FieldError for a network's member.
+    """The texts that the drafter must continue to determine the next target token (see prefix_tree). Raises
+    FieldError for a member of a network.
     """
     if not hasattr(model, "extend_branches"):
         raise FieldError(

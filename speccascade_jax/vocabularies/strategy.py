@@ -1,4 +1,4 @@
-"""The declaration of a way to join two vocabularies."""
+"""Declares a strategy to join two vocabularies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from speccascade_jax.tokenizers.tokenizer import Surface
 
 
 def whole(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
-    """The parameters with all columns of the logits."""
+    """Keeps all columns of the logits."""
     return params, None, False
 
 
 def no_others(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " N"]:
-    """No tokens of the drafter besides the common ones."""
+    """Adds no drafter tokens besides the common ones."""
     return np.zeros(0, np.int64)
 
 
 def follows_all(name: str, method: Method) -> None:
-    """Every method can be followed."""
+    """Refuses no method."""
 
 
 WITHOUT_A_LAW = ", ".join(name for name, method in METHODS.items() if not method.needs_q)
@@ -35,7 +35,7 @@ WITHOUT_A_LAW = ", ".join(name for name, method in METHODS.items() if not method
 def refused_without_law(
     drafter: str, name: str, method: Method, alternative: str = ""
 ) -> tuple[str, str] | None:
-    """Why a method cannot follow drafts that have no distribution, and the remedy; None if it can."""
+    """Why a method cannot verify drafts without a distribution, and the remedy; None if it can."""
     if not method.needs_q:
         return None
     problem = f"{name} needs the drafter's distribution, which {drafter} does not have"
@@ -44,29 +44,31 @@ def refused_without_law(
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy for a drafter of another vocabulary: the laws that it drafts from, and its limits."""
+    """A strategy for a drafter with another vocabulary: the distributions that it drafts from, and its
+    limits."""
 
     name: str
-    summary: str  # for people
-    # (model, params, ids of common tokens) -> params, columns of a tied head, whether these are all columns
+    summary: str  # one sentence for help texts
+    # (model, params, ids of common tokens) -> params, columns of a tied head, whether only those columns
+    # remain
     head: Callable[..., tuple[Params, Any, bool]] = whole
-    # (drafter's size, pairs) -> its tokens that are put after the verifier's
+    # (drafter's size, pairs) -> the drafter's tokens that are appended to the verifier's vocabulary
     others: Callable[..., Int[np.ndarray, " N"]] = no_others
     # (model, target's surfaces, its own, rows of logits, drafter's size) -> TranslatedParams.strings
     tree: Callable[[Any, Sequence[Surface], Sequence[Surface], int, int], Any] | None = None
-    # What drafts on the host, between rounds: slem.TextDrafter is an example.
+    # A class that drafts on the host between rounds, such as slem.TextDrafter.
     drafts: Callable[..., Any] | None = None
-    # (name, method of the lowest level) -> why it cannot be followed, and the remedy; None where it can
+    # (name, method of the lowest level) -> why it cannot be used, and the remedy; None if it can
     refusal: Callable[[str, Method], tuple[str, str] | None] = follows_all
     smallest_only: bool = False  # no other model may have another vocabulary
     max_models: int | None = None
-    adaptive: bool = True  # its drafts may end where more are not worth their time
+    adaptive: bool = True  # drafts may end early, at a block size that adapts
 
     def check(self, name: str, methods: Sequence[Method], scheme: Scheme | None, adaptive: bool) -> None:
-        """Raises FieldError for methods, the smallest verifier's first, or a scheme that cannot be
-        followed."""
+        """Raises FieldError for methods (the smallest verifier's first) or a scheme that it cannot be used
+        with."""
         if scheme is not None and scheme.models is None:
-            return  # it decodes by one model, or knows what it does
+            return  # it decodes with one model, or makes its own checks
         if adaptive and not self.adaptive:
             raise FieldError(
                 "block_size",
@@ -80,4 +82,4 @@ class Strategy:
 
 
 UNSTATED = Method(lambda scores, alpha: (scores.p, None), 0, 0, "a law that nobody has stated")
-"""Represents a scheme of both models."""
+"""Represents the unknown method of a scheme that uses both models."""

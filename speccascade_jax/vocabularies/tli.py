@@ -14,8 +14,8 @@ from speccascade_jax.vocabularies.strategy import Strategy
 
 
 def pruned(model: Any, params: Params, keep: Int[np.ndarray, " I"]) -> tuple[Params, Any, bool]:
-    """The parameters with only the columns `keep` of the logits, in that order, as TranslatedParams'
-    `drafter` and `head`; False if the model's head cannot be cut, and gives all columns."""
+    """Restricts the logits to the columns `keep`, in that order. Returns TranslatedParams' `drafter` and
+    `head`, and False if the model's head cannot be cut and keeps all columns."""
     if isinstance(model, T5Model | DecoderOnlyModel) and not model.config.tied_embeddings:
         flat = dict(nnx.to_flat_state(params))
         kernel = flat["head", "kernel"]

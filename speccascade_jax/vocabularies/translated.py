@@ -1,9 +1,9 @@
-"""A drafter of another vocabulary as a LanguageModel over the verifier's (Timor et al., ICML 2025,
+"""Wraps a drafter with another vocabulary as a LanguageModel over the verifier's (Timor et al., ICML 2025,
 arXiv 2502.05202).
 
-Ids are translated on the way in, and distributions come out over the target vocabulary, so every sampler and
-every rule works unchanged. Which distributions depends on the tables, which vocabularies.joining makes from
-two tokenizers:
+It translates token ids on input and returns distributions over the target vocabulary, so every sampler and
+rule works unchanged. The distributions depend on the tables, which vocabularies.joining makes from two
+tokenizers:
 
     TLI (Algorithm 4)    q(t) of the tokens that both have, renormalised; the head has no other columns
     SLRS (Algorithm 3)   psi(t), how probable it is that what the drafter writes begins with t
@@ -27,90 +27,92 @@ from speccascade_jax.models.cache import write
 from speccascade_jax.models.layers import Branches
 
 Array = jax.Array
-NONE = np.iinfo(np.int32).max  # the place of a token that the drafter lacks
-CHUNK = 16  # tokens that a drafter reads at once, at most
+NONE = np.iinfo(np.int32).max  # the column of a token that the drafter lacks
+CHUNK = 16  # most tokens that a drafter reads at once
 
 
 class Source(NamedTuple):
-    """A translated model's input for a source text."""
+    """The input of a translated model."""
 
-    tokens: Int[AnyArray, "B S"]  # as the verifier reads it
-    drafter_tokens: Int[AnyArray, "B R"]  # in the model's tokens
+    tokens: Int[AnyArray, "B S"]  # in the verifier's tokens
+    drafter_tokens: Int[AnyArray, "B R"]  # in the drafter's tokens
     drafter_length: Int[AnyArray, " B"]
 
 
 class Tables(NamedTuple):
-    """Two vocabularies of V (target) and D (drafter) tokens."""
+    """Maps a target vocabulary of V tokens to a drafter's vocabulary of D tokens."""
 
-    place: Int[AnyArray, " V"]  # the column of the drafter's logits that is the token's, or NONE
+    place: Int[AnyArray, " V"]  # the token's column in the drafter's logits, or NONE
     spelled: Int[AnyArray, "V W"]  # the token's text in drafter tokens
-    sizes: Int[AnyArray, " V"]  # 1 .. W, how many they are
+    sizes: Int[AnyArray, " V"]  # the number of those drafter tokens, 1 .. W
 
 
 class Strings(NamedTuple):
-    """The texts after which a drafter is run to obtain psi, the distribution of the first target token of
-    what it writes: a tree of N + 1 nodes, of which node 0 is the empty text. They are read in C parts of M
+    """The texts that a drafter is asked to continue to obtain psi, the distribution of the first target token
+    of what it writes: a tree of N + 1 nodes, whose node 0 is the empty text. They are read in C parts of M
     nodes."""
 
-    tokens: Int[AnyArray, "C M"]  # a part's drafter tokens, ancestors with each node
-    depth: Int[AnyArray, "C M"]  # as Branches'
+    tokens: Int[AnyArray, "C M"]  # each part's nodes, which include all their ancestors
+    depth: Int[AnyArray, "C M"]  # as in Branches
     within: Int[AnyArray, "C M M"]
-    slot: Int[AnyArray, " N"]  # where nodes 1 .. N are among them
+    slot: Int[AnyArray, " N"]  # the place of nodes 1 .. N among the parts' nodes
     parent: Int[AnyArray, " N1"]
     token: Int[AnyArray, " N1"]  # the last drafter token of each text
-    goes: Int[AnyArray, "N1 D"]  # the first target token once that token follows; V: none, or undecided
+    goes: Int[AnyArray, "N1 D"]  # the first target token if that drafter token follows; V: none, or undecided
 
 
 class TranslatedParams(NamedTuple):
-    drafter: Params  # the model's; an untied head has the columns that are wanted
-    head: Any  # these columns [D, I] of a head tied to the embedding; None for an untied head
+    drafter: Params  # the model's parameters; an untied head has only the chosen columns
+    head: Any  # the chosen columns [D, I] of a tied head; None for an untied head
     tables: Tables
-    strings: Strings | None = None  # for psi
+    strings: Strings | None = None  # needed for psi
 
 
 class TranslatedCache(NamedTuple):
-    """Entries of `positions` past `length` are scratch."""
+    """The drafter's cache and its alignment with target tokens. Entries of `positions` past `length` are
+    scratch."""
 
     drafter: Cache
-    positions: Int[Array, "B L"]  # how many drafter tokens the first n target tokens are
+    positions: Int[Array, "B L"]  # the number of drafter tokens of the first n target tokens
     begin: Int[Array, " B"]  # the position of the prefix's last token
-    first: Int[Array, " B"]  # which is this one in the drafter's prefix
-    limit: Int[Array, " B"]  # drafter positions that may be covered
+    first: Int[Array, " B"]  # that token in the drafter's prefix
+    limit: Int[Array, " B"]  # most drafter positions that the cache can cover
     length: Int[Array, " B"]  # target tokens covered
 
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """`model`, with tokens in and logits out over the target vocabulary.
+    """Wraps `model`: tokens and logits are in the target vocabulary.
 
-    A target token that the model lacks is read as the model's tokens for that text. `positions` says where
-    each target token ends among them, so that rolling back is still a length. A text that needs far more
-    drafter tokens than usual is not read to its end: from there on all tokens are equally likely.
+    A target token that the model lacks is read as the drafter tokens of its text. The cache's `positions` say
+    where each target token ends, so that a rollback is still a length. A text that needs far more drafter
+    tokens than usual is not read to its end; from there on, all tokens are equally likely.
     """
 
     model: Any  # a LanguageModel, or a member of a network
-    vocab_size: int  # the target's; with `union` the size of both together
-    longest: int  # drafter tokens of a target token, at most
-    stretch: float  # and on average
-    start_id: int | None  # what the verifier's outputs begin with; None: its prompt
-    number: int = 0  # tells models of one shape apart
+    vocab_size: int  # the target's; with `union`, the size of both together
+    longest: int  # most drafter tokens of a target token
+    stretch: float  # average number of drafter tokens of a target token
+    start_id: int | None  # first token of the verifier's outputs; None: they continue the prompt
+    number: int = 0  # distinguishes models of the same shape
 
     @property
     def config(self) -> Any:
         return self.model.config
 
     def reads(self, width: int) -> int:
-        """The number of drafter tokens for a source of `width` target tokens."""
+        """The number of drafter tokens allotted to a source of `width` target tokens."""
         return -(-math.ceil(width * self.stretch) // 16) * 16
 
     def needs(self, count: int) -> int:
-        """The target width of a source of `count` drafter tokens."""
+        """The width, in target tokens, of a source with `count` drafter tokens."""
         return 0 if count == 0 else math.floor((count - 1) // 16 * 16 / self.stretch) + 1
 
     def prefill(
         self, params: TranslatedParams, inputs: Source, input_length: Int[AnyArray, " B"], max_length: int
     ) -> tuple[Prefix, TranslatedCache]:
-        """The target's prefix, and a cache, in drafter tokens, that covers all of it but its last token."""
+        """The prefix in target tokens, and a cache in drafter tokens that covers all of it but the last
+        token."""
         rows = inputs.drafter_tokens.shape[0]
         prefix = Prefix(jnp.asarray(inputs.tokens), jnp.asarray(input_length))
         if self.start_id is not None:
@@ -165,8 +167,8 @@ class Translated:
     def _translated(
         self, tables: Tables, tokens: Int[AnyArray, "B T"], cache: TranslatedCache
     ) -> tuple[Int[Array, "B T W"], Int[Array, "B T"], TranslatedCache]:
-        """The drafter tokens of `tokens`, how many there are after each of them, and the cache with these
-        counts."""
+        """The drafter tokens of `tokens`, the drafter position at the end of each, and the cache with these
+        positions."""
         ids, count = tables.spelled[tokens], tables.sizes[tokens]
         begins = cache.length[:, None] + jnp.arange(tokens.shape[1]) == cache.begin[:, None]
         ids = jnp.where(begins[..., None], cache.first[:, None, None], ids)
@@ -191,8 +193,9 @@ class Translated:
         ends: Int[Array, "B T"],
         drafter_cache: Cache,
     ) -> tuple[Float[Array, "B T I"], Cache]:
-        """The drafter's logits after the last drafter token of each target token; `ends` says how many of
-        `ids` each has. They are read a few at a time, until every row has read all of its tokens."""
+        """The drafter's logits after the last drafter token of each target token. `ends` has the drafter
+        position at the end of each. The tokens are read CHUNK at a time, until every row has read all of its
+        own."""
         rows, count, width = ids.shape
         start, chunk = covered(self.model, drafter_cache), min(count, CHUNK)
         ends = ends - start[:, None]
@@ -223,7 +226,7 @@ class Translated:
     def _extend_psi(
         self, params: TranslatedParams, cache: TranslatedCache, token: Int[Array, " B"]
     ) -> tuple[TranslatedCache, Float[Array, "B V"]]:
-        """The longer cache, and log psi of what follows the token."""
+        """Reads one target token: the new cache, and log psi of the next token."""
         ids, ends, cache = self._translated(params.tables, token[:, None], cache)
         root, drafter_cache = self._read(params, ids, ends, cache.drafter)
         return cache._replace(drafter=drafter_cache), self._psi(params, params.strings, root, drafter_cache)
@@ -231,8 +234,8 @@ class Translated:
     def _psi(
         self, params: TranslatedParams, s: Any, root: Float[Array, "B 1 D"], drafter_cache: Cache
     ) -> Float[Array, "B V"]:
-        """log psi: the probability of each text that continues, times that of its next token, summed by the
-        target token that these lead to."""
+        """log psi: sums, for each target token, the probability of each text times that of its next drafter
+        token."""
 
         def part(nodes: Any) -> Array:
             tokens, *tree = nodes
@@ -262,15 +265,15 @@ class Translated:
         return self.model.extend(params.drafter, ids, drafter_cache, table=params.head)
 
     def _placed(self, tables: Tables, logits: Float[Array, "B T I"]) -> Float[Array, "B T V"]:
-        """Each target token's logit; -inf where the model has no such token."""
+        """Each target token's logit; -inf for tokens that the model lacks."""
         none = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
         return jnp.take(jnp.concatenate([logits, none], axis=-1), tables.place, axis=-1, mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)
 class Resized:
-    """`model` over `vocab_size` tokens, of which it writes the first `known` only: of padded vocabularies of
-    one tokenizer, or of a larger one that begins with its own."""
+    """Wraps `model` so that it has `vocab_size` logits and writes only the first `known` tokens. Used for
+    padded vocabularies of one tokenizer, and for a larger vocabulary that begins with the model's."""
 
     model: Any
     vocab_size: int
@@ -288,7 +291,7 @@ class Resized:
     def extend(
         self, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """Logits after a token that the model lacks are never used, because verification rejected that
+        """Logits after a token that the model lacks are never used, because verification rejects that
         token."""
         logits, cache = self.model.extend(params, jnp.where(tokens < self.known, tokens, 0), cache)
         more = ((0, 0), (0, 0), (0, self.vocab_size - self.known))

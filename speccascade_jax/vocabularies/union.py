@@ -13,7 +13,7 @@ def drafter_only(size: int, pairs: Int[np.ndarray, "I 2"]) -> Int[np.ndarray, " 
 
 
 def refusal(name: str, method: Method) -> tuple[str, str] | None:
-    """A distribution other than the verifier's may give mass to tokens that only the drafter has."""
+    """Refuses lossy methods, which may give mass to tokens that only the drafter has."""
     return (
         None
         if method.lossless
