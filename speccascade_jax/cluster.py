@@ -1,12 +1,11 @@
-"""Several processes as one job: they find each other, the first one tells the others what it has read, and
-none outlives another.
+"""Joins several processes into one job: they find each other, the first one shares its inputs, and none
+outlives another.
 
     with joined(arguments.cluster) as job:
-        texts = job.share(lambda: read(arguments.input))  # read by the first process, known to all
-        ...
+        texts = job.share(lambda: read(arguments.input))  # read by the first process, shared with all ...
 
-Devices exchange arrays by JAX's collectives, in which a process waits for all others. Messages, and word that
-a process has ended, go over a TCP connection from each process to the first one.
+Devices exchange arrays by JAX's collectives, in which a process waits for all others. Messages and notices
+that a process has ended use a TCP connection from each process to the first one.
 """
 
 import contextlib
@@ -28,15 +27,15 @@ from speccascade_jax.parallel import gather_text
 
 T = TypeVar("T")
 PATIENCE = 60.0
-"""Seconds that the processes of a run wait for each other."""
+"""How many seconds the processes of a run wait for each other."""
 LOST = os.EX_TEMPFAIL
-"""The exit code where another process has ended."""
+"""The exit code if another process has ended."""
 WORD = 10.0
-"""Seconds in which a process hears of another's end, after a collective of theirs has failed."""
+"""After a failed collective, a process waits this many seconds for a notice that another has ended."""
 FAILED = threading.Event()
-"""Set where this process ends because of an error, as a member of a job."""
+"""Set if this process, a member of a job, ends because of an error."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""Options, where the system has them, by which a machine that has gone is noticed within half a minute."""
+"""Socket options, if the system has them, that detect a lost machine within half a minute."""
 
 
 def connect(cluster: str) -> None:
@@ -87,12 +86,12 @@ def connect(cluster: str) -> None:
     jax.distributed.initialize(address, processes, number)
 
 
-# JAX kills the process, with a stack trace, where another one does not come or the port is taken. So the
-# processes meet at that port before.
+# JAX kills the process with a stack trace if another process does not connect or the port is taken. So the
+# processes first meet at that port.
 
 
 def _gather(port: int, processes: int) -> None:
-    """Waits for all other processes, and tells them. Raises ValueError if one does not come."""
+    """Waits for all other processes, then notifies them. Raises ValueError if one does not connect."""
     deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
     try:
         server = _server(port)
@@ -128,7 +127,7 @@ def _gather(port: int, processes: int) -> None:
 
 
 def _join(host: str, port: int, processes: int, number: int) -> None:
-    """Waits until the first process has met all. Raises ValueError if it does not answer so."""
+    """Waits until the first process has met all others. Raises ValueError otherwise."""
     deadline, answer = time.monotonic() + PATIENCE, ""
     while not answer and time.monotonic() < deadline:
         try:
@@ -147,29 +146,29 @@ def _join(host: str, port: int, processes: int, number: int) -> None:
 
 
 class Job:
-    """The processes of a run, as one of them sees them. This is the only one."""
+    """The processes of a run, seen from one of them. This class is for a single process."""
 
     number, processes = 0, 1
 
     @property
     def first(self) -> bool:
-        """Whether this process reads, writes and answers."""
+        """Whether this process reads inputs, writes outputs and answers requests."""
         return self.number == 0
 
     def share(self, make: Callable[[], T]) -> T:
-        """Runs `make` in the first process and returns its JSON value in all processes. A ValueError or
-        OSError is raised in all of them, too."""
+        """Runs `make` in the first process and returns its JSON value in all processes, which also all raise
+        its ValueError or OSError."""
         return make()
 
     def tell(self, message: Any) -> None:
-        """Sends a message, which JSON holds, to the other processes; the first one may."""
+        """Sends a JSON value from the first process to the others."""
 
     def hear(self) -> Any:
-        """The next message of the first process, in the others."""
+        """Receives the first process's next message."""
         raise RuntimeError("a single process has no others to receive from")
 
     def agree(self, settings: dict[str, Any]) -> None:
-        """Raises ValueError if another process has other settings."""
+        """Raises ValueError if the settings of another process differ."""
         first, here = (json.loads(json.dumps(x)) for x in (self.share(lambda: settings), settings))
         names = sorted(name for name in {*first, *here} if first.get(name, ...) != here.get(name, ...))
         if names:
@@ -180,14 +179,14 @@ class Job:
 
 
 class Member(Job):
-    """One of several processes, connected with the first one; that one, with all others. A thread listens at
-    each connection, which breaks when the process at its other end dies, however that comes about."""
+    """One of several processes. The first is connected to all others, and these only to the first. A thread
+    listens at each connection, which breaks when the other process dies for any reason."""
 
     def __init__(self, number: int, processes: int, peers: dict[int, socket.socket]):
         self.number, self.processes, self.peers = number, processes, peers
         self.messages: queue.Queue[Any] = queue.Queue()
-        self.failed = False  # this process ends because of an error, and the others know
-        self.through = threading.Semaphore(0)  # how many others have come to the end of their work
+        self.failed = False  # this process ends because of an error, which the others know
+        self.through = threading.Semaphore(0)  # counts the others that have finished their work
         self.listeners = [
             threading.Thread(target=self._listen, args=pair, daemon=True) for pair in peers.items()
         ]
@@ -232,8 +231,8 @@ class Member(Job):
             listener.join(WORD)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process is exiting, unless they know. If the cause is another process's
-        exit, this process exits here and reports it."""
+        """Notifies the others that this process is exiting, unless they know. If the cause is another
+        process's exit, this process reports it and exits here."""
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(WORD)
         known, self.failed = self.failed, True
@@ -270,7 +269,7 @@ class Member(Job):
 
 
 def _accepted(processes: int) -> dict[int, socket.socket]:
-    """The first process's connections to all others, by their numbers."""
+    """number -> connection to that process, in the first process."""
     server, token, peers = _server(0), secrets.token_hex(16), dict[int, socket.socket]()
     gather_text(f"{_address()} {server.getsockname()[1]} {token}")
     server.settimeout(PATIENCE)
@@ -288,7 +287,7 @@ def _accepted(processes: int) -> dict[int, socket.socket]:
 
 
 def _connected(cluster: str, number: int) -> dict[int, socket.socket]:
-    """Another process's connection to the first one."""
+    """The connection to the first process, in another process."""
     address, port, token = gather_text("")[0].split()
     host = cluster.rpartition(":")[0].strip("[]") or address  # `auto` has none
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
@@ -297,7 +296,7 @@ def _connected(cluster: str, number: int) -> dict[int, socket.socket]:
 
 
 def _server(port: int) -> socket.socket:
-    """A socket that listens at a port of all of this machine's addresses. Raises OSError."""
+    """A socket that listens at a port on all of this machine's addresses. Raises OSError."""
     both = socket.has_dualstack_ipv6()
     return socket.create_server(
         ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
@@ -305,10 +304,10 @@ def _server(port: int) -> socket.socket:
 
 
 def _address() -> str:
-    """This machine's address, as others reach it."""
+    """The address at which others reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
-            outward.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface
+            outward.connect(("192.0.2.1", 9))  # sends nothing; only selects the interface
             return outward.getsockname()[0]
         except OSError:
             return socket.gethostname()
@@ -323,7 +322,7 @@ def _first_line(connection: socket.socket) -> str:
 
 
 def _kept(connection: socket.socket) -> socket.socket:
-    """The connection, for as long as both processes live."""
+    """Configures a connection to last as long as both processes."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -335,16 +334,16 @@ def _kept(connection: socket.socket) -> socket.socket:
 
 @contextlib.contextmanager
 def joined(cluster: str | None) -> Iterator[Job]:
-    """The job of all processes of a cluster (see connect()), or of this one; without a cluster.
+    """The job of all processes of a cluster (see connect()) or, without a cluster, of this process.
 
-    Within it, this process ends, with the exit code LOST and a sentence that names the other one, where
-    another process ends. Raises what connect() does.
+    If another process ends inside the context, this one ends with the exit code LOST and a sentence that
+    names the other. Raises the same errors as connect().
     """
     if cluster is None:
         yield Job()
         return
-    jax.config.update("jax_enable_recoverability", True)  # else JAX would end this process, with a trace
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and go on
+    jax.config.update("jax_enable_recoverability", True)  # otherwise JAX would end this process with a trace
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM and continue
     connect(cluster)
     number, processes = jax.process_index(), jax.process_count()
     peers = _connected(cluster, number) if number else _accepted(processes)
@@ -358,8 +357,8 @@ def joined(cluster: str | None) -> Iterator[Job]:
 
 
 def ends(code: int) -> int:
-    """The exit code of this process. One that has failed as a member of a job ends here: Python's end would
-    wait for the others."""
+    """Returns the exit code. A process that has failed as a member of a job exits here, because Python's exit
+    would wait for the others."""
     if FAILED.is_set():
         sys.stdout.flush()
         os._exit(code)

@@ -433,9 +433,9 @@ class DecodeConfig(Settings):
                 f"it must be at least 1, and at most {LONGEST_SOURCE}.",
             )
         for alpha, block_size in zip(self.of_levels("alpha", levels), self.block_sizes(levels), strict=True):
-            if math.isnan(alpha):  # which no range of a method's excludes where a single model decodes
+            if math.isnan(alpha):  # with a single model, no method's range excludes it
                 raise FieldError("alpha", alpha, "give a number.")
-            if block_size > max(self.max_new_tokens, 100):  # what is drafted past a text's end is lost
+            if block_size > max(self.max_new_tokens, 100):  # drafts past a text's end are wasted
                 field = "max_block_size" if self.adaptive else "block_size"
                 raise FieldError(
                     field,
@@ -444,7 +444,7 @@ class DecodeConfig(Settings):
                 )
         if self.vocabulary not in VOCABULARIES:
             raise FieldError("vocabulary", self.vocabulary, f"known: {', '.join(VOCABULARIES)}.")
-        if self.dtype != "auto":  # which devices there are is not asked for here
+        if self.dtype != "auto":  # does not look for devices
             dtype_of(self)
 
 
@@ -523,11 +523,11 @@ def _run(path: Path) -> dict[str, Any]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return runpy.run_path(str(path))
-    except ConfigError:  # of another config, which this one loads
+    except ConfigError:  # raised by a config that this one loads
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f" while {path} ran") from None
-    except BaseException as error:  # sys.exit() too: any code may stand in a config
+    except BaseException as error:  # including sys.exit(): a config may run any code
         lines = [
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
         ]
@@ -593,7 +593,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
-    if kind in (int, float):  # True is an int to Python
+    if kind in (int, float):  # bool is a subclass of int
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return not isinstance(kind, type) or isinstance(value, kind)
 

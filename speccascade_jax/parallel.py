@@ -1,4 +1,4 @@
-"""Several devices, of one process or several: one mesh, batches split over it, parameters whole or split."""
+"""Meshes of devices, of one or several processes, over which batches and possibly parameters are split."""
 
 import contextlib
 import math
@@ -28,8 +28,8 @@ CUT_AXIS = {
     "embedding": 0,
     "head": 1,
 }
-"""The axis of a parameter that tensor parallelism cuts: heads, hidden units, the vocabulary."""
-STACKED = "stack"  # in the path of a parameter that all layers have in one array
+"""The mesh axis of tensor parallelism, which splits heads, hidden units and the vocabulary."""
+STACKED = "stack"  # in the path of a parameter that stacks all layers in one array
 
 
 def make_mesh() -> Mesh:
@@ -38,7 +38,7 @@ def make_mesh() -> Mesh:
 
 
 def local_mesh() -> Mesh | None:
-    """This process's own devices along one axis; None if it has one."""
+    """This process's devices along one axis; None if it has only one."""
     if jax.local_device_count() == 1:
         return None
     return jax.make_mesh(
@@ -47,13 +47,13 @@ def local_mesh() -> Mesh | None:
 
 
 def own_share(count: int) -> tuple[int, int]:
-    """The first and the last (not included) of `count` rows that are this process's."""
+    """The range [first, last) of `count` rows that belong to this process."""
     begin, end = (count * n // jax.process_count() for n in (jax.process_index(), jax.process_index() + 1))
     return begin, end
 
 
 def gather_text(text: str) -> list[str]:
-    """Every process's `text`, in the order of their numbers, in all of them."""
+    """Returns every process's `text`, in the order of their numbers, in all processes."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -75,11 +75,11 @@ def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], split: bool) -> Named
 
 
 def decoding_mesh(tensor_parallel: int, batched: bool = True) -> Mesh | None:
-    """The devices that share the rows and the models: those of all processes, in groups of `tensor_parallel`
-    that hold the models once and have rows of their own. In a single process, None if one group is enough
-    (not `batched`) or all there is.
+    """The devices of all processes in groups of `tensor_parallel`. Each group shares one copy of the models
+    and has its own rows. In a single process, returns None if one group is enough (not `batched`) or there is
+    only one.
 
-    Raises FieldError if the devices cannot be divided so.
+    Raises FieldError if the devices cannot be divided into such groups.
     """
     count = jax.device_count()
     if jax.process_count() == 1:
@@ -107,8 +107,8 @@ def decoding_mesh(tensor_parallel: int, batched: bool = True) -> Mesh | None:
 
 
 def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
-    """The first so many devices, of `among` or of those here, to share each model's parameters. Raises
-    FieldError if there are fewer."""
+    """The first `devices` devices, among the given or the local ones, to share each model's parameters.
+    Raises FieldError if there are fewer."""
     if among is not None:
         return Mesh(np.array(among[:devices]), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
     if not 1 <= devices <= jax.device_count():
@@ -123,23 +123,23 @@ def tensor_mesh(devices: int, among: Sequence[Any] | None = None) -> Mesh:
 
 
 def tensor_sharding(mesh: Mesh, config: Any, path: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): which part of a parameter each device holds.
+    """The sharding of a parameter under tensor parallelism (Shoeybi et al. 2019, Megatron-LM).
 
-    Projections into heads and hidden units are cut by columns, those out of them by rows, so that a
-    layer exchanges two sums. Heads are never cut: those that the devices do not divide (the keys'
-    and values' of a grouped-query model, say) every device holds whole, as it does what is small.
+    Projections into heads and hidden units are split by columns, those out of them by rows, so that a layer
+    exchanges two sums. Heads are never split: if the devices do not divide their number, as for keys and
+    values of a grouped-query model, every device holds all of them, as it does small parameters.
     """
-    if STACKED in path:  # an axis of layers comes first
+    if STACKED in path:  # the layers' axis comes first
         inner = tensor_sharding(mesh, config, tuple(x for x in path if x != STACKED), shape[1:])
         return NamedSharding(mesh, P(None, *inner.spec))
-    devices, config = mesh.shape[TENSOR_AXIS], getattr(config, str(path[0]), config)  # a network's part's
+    devices, config = mesh.shape[TENSOR_AXIS], getattr(config, str(path[0]), config)  # of a network's part
     name = path[-2] if path[-1] == "kernel" else path[-1]
     if name not in CUT_AXIS:
         return NamedSharding(mesh, P())
-    count = getattr(config, "num_heads", devices)  # exits have none
+    count = getattr(config, "num_heads", devices)  # exits have no heads
     heads = {"query": count, "out": count}
     kv_heads = getattr(config, "num_kv_heads", count)
-    if name in ("key", "value") and hasattr(config, "kv_heads_at"):  # not the same in all layers
+    if name in ("key", "value") and hasattr(config, "kv_heads_at"):  # differs between layers
         kv_heads = config.kv_heads_at(path)
     heads |= dict.fromkeys(("key", "value"), kv_heads)
     if heads.get(name, shape[CUT_AXIS[name]]) % devices:
@@ -164,12 +164,13 @@ def tree_sharding(mesh: Mesh, tree: Any, split: bool) -> Any:
 
 
 def split_rows(mesh: Mesh, batch: Any) -> Any:
-    """Host arrays [B, ...], the same in every process, as device arrays split along their rows."""
+    """Splits host arrays [B, ...], the same in every process, along their rows over the devices."""
     return placed(NamedSharding(mesh, P(AXIS)), batch)
 
 
 def whole_on(mesh: Mesh, tree: Any) -> Any:
-    """Arrays, the same in every process, whole on every device of the mesh, but for those that are on it."""
+    """Replicates arrays, the same in every process, on all devices of the mesh. Arrays already on it are not
+    moved."""
     at = NamedSharding(mesh, P())
     return jax.tree.map(
         lambda x: x if getattr(getattr(x, "sharding", None), "mesh", None) == mesh else placed(at, x), tree
@@ -177,8 +178,8 @@ def whole_on(mesh: Mesh, tree: Any) -> Any:
 
 
 def placed(where: NamedSharding, tree: Any) -> Any:
-    """Arrays, the same in every process, on the devices of a mesh. (jax.device_put() would compare them
-    between the processes first.)"""
+    """Puts arrays, the same in every process, on the devices of a mesh. (jax.device_put() would first compare
+    them between the processes.)"""
 
     def place(x: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -192,7 +193,7 @@ def placed(where: NamedSharding, tree: Any) -> Any:
 
 
 def fetched(arrays: Any) -> Any:
-    """Arrays on the host, in every process."""
+    """Fetches arrays to the host, in every process."""
     spread = [x for x in jax.tree.leaves(arrays) if not (x.is_fully_addressable or x.is_fully_replicated)]
     return jax.device_get(_replicated(spread[0].sharding.mesh)(arrays) if spread else arrays)
 

@@ -24,8 +24,8 @@ from speccascade_jax.core.samplers.named import SAMPLERS, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_default
 
-MOST_TOKENS = 2**17  # of a text
-MOST_MARKERS = 4  # of alpha_after
+MOST_TOKENS = 2**17  # most tokens of a text
+MOST_MARKERS = 4  # most markers in alpha_after
 NAMED: Mapping[str, Method | Scheme] = {**METHODS, **BASELINES, **SAMPLERS}
 """The methods by the names that --method takes. A config's `samplers`, which may be rules, add names."""
 KNOBS: dict[str, Knob] = {name: knob for method in METHODS.values() for name, knob in method.knobs.items()}
@@ -369,8 +369,8 @@ class Settings(Declared):
             self.check_verification(scheme.sampler.made)
 
     def check_verification(self, sampler: Sampler) -> None:
-        """Raises FieldError for a way to verify that a sampler in place of a name does not choose from;
-        the usual one, which nobody has to ask for, leaves it the first of its ways."""
+        """Raises FieldError for a verification that a sampler given as an object does not offer. The default
+        verification selects the first one that it offers."""
         ways = [way.name for way in abilities_of(sampler).verifications]
         if self.verification not in ways and not is_default(self.verification):
             raise FieldError(

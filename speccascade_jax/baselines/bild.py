@@ -19,16 +19,16 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Bild:
-    """Big little decoder (Kim et al. 2023), greedy whatever the temperature.
+    """Big little decoder (Kim et al. 2023). It is greedy at any temperature.
 
-    The verifier writes the first token. Then the drafter writes until max q < `fallback` or `window` tokens
-    stand; the verifier scores them, and the first token with -log p > alpha that is not the verifier's choice
-    is replaced by that choice; if there is none, the verifier adds a token. A text that the drafter ends is
-    checked too.
+    The verifier writes the first token. Then the drafter writes until max q < `fallback` or it has written
+    `window` tokens. The verifier scores them and replaces the first token with -log p > alpha that differs
+    from its own choice by that choice; if there is none, it adds a token. A text that the drafter ends is
+    checked as well.
 
-    `compat` is the released code instead: it looks only at the first position with -log p > alpha, never
-    checks an end that the drafter writes, and after a replacement writes one more token of the verifier's at
-    once, so a replacement that is an end-of-sequence token does not end the text.
+    `compat` follows the released code instead: it checks only the first position with -log p > alpha, never
+    checks an end that the drafter writes, and adds another verifier token after a replacement, so that a
+    replacement by an end-of-sequence token does not end the text.
     """
 
     drafter: Autoregressive
@@ -77,7 +77,7 @@ class Bild:
         far &= (jnp.arange(self.window) < count[:, None]) & checked[:, None]
         differs = best[:, :-1] != draft
         if self.compat:
-            far &= jnp.cumsum(far, axis=1) == 1  # only the first one
+            far &= jnp.cumsum(far, axis=1) == 1  # only the first
         stop = jnp.minimum(first(far & differs), count)
 
         column = jnp.arange(self.window + 1)
@@ -91,7 +91,7 @@ class Bild:
             logits, verifier_cache = read(
                 self.verifier, params[1], added[:, None], jnp.max(replaced.astype(jnp.int32)), verifier_cache
             )
-            again = replaced.astype(jnp.int32)  # the drafter has not read what was put in its token's place
+            again = replaced.astype(jnp.int32)  # the drafter has not read the replacement
             start = rows.start + jnp.where(replaced, stop, count)
             drafter_cache = roll_back(self.drafter.models, drafter_cache, start)
             _, drafter_cache, _ = self.drafter.step(

@@ -1,5 +1,5 @@
-"""The parts that token cascades and BiLD share: a drafter that stops by itself, and a verifier that reads its
-tokens."""
+"""The parts that token cascades and BiLD share: a drafter that decides when to stop, and a verifier that
+reads its tokens."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from speccascade_jax.core.rounds import after, append
 from speccascade_jax.core.samplers import Autoregressive
 
 Array = jax.Array
-CAP = 10  # tokens the drafter writes at most before the verifier does: the paper's cap, BiLD's window
-NARROW = 4  # up to so many tokens the verifier reads in a program of that width
+CAP = 10  # most drafter tokens before the verifier's turn: the paper's cap, BiLD's window
+NARROW = 4  # width of the verifier's program for few tokens
 
 
 def draft_while_confident(
@@ -63,8 +63,8 @@ def draft_while_confident(
 def read(
     verifier: LanguageModel, params: Params, tokens: Int[Array, "B N"], count: Int[Array, ""], cache: Cache
 ) -> tuple[Float[Array, "B N V"], Cache]:
-    """verifier.extend by the first `count` tokens or more: none, NARROW or all N; the logits after
-    those that were left out are 0."""
+    """verifier.extend by at least the first `count` tokens: none, NARROW or all N. The logits of skipped
+    tokens are 0."""
     width = tokens.shape[1]
 
     def reading(size: int) -> Callable[[Cache], tuple[Array, Cache]]:
@@ -83,7 +83,7 @@ def read(
 
 
 def at(x: Shaped[Array, "B N ..."], column: Int[Array, " B"]) -> Shaped[Array, "B ..."]:
-    """x[b, column[b]] of every row."""
+    """x[b, column[b]] for every row b."""
     return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Both models at every token: how good the rule diff can be."""
+"""An oracle that runs both models at every token, to measure the best quality of the rule diff."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """The rule diff with both models at every step: its quality counts, its time does not."""
+    """The rule diff with both models at every step. Only its quality is meaningful, not its time."""
 
     drafter: LanguageModel
     verifier: LanguageModel

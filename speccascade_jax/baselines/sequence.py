@@ -1,6 +1,6 @@
-"""The sequence cascade: the drafter writes a text, and where its confidence is low the verifier another.
+"""The sequence cascade: the drafter writes a text, and if its confidence is low, the verifier writes another.
 
-It consists of two decodings, and only deferred rows reach the second: inference.text runs both.
+It consists of two decodings, of which the second has only the deferred rows. inference.text runs both.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from speccascade_jax.core.protocols import Block, Cache, Counts, Params, Rows
 from speccascade_jax.core.samplers import Autoregressive
 
 Array = jax.Array
-QUANTILE = 0.4  # of the token log-probabilities, in sequence_quantile
+QUANTILE = 0.4  # the quantile of token log-probabilities in sequence_quantile
 
 
 class Trace(NamedTuple):
     """The counts of Scored; L is the length of the token buffer."""
 
     passes: Int[Array, " B"]
-    log_q: Float[Array, "B L"]  # of the token drawn at each position, 0 where none was
+    log_q: Float[Array, "B L"]  # of the token drawn at each position; 0 if none was
     drawn: Int[Array, "B L"]  # 1 at these positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A drafter that remembers how sure it was of each of its tokens: a sequence cascade's first half."""
+    """A drafter that records the probability of each token: the first half of a sequence cascade."""
 
     drafter: Autoregressive
     width: int = dataclasses.field(default=1, init=False)
@@ -50,12 +50,12 @@ class Scored:
 
 
 def probability(log_q: np.ndarray) -> float:
-    """A text's probability (Chow), from the log probabilities of its tokens."""
+    """The probability of a text (Chow), from the log probabilities of its tokens."""
     return float(np.exp(np.sum(log_q)))
 
 
 def mean_probability(log_q: np.ndarray) -> float:
-    """The geometric mean of the tokens' probabilities: normalised by length."""
+    """The geometric mean of the tokens' probabilities, which is normalised by length."""
     return float(np.exp(np.mean(log_q)))
 
 

@@ -10,12 +10,12 @@ Array = jax.Array
 
 class Tally(NamedTuple):
     drafter_passes: Int[Array, " B"]
-    rounds: Int[Array, " B"]  # = verifier calls
-    drafted: Int[Array, " B"]  # positions for which the drafter was asked to write
-    accepted: Int[Array, " B"]  # of them, those that keep its token
-    deferred: Int[Array, " B"]  # times the drafter was not trusted
+    rounds: Int[Array, " B"]  # equals verifier calls
+    drafted: Int[Array, " B"]  # positions at which the drafter was asked for a token
+    accepted: Int[Array, " B"]  # those at which its token was kept
+    deferred: Int[Array, " B"]  # deferrals to the verifier
     emitted: Int[Array, " B"]
 
     def plain(self) -> dict[str, Any]:
-        """One row's counts as numbers, by name."""
+        """Name -> count of one row."""
         return {name: int(value) for name, value in self._asdict().items()}

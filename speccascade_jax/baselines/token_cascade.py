@@ -1,4 +1,4 @@
-"""The token-level cascade of Narasimhan et al., decided token by token in sequence."""
+"""The sequential token-level cascade of Narasimhan et al."""
 
 import dataclasses
 from typing import Any
@@ -20,10 +20,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class TokenCascade:
-    """Chow's rule, token by token: the drafter writes while max q >= 1 - alpha and at most `cap` tokens; the
-    verifier then reads them and writes one.
+    """Chow's rule, token by token: the drafter writes at most `cap` tokens while max q >= 1 - alpha; then the
+    verifier reads them and writes one.
 
-    A token follows q~ or p~, depending on q and on how many tokens the drafter has just written.
+    Each token follows q~ or p~, depending on q and on the number of tokens that the drafter has just written.
     """
 
     drafter: Autoregressive

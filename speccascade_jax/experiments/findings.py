@@ -17,18 +17,18 @@ from speccascade_jax.inference.text import Cascade, check_folders
 from speccascade_jax.training.data import joined_examples
 
 Table = dict[str, Any]
-"""As a record holds it: title, columns, rows."""
+"""A table of a record: title, columns, rows."""
 
 
 @dataclasses.dataclass
 class Findings:
     tables: dict[str, Table]
-    pictures: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> matplotlib's Figure
+    pictures: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> matplotlib Figure
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """The folder for an experiment's measurements, and the console for its progress."""
+    """The folder for an experiment's measurements and the console for its progress."""
 
     folder: Path
     screen: Console
@@ -41,22 +41,22 @@ class Measurement(Protocol):
     """A frozen dataclass whose fields are the settings of an experiment."""
 
     def check(self) -> None:
-        """Raises ValueError, which says what is missing, if it cannot be measured here."""
+        """Raises ValueError, with what is missing, if it cannot be measured here."""
 
     def measure(self, bench: Bench) -> Findings:
-        """Measures what bench.folder lacks."""
+        """Makes the measurements that bench.folder lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     name: str
-    summary: str  # one sentence for people
+    summary: str  # one sentence for help texts
     record: str  # docs/results/NAME.json, which several experiments may share
     measurement: Any  # a Measurement
 
     def smaller(self, *, choices: int | None = None, **limits: int) -> Self:
-        """With at most so many `inputs`, `timed` inputs, `seeds` and `trials`, and the first `choices` of
-        every list of settings."""
+        """A smaller version with at most these numbers of `inputs`, `timed` inputs, `seeds` and `trials`, and
+        the first `choices` of every list of settings."""
         values = {
             field.name: getattr(self.measurement, field.name)
             for field in dataclasses.fields(self.measurement)
@@ -67,7 +67,7 @@ class Experiment:
 
 
 def pair(name: str, **changes: Any) -> DecodeConfig:
-    """A config of configs/, with other values for some fields."""
+    """A config of configs/ with changes to some fields."""
     return dataclasses.replace(configs.load(name, DecodeConfig), **changes)
 
 
@@ -94,7 +94,7 @@ def task_of(run: DecodeConfig) -> Task:
 
 
 def inputs_of(run: DecodeConfig, split: str, count: int, least: int = 1) -> list[str]:
-    """`count` random inputs of a pair's task, of `least` source tokens or more: always the same ones."""
+    """`count` random inputs of a pair's task with at least `least` source tokens; always the same ones."""
     task = task_of(run)
     sources = [source for source, _ in joined_examples(task, getattr(task, split))]
     lengths = [len(row) for row in Cascade.from_config(run).encode(sources, truncate=True)[0]]
@@ -103,7 +103,7 @@ def inputs_of(run: DecodeConfig, split: str, count: int, least: int = 1) -> list
 
 
 def timed_inputs(count: int, batch_size: int) -> int:
-    """The number of inputs to time: `count` one by one, or a quarter as many whole batches."""
+    """The number of inputs to time: `count` for batch size 1, otherwise count / 4 whole batches."""
     return count if batch_size == 1 else -(-count // 4) * batch_size
 
 
@@ -114,7 +114,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 def times_of(
     bench: Bench, file: str, decoders: Mapping[str, DecodeConfig], texts: Sequence[str], trials: int
 ) -> dict[str, Times]:
-    """The times of decoders with one batch size, which take turns on each batch of texts."""
+    """The times of decoders with the same batch size, which take turns on each batch of texts."""
     cascades, [batch_size] = Cascades(texts), {run.batch_size for run in decoders.values()}
     return measure_times(
         {name: cascades.decoder(run) for name, run in decoders.items()},

@@ -1,4 +1,4 @@
-"""Lossless decoding of the shipped pair against other libraries with the same weights."""
+"""Lossless decoding of the shipped pair, compared with other libraries that use the same weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from speccascade_jax.inference.text import Cascade, Output
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """Whole decodings at temperature 0 and batch size 1, in turn; other libraries' in float32."""
+    """Times whole decodings in turn, at temperature 0 and batch size 1. Other libraries use float32."""
 
     config: str
     libraries: tuple[str, ...]
@@ -30,7 +30,7 @@ class Libraries:
     timed: int
     trials: int
     method: str = "speculative"
-    least_source: int = 20  # tokens of an input
+    least_source: int = 20  # least tokens of an input
     split: str = "test"
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ class Libraries:
 
 
 def elsewhere(cascade: Cascade, decode: other_libraries.Decode) -> Decode:
-    """Another library's decoder, as turns.measure_times takes it."""
+    """Another library's decoder in the form that turns.measure_times takes."""
 
     def in_turn(first: int, texts: Sequence[str]) -> tuple[float, list[Output]]:
         rows, _ = cascade.encode(texts, truncate=True)

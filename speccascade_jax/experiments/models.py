@@ -1,4 +1,4 @@
-"""The quality of each shipped model by itself, and in other dtypes."""
+"""The quality of each shipped model alone, also in other dtypes."""
 
 import dataclasses
 import itertools
@@ -23,10 +23,10 @@ from speccascade_jax.experiments.findings import (
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Greedy decoding of a split by either model of each pair."""
+    """Decodes a split greedily with either model of each pair."""
 
     pairs: tuple[str, ...]
-    dtypes: tuple[str, ...]  # the first is what the others are compared with
+    dtypes: tuple[str, ...]  # the others are compared with the first
     inputs: int
     split: str = "test"
     batch_size: int = 32
@@ -71,7 +71,7 @@ class Models:
         return Findings({"quality": table(title, columns, rows)})
 
     def _statistics(self, bench: Bench, name: str, dtype: str) -> dict[str, np.ndarray]:
-        """Each model's, as evaluation.quality has them."""
+        """Each model's statistics in the form of evaluation.quality."""
         run = pair(name, dtype=dtype, batch_size=self.batch_size)
         settings = dataclasses.replace(run.settings, temperature=0.0)
         points = {model: alone(settings, model) for model in SINGLE_MODEL}

@@ -1,4 +1,4 @@
-"""Pairs, hierarchies and vocabularies: lossless decoders of the same inputs, all in turn."""
+"""Races of lossless decoders (pairs, hierarchies, vocabularies) on the same inputs, in turn."""
 
 import dataclasses
 from typing import Any
@@ -20,11 +20,11 @@ from speccascade_jax.experiments.findings import (
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A config at a block size, and its fields that differ."""
+    """A config with a block size and changes to some fields."""
 
     config: str
     block_size: Any
-    changes: tuple[tuple[str, Any], ...] = ()  # of the config's fields
+    changes: tuple[tuple[str, Any], ...] = ()  # to fields of the config
 
     @property
     def name(self) -> str:
@@ -36,10 +36,10 @@ class Runner:
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Runners, each lossless, and the drafter alone, against the verifier alone."""
+    """Compares lossless runners and the drafter alone with the verifier alone."""
 
-    key: str  # of the table
-    baseline: str  # the config of the verifier and the drafter
+    key: str  # the table's name
+    baseline: str  # config of the verifier and the drafter
     runners: tuple[Runner, ...]
     temperatures: tuple[float, ...]
     timed: int
@@ -91,7 +91,8 @@ class Race:
 
 
 def rates(taken: Times) -> list[str]:
-    """Tokens a verifier call, and the share of the drafted tokens that is accepted, of what has calls."""
+    """Tokens per verifier call and the share of drafted tokens that are accepted, for decoders with verifier
+    calls."""
     if not taken.rounds.sum():
         return ["", ""]
     return [f"{tokens_a_call(taken)}", f"{taken.accepted.sum() / max(taken.drafted.sum(), 1):.0%}"]

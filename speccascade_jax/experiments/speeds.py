@@ -22,7 +22,7 @@ from speccascade_jax.experiments.findings import (
 
 @dataclasses.dataclass(frozen=True)
 class Lossless:
-    """By dtype, block size and batch size, next to the drafter alone."""
+    """Measures it by dtype, block size and batch size, next to the drafter alone."""
 
     config: str
     block_sizes: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Lossless:
     timed: int
     trials: int
     method: str = "speculative"
-    least_source: int = 20  # tokens of an input
+    least_source: int = 20  # least tokens of an input
     split: str = "test"
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class Lossless:
         return Findings({"speeds": self._speeds(speeds), "calls": self._calls(calls)}, {"lossless": picture})
 
     def _decoders(self, batch_size: int) -> dict[Any, DecodeConfig]:
-        """(temperature, dtype, a model or a block size) -> what decodes."""
+        """(temperature, dtype, a model or a block size) -> decoder."""
         decoders = {}
         for temperature, dtype in itertools.product(self.temperatures, self.dtypes):
             run = pair(

@@ -1,4 +1,4 @@
-"""Sweeps over rules and leniences: what each trades, next to the drafter alone and the truncated verifier."""
+"""Sweeps over rules and leniences: their trade-offs, next to the drafter alone and the truncated verifier."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,12 +24,13 @@ from speccascade_jax.experiments.findings import (
 from speccascade_jax.settings import Settings
 
 WORSE = " *"
-"""Suffix marking a rule with no point at the verifier's quality."""
+"""The suffix of a rule without a point at the verifier's quality."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A pair's points on one split. A picture shows them against their time or, untimed, their calls."""
+    """A pair's points on one split. The picture shows quality against time or, if not timed, verifier
+    calls."""
 
     config: str
     methods: tuple[str, ...]
@@ -37,14 +38,14 @@ class Sweep:
     block_sizes: tuple[int, ...]
     temperatures: tuple[float, ...]
     top_ps: tuple[float, ...] = (1.0,)  # 1 keeps all tokens
-    truncations: tuple[str, ...] = ("top_p",)  # the truncated verifiers that are rivals
+    truncations: tuple[str, ...] = ("top_p",)  # the truncated verifiers to compare with
     inputs: int
     timed: int = 0
     trials: int = 2
     dtype: str = "auto"
     split: str = "validation"
     batch_size: int = 32
-    changes: tuple[tuple[str, Any], ...] = ()  # of the config's fields
+    changes: tuple[tuple[str, Any], ...] = ()  # to fields of the config
     picture: str | None = None
 
     def check(self) -> None:
@@ -66,7 +67,7 @@ class Sweep:
         )
 
     def measurements(self, bench: Bench, split: str | None = None) -> Measurements:
-        """The measurements on the sweep's split, or on another one."""
+        """The measurements on `split`, by default the sweep's."""
         return Measurements(
             self.pair,
             task_of(self.pair),
@@ -79,7 +80,7 @@ class Sweep:
 
     @property
     def about(self) -> str:
-        """The data, for titles."""
+        """A description of the data for titles."""
         times = f", times of {self.timed}" if self.timed else ""
         return f"{self.inputs} examples of the {self.split} split{times}"
 
@@ -99,7 +100,7 @@ class Sweep:
 
 
 def shown(r: Comparison, mark: str = "") -> list[Any]:
-    """A point's cells, without its panel: what decodes, its quality against both models, its costs."""
+    """A point's cells, without its panel: the decoder, its quality against both models, its costs."""
     curve, _, kind = r.name.partition(", ")
     alone = r.point.name in SINGLE_MODEL
     name = f"{curve} alone" if alone else f"`{r.point.name}`{curve.removeprefix(r.point.name)}"
@@ -133,13 +134,13 @@ def columns(label: str) -> list[str]:
 
 
 def cost(r: Comparison) -> float:
-    """The share of the verifier's time, or the calls a token of what was not timed."""
+    """The share of the verifier's time or, if not timed, verifier calls per token."""
     return r.calls_per_token if r.time is None else r.time.share
 
 
 def row_of(points: Sequence[Comparison], verifier: Comparison) -> list[Any]:
-    """The row of one curve: the cheapest point with at least the verifier's quality, or else the best point;
-    for a truncation, the best point."""
+    """The table row of one curve: the cheapest point with at least the verifier's quality, otherwise the best
+    point. For a truncation, always the best point."""
     name = points[0].name
     as_good = [r for r in points if r.expected >= verifier.quality]
     if ", " in name or not as_good:
@@ -150,7 +151,7 @@ def row_of(points: Sequence[Comparison], verifier: Comparison) -> list[Any]:
 
 
 class TradeOff(Sweep):
-    """Each rule's cheapest point at the verifier's quality, a table for each temperature."""
+    """Each rule's cheapest point at the verifier's quality, with a table for each temperature."""
 
     def measure(self, bench: Bench) -> Findings:
         comparisons = self.measurements(bench).measure(self.points(), bench.folder)
@@ -181,8 +182,7 @@ class TradeOff(Sweep):
 
 
 class Picks(Sweep):
-    """The fastest point at the verifier's quality on the sweep's split, and what it gives on the test
-    split."""
+    """The fastest point at the verifier's quality on the sweep's split, measured on the test split."""
 
     def measure(self, bench: Bench) -> Findings:
         comparisons = self.measurements(bench).measure(self.points(), bench.folder)
@@ -209,7 +209,7 @@ class Picks(Sweep):
 
 
 class Rejections(Sweep):
-    """The share of the drafted tokens that each rule rejects, and its best quality."""
+    """The share of drafted tokens that each rule rejects, and its best quality."""
 
     def measure(self, bench: Bench) -> Findings:
         comparisons = self.measurements(bench).measure(self.points(), bench.folder)
@@ -232,11 +232,11 @@ class Rejections(Sweep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EqualCalls(Sweep):
-    """A rule against a rival at no more calls of the verifier than the rival's."""
+    """Compares a rule with a rival at no more verifier calls than the rival's."""
 
     rule: str
     rival: str
-    slack: float = 0.01  # how many more calls still count as equal
+    slack: float = 0.01  # relative excess of calls that still counts as equal
 
     def measure(self, bench: Bench) -> Findings:
         points = self.points()
@@ -293,13 +293,13 @@ class EqualCalls(Sweep):
 
 
 def calls(quality: Quality) -> float:
-    """Verifier calls a token."""
+    """Verifier calls per token."""
     return quality.counts.get("rounds", 0) / max(quality.tokens, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spans(Sweep):
-    """Every lenience before a marker with every one after it."""
+    """Every lenience before a marker, combined with every lenience after it."""
 
     marker: str
     alphas_after: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Every experiment, with its settings."""
+"""All experiments and their settings."""
 
 from typing import Any
 
@@ -361,4 +361,4 @@ EXPERIMENTS = {
         REJECTION,
     )
 }
-"""By name."""
+"""The experiments by name."""

@@ -1,4 +1,4 @@
-"""Block verification against token verification: tokens a verifier call, and whole decodings."""
+"""Block verification compared with token verification: tokens per verifier call, and whole decodings."""
 
 import dataclasses
 import itertools
@@ -31,10 +31,10 @@ WAYS = (TOKEN.name, BLOCK.name)
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """Tokens a verifier call, paired over inputs."""
+    """Tokens per verifier call, paired over inputs."""
 
     pairs: tuple[str, ...]
-    rules: tuple[tuple[str, float], ...]  # methods, and their leniences
+    rules: tuple[tuple[str, float], ...]  # methods and their leniences
     block_sizes: tuple[int, ...]
     inputs: int
     seeds: int
@@ -89,14 +89,14 @@ class Calls:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Tokens a verifier call that are expected along the same texts, whichever way decodes them."""
+    """Expected tokens per verifier call on the same texts, for both verifications."""
 
     pairs: tuple[str, ...]
-    rules: tuple[tuple[str, float], ...]  # methods, and their leniences
+    rules: tuple[tuple[str, float], ...]  # methods and their leniences
     block_sizes: tuple[int, ...]
     inputs: int
     seeds: int
-    decoded_with: int = 8  # the block size of the decodings; their law does not depend on it
+    decoded_with: int = 8  # block size of the decodings, which does not affect their distribution
     temperature: float = 1.0
     split: str = "test"
     batch_size: int = 32
@@ -149,7 +149,7 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Whole decodings by both ways, lossless, and by the verifier alone, all in turn."""
+    """Times whole lossless decodings with both verifications, and the verifier alone, in turn."""
 
     config: str
     block_sizes: tuple[int, ...]
@@ -202,7 +202,7 @@ class Times:
         return {("verifier",): dataclasses.replace(run, method="verifier", block_size=1), **decoders}
 
     def _cells(self, times: dict[Any, turns.Times]) -> list[str]:
-        """Each way's speed at its fastest block size, and how they compare."""
+        """The speed of each verification at its fastest block size, and their comparison."""
         alone = times["verifier",]
         fastest = {
             way: max(self.block_sizes, key=lambda size: times_as_fast(times[way, size], alone).value)

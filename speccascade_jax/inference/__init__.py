@@ -1,1 +1,1 @@
-"""From texts to outputs: settings, tokenizers, the scheduler, Cascade."""
+"""From texts to outputs: Cascade, input and output files, Ray jobs."""

@@ -15,14 +15,14 @@ from typing import Any
 
 BOM = b"\xef\xbb\xbf"
 LONGEST_LINE = 2**22
-"""Bytes of a line: a million tokens, more than any model reads at once."""
+"""The largest line, in bytes: about a million tokens, more than any model reads."""
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a text file, gzipped or not, read as they are asked for; `-` is stdin.
+    """Yields the lines of a text file, optionally gzipped; `-` is stdin.
 
-    A byte order mark is left out. Raises ValueError with file and line on bad UTF-8 and on a line of more
-    than LONGEST_LINE bytes.
+    A byte order mark is removed. Raises ValueError with the file and line for invalid UTF-8 and for a line of
+    more than LONGEST_LINE bytes.
     """
     name = "stdin" if path == "-" else path
     try:
@@ -37,7 +37,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 def _decoded(file: Any, name: str) -> Iterator[str]:
     for number in itertools.count(1):
-        line = file.readline(LONGEST_LINE + 2)  # and a line end
+        line = file.readline(LONGEST_LINE + 2)  # plus the line end
         if len(line.rstrip(b"\r\n")) > LONGEST_LINE:
             raise ValueError(f"{name}, line {number}: longer than {LONGEST_LINE:,} bytes; split it.")
         ended = line.endswith(b"\n")
@@ -54,7 +54,7 @@ def _decoded(file: Any, name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[Any]:
-    """A file's bytes, or stdin's. Devices are refused: /dev/zero never ends."""
+    """Opens a file or stdin for reading bytes. Refuses devices, because /dev/zero never ends."""
     if path == "-":
         if sys.stdin is None:
             raise ValueError("standard input is closed: give --input another file than -.")
@@ -67,17 +67,18 @@ def _opened(path: str | Path) -> Iterator[Any]:
 
 
 def parse_json(line: str, where: str) -> Any:
-    """The value of a line of JSON. Raises a ValueError that begins with `where`."""
+    """Parses a line of JSON. Raises a ValueError that begins with `where`."""
     try:
         return json.loads(line)
     except RecursionError:
         raise ValueError(f"{where}: JSON that is nested too deeply.") from None
-    except ValueError as error:  # a syntax error, or a number of thousands of digits
+    except ValueError as error:  # a syntax error, or a number with thousands of digits
         raise ValueError(f"{where}: not JSON ({error}).") from None
 
 
 def check_text(text: Any, where: str) -> str:
-    """`text`, which must be a string that UTF-8 can hold. Raises ValueError that begins with `where`."""
+    """Returns `text` if it is a string that UTF-8 can encode. Raises a ValueError that begins with `where`
+    otherwise."""
     if not isinstance(text, str):
         raise ValueError(f"{where} is {reprlib.repr(text)}; it must be a text.")
     try:
@@ -91,10 +92,10 @@ def check_text(text: Any, where: str) -> str:
 
 
 def read_texts(path: str, limit: int | None = None) -> list[str]:
-    """The texts of a .txt (a line each) or a .jsonl (the field `source`), either gzipped; `-` is stdin. Of
-    all there are, the first `limit`: no more of the file is read.
+    """The first `limit` texts of a .txt file (one per line) or .jsonl file (the field `source`), optionally
+    gzipped; `-` is stdin. The rest of the file is not read.
 
-    Raises ValueError with the line's number.
+    Raises ValueError with the line number.
     """
     lines = itertools.islice(read_lines(path), limit)
     if not path.removesuffix(".gz").endswith(".jsonl"):

@@ -28,7 +28,7 @@ from speccascade_jax.inference.text import Output
 T = TypeVar("T")
 ORIGINS = ("draft", "correction", "bonus", "model")
 REMEDY = "delete it or choose another --output"
-LARGEST_SETTINGS = 2**22  # bytes: a config's fields and its texts
+LARGEST_SETTINGS = 2**22  # bytes of a config's fields and its texts
 
 
 class OutputFile:
@@ -42,7 +42,7 @@ class OutputFile:
         self.path = path
         while True:
             _check_regular(path)
-            self.made = [] if os.path.lexists(path) else [path]  # what an error before the first line removes
+            self.made = [] if os.path.lexists(path) else [path]  # removed if the first line fails
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 _lock(self.handle, path, wait)
@@ -60,7 +60,7 @@ class OutputFile:
             return file.read()
 
     def add(self, line: Any) -> None:
-        """Writes `line` as JSON. It has left the process when this returns."""
+        """Writes `line` as JSON and flushes it."""
         self.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def write(self, lines: str) -> None:
@@ -69,7 +69,7 @@ class OutputFile:
         try:
             while data:
                 data = data[os.write(self.handle, data) :]
-        except OSError as error:  # which does not know the file
+        except OSError as error:  # the error does not name the file
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def remove(self) -> None:
@@ -92,7 +92,7 @@ class OutputFile:
         self.close()
 
     def _is_empty(self) -> bool:
-        """Whether the file has no line, and still bears its name."""
+        """Whether the file is empty and still has its name."""
         return (
             self.handle >= 0
             and os.fstat(self.handle).st_size == 0
@@ -139,8 +139,8 @@ def resume(
     settings are never mixed in. read(number, line) parses a line; it raises ValueError if the line is
     damaged.
 
-    An incomplete line at the end is left by a kill, and is removed. For any other damage, and other settings:
-    ValueError, and the file is left as it was.
+    An incomplete last line, which a kill leaves, is removed. Raises ValueError for other damage or other
+    settings, and leaves the file unchanged.
     """
     path, kept = Path(path), settings_file(path)
     settings = json.loads(json.dumps(settings))
@@ -225,7 +225,7 @@ def _line(path: Path, number: int, line: bytes, read: Callable[[int, Any], T] | 
         if not isinstance(value, dict):
             raise ValueError(f"no JSON object but {reprlib.repr(value)}")
         return value
-    except ValueError as error:  # that of bad UTF-8, too
+    except ValueError as error:  # including invalid UTF-8
         raise FieldError(
             "output", str(path), f"{REMEDY}.", f"{where}{str(error).removeprefix(where).rstrip('.')}"
         ) from None
@@ -310,7 +310,7 @@ def write_whole(path: str | Path, text: str) -> None:
     """Writes a file atomically: an existing file at `path` remains until all of `text` is written. Raises an
     OSError that names the file.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # keeps symbolic links
     _check_regular(path)
     new = path.with_name(f".{path.name[:100]}.{os.getpid()}.new")
     try:
@@ -326,7 +326,7 @@ def append_line(path: str | Path, line: Any) -> None:
     it."""
     with OutputFile(Path(path), wait=True) as file:
         size = os.fstat(file.handle).st_size
-        if size and os.pread(file.handle, 1, size - 1) != b"\n":  # a kill's half line, or another program's
+        if size and os.pread(file.handle, 1, size - 1) != b"\n":  # a partial line, from a kill
             file.write("\n")
         file.add(line)
 
@@ -369,7 +369,7 @@ def _names(path: str | Path | None) -> list[Any]:
 
 
 def _check_writable(field: str, path: Path) -> None:
-    """Without opening it: a check leaves no empty file."""
+    """Does not open the file, so that a check leaves no empty file."""
     real = Path(os.path.realpath(path))
     try:
         _check_regular(path, field)

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with the remaining time on a terminal, and otherwise a line every so often."""
+"""Progress of long work: a bar with the remaining time on a terminal, otherwise an occasional line."""
 
 import time
 from collections.abc import Iterable, Iterator, Sized

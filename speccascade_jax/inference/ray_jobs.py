@@ -1,8 +1,9 @@
-"""Files decoded by many machines: shards of their inputs, an actor a machine, a whole file for each shard.
+"""Decodes files on many machines: inputs are split into shards, each machine has an actor, and each shard a
+file.
 
-Ray Data places the actors, hands out the shards, and hands out again those of a worker that is lost. A
-shard's file is filled when it is complete, and its content depends on the inputs and settings only: a job
-that lost its driver resumes with the shards that are missing.
+Ray Data places the actors, assigns the shards, and reassigns those of a lost worker. A shard's file is
+written once it is complete, and its contents depend only on the inputs and settings. So a job that lost its
+driver resumes with the missing shards.
 """
 
 import dataclasses
@@ -20,12 +21,12 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import open_output, settings_file, write_whole
 from speccascade_jax.inference.text import Cascade, Output
 
-PATIENCE = 5.0  # seconds that a cluster has to answer
+PATIENCE = 5.0  # seconds to wait for a cluster's answer
 SETTINGS = 4  # the type of HTTP/2's first frame
 
 
 class Shard(NamedTuple):
-    """Some of a job's inputs, counted from `first` over all of its files."""
+    """Consecutive inputs of a job; `first` is the index of the first one over all files."""
 
     file: str
     first: int
@@ -48,8 +49,8 @@ def read_shards(pattern: str, limit: int | None = None) -> list[str]:
 
 
 def check_address(address: str) -> None:
-    """Raises FieldError if no cluster can answer at HOST:PORT or ray://HOST:PORT: Ray itself would try for
-    minutes. `local` and `auto`, which name no host, are left to Ray."""
+    """Raises FieldError if no cluster answers at HOST:PORT or ray://HOST:PORT, because Ray itself would retry
+    for minutes. `local` and `auto` are not checked."""
     if address in ("local", "auto"):
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -70,7 +71,7 @@ def check_address(address: str) -> None:
 
 
 def _check_http2(connection: socket.socket) -> None:
-    """Ray speaks gRPC, whose servers open with HTTP/2's settings. Raises OSError if none come."""
+    """Raises OSError unless the server sends HTTP/2 settings first, as gRPC servers such as Ray's do."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
     header = connection.recv(9, socket.MSG_WAITALL)
     if len(header) < 9 or header[3] != SETTINGS:
@@ -78,7 +79,7 @@ def _check_http2(connection: socket.socket) -> None:
 
 
 def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
-    """The texts in shards of `size`, whose files lie in `folder`."""
+    """Splits the texts into shards of `size` texts, with files in `folder`."""
     return [
         Shard(str(Path(folder) / f"part-{number:05}.jsonl"), first, list(texts[first : first + size]))
         for number, first in enumerate(range(0, len(texts), size))
@@ -86,21 +87,22 @@ def cut(texts: Sequence[str], size: int, folder: str | Path) -> list[Shard]:
 
 
 def finished(shard: Shard, settings: dict[str, Any]) -> list[Output] | None:
-    """A shard's outputs where its file is complete. Raises ValueError for a file of other settings."""
+    """A shard's outputs if its file is complete, else None. Raises ValueError if the file has other
+    settings."""
     file, done = open_output(shard.file, settings, shard.texts, shard.first)
     file.close()
     return done if len(done) == len(shard.texts) else None
 
 
 class Worker:
-    """The code of an actor: a cascade that decodes one shard after the other."""
+    """The code of an actor: a cascade that decodes one shard after another."""
 
     def __init__(self, run: DecodeConfig, settings: dict[str, Any]):
         self.run, self.settings = run, settings
         self.cascade = Cascade.from_config(run)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Decodes the shards of a batch, and writes their files whole."""
+        """Decodes the shards of a batch and writes each file atomically."""
         for shard in (Shard(**json.loads(text)) for text in batch["shard"]):
             outputs = self.cascade.generate(
                 shard.texts,
@@ -116,14 +118,14 @@ class Worker:
 
 
 def connect(address: str, cores: int = 0) -> None:
-    """Connects to the Ray cluster at `address`; `local` is a new one on this machine, with `cores` places for
-    processes or as many as it has cores, whichever is more. Raises FieldError if no cluster answers."""
+    """Connects to the Ray cluster at `address`. `local` starts one on this machine with at least `cores`
+    process slots, and at least one per core. Raises FieldError if no cluster answers."""
     import ray
 
     options: dict[str, Any] = {}
     if address == "local" and cores:
         options["num_cpus"] = max(cores, os.cpu_count() or 1)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets all else on the machine go first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to everything else
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -136,7 +138,7 @@ def connect(address: str, cores: int = 0) -> None:
 
 
 def devices_of_machines(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Options of an actor that takes all accelerators of a machine, whichever it is. `nodes`: ray.nodes()."""
+    """Options of an actor that takes all accelerators of a machine. `nodes` is the result of ray.nodes()."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     gpus, tpus = (min(resources.get(kind, 0) for resources in alive) for kind in ("GPU", "TPU"))
     options: dict[str, Any] = {"num_gpus": gpus} if gpus else {}

@@ -1,5 +1,4 @@
-"""Log probabilities of a text's tokens under the distribution that its sampler follows, computed afterwards
-in one pass."""
+"""Log probabilities of a text's tokens under its sampler's distribution, computed afterwards in one pass."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,12 +18,13 @@ from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import arguments
 
 Array = jax.Array
-LIKELIEST = 20  # tokens whose probabilities are given at each position
-LEAST = -9999.0  # stands for the logarithm of 0, which JSON has no number for
+LIKELIEST = 20  # most likely tokens reported at each position
+LEAST = -9999.0  # represents log 0, which JSON cannot express
 
 
 class TokenScores(NamedTuple):
-    """Log probabilities of a text's tokens, and the most likely tokens at each position with theirs."""
+    """Log probabilities of a text's tokens, and the most likely tokens at each position with their log
+    probabilities."""
 
     logprobs: Float[np.ndarray, " N"]
     likeliest: Int[np.ndarray, "N K"]
@@ -34,8 +34,8 @@ class TokenScores(NamedTuple):
 def score(
     sampler: Sampler, params: Params, requests: loop.Requests, tokens: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N"], Int[Array, "B N K"], Float[Array, "B N K"]]:
-    """log pi of each of `tokens` [B, N] after its request and the tokens before it; the most likely tokens
-    there, and theirs."""
+    """log pi of each of `tokens` [B, N] given its request and the tokens before it, the most likely tokens
+    there, and their log pi."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
     _, law = laws(sampler, params, state.caches, state.rows, read)
@@ -46,8 +46,8 @@ def score(
 
 
 class Scorer:
-    """score() of one request at a time, compiled once for inputs of up to `width` tokens; with a mesh, on all
-    its devices."""
+    """Applies score() to one request at a time. It is compiled once, for inputs of up to `width` tokens, and
+    uses all devices of a mesh."""
 
     def __init__(self, plan: Plan, params: Params, width: int, mesh: Mesh | None = None):
         self.plan, self.params, self.width, self.mesh = plan, params, width, mesh

@@ -1,4 +1,4 @@
-"""Text in, text out: Cascade, the API over generate."""
+"""Cascade: the API that decodes texts."""
 
 import copy
 import dataclasses
@@ -50,9 +50,9 @@ from speccascade_jax.vocabularies import Strategy, strategy_of
 from speccascade_jax.vocabularies.joining import joined, readings
 from speccascade_jax.vocabularies.translated import Translated
 
-SMALL_BATCH = 64  # batches up to this keep their size whatever comes, so that what was precompiled fits
-SHORT = 256  # tokens: less padding than this is not worth another program
-REWRITTEN = 2**31  # a sequence cascade's second text draws its random numbers as this many inputs later
+SMALL_BATCH = 64  # batches up to this never shrink, so that precompiled programs fit
+SHORT = 256  # tokens of padding that do not justify another program
+REWRITTEN = 2**31  # offset of the input index for the random numbers of a sequence cascade's second text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Cascade:
     def __post_init__(self) -> None:
         Settings(stop=self.stop, max_new_tokens=self.max_new_tokens).check(self.verifier.vocab_size)
         check_order(self.models, self.params)
-        # A sampler's parameters are found by its models: two of one shape have to be two objects.
+        # A sampler's parameters are found by its models, so models of one shape must be distinct objects.
         self.models = tuple(
             copy.copy(model) if any(model is other for other in self.models[:n]) else model
             for n, model in enumerate(self.models)
@@ -123,7 +123,7 @@ class Cascade:
         self.made = dict[Any, Any]()  # parameters of samplers' models that are not the cascade's
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.prefixes = PrefixCache(self.prefix_cache_bytes) if self.prefix_cache_bytes else None
-        self.latest: list[Request] = []  # the last one of a file, which the next one may begin like
+        self.latest: list[Request] = []  # the last request of a file; the next one may share its prefix
         self.strategy = strategy_of(self.vocabulary)
         self.host_drafter: Any = None
         if self.strategy.drafts is not None and self.foreign:
@@ -353,7 +353,7 @@ class Cascade:
         return rows, cut
 
     def foreign_readings(self, texts: Sequence[str]) -> list[dict[Translated, list[int]]]:
-        """Each text as every model of another vocabulary reads it."""
+        """Each text in the tokens of every model with another vocabulary."""
         return readings(self.foreign, texts, self.max_source_length, self.prompts)
 
     def prompts(self, texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
@@ -403,7 +403,7 @@ class Cascade:
 
     def checked(self, settings: Settings, changes: dict[str, Any]) -> Settings:
         """The settings with `changes`, and with this cascade's limits for those that they do not set."""
-        if "sampler" in changes:  # says that it is no name
+        if "sampler" in changes:  # raises: it is not a setting
             changes = {name: value for name, value in changes.items() if name != "sampler"} | {
                 "method": changes["sampler"]
             }
@@ -431,7 +431,8 @@ class Cascade:
         return dataclasses.replace(settings, stop=tuple(dict.fromkeys((*self.stop, *settings.stop))))
 
     def check_at_once(self, settings: Settings) -> None:
-        """Raises FieldError for settings that are incompatible with a drafter of several tokens at once."""
+        """Raises FieldError for settings that are incompatible with a drafter that writes a draft in one
+        call."""
         limit = getattr(self.drafter, "drafts_at_once", None)
         if limit is None:
             return
@@ -487,7 +488,7 @@ class Cascade:
             window = list(islice(texts, capacity))
 
     def _beginnings(self, texts: Sequence[str]) -> list[Request]:
-        """Texts that others begin with, as requests of them alone."""
+        """Requests that contain only shared beginnings of texts."""
         texts = [text for text in texts if text.strip()]
         rows, _ = self.encode(texts, truncate=True)
         return [
@@ -505,7 +506,7 @@ class Cascade:
         truncate: bool,
         beginnings: list[Request],
     ) -> Iterator[Output]:
-        """The texts' outputs. Raises ValueError at the first one that cannot be decoded."""
+        """Yields the texts' outputs. Raises ValueError at the first text that cannot be decoded."""
         rows, cut = self.encode(texts, truncate, begun)
         outputs: list[Output | LogitsError] = [
             Output(begun + n, text, "", [], [], {}, cut[n]) for n, text in enumerate(texts)
@@ -612,7 +613,7 @@ class Cascade:
         """Yields the text so far after every round; the last one is generate()'s output for the same
         index."""
         settings = self.checked(settings or Settings(), changes)
-        if self._confidence(settings):  # nothing of its text is certain before the end
+        if self._confidence(settings):  # its text is not final before the end
             yield from (output.text for output in self.generate([text], settings, first_index=index))
             return
         [row], _ = self.encode([text])
@@ -661,12 +662,12 @@ class Cascade:
         return Continuous(programs, batch_size, self.tokenizer, self.bucket, width, self.prefixes)
 
     def _programs(self, plan: Plan, params: Any) -> Programs:
-        # Models of one shape make equal plans: a program is also known by its parameters.
+        # Models of one shape have equal plans, so the key includes the parameters.
         key = plan, *map(id, jax.tree.leaves(params))
         programs = self.programs.pop(key, None)
         if programs is None:
             while self.programs and crowded():
-                del self.programs[next(iter(self.programs))]  # the one longest out of use
+                del self.programs[next(iter(self.programs))]  # the least recently used
             programs = Programs(plan, params, self.mesh, self.clock, self.prefixes)
         self.programs[key] = programs
         return programs

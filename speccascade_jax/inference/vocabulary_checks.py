@@ -1,4 +1,4 @@
-"""Checks of methods with drafters that have another vocabulary, or no distribution."""
+"""Checks methods for drafters with another vocabulary or without a distribution."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,13 +16,13 @@ from speccascade_jax.vocabularies.strategy import UNSTATED, refused_without_law
 
 
 def check_method(settings: Settings, levels: int, strategy: Strategy) -> None:
-    """Raises FieldError for a method that models cannot follow whose vocabularies are joined like this."""
+    """Raises FieldError for a method that cannot be used with vocabularies joined by `strategy`."""
     scheme = settings.scheme(levels)
     strategy.check(settings.name, () if scheme else settings.rules(levels), scheme, settings.adaptive)
 
 
 def check_drafts(settings: Settings, levels: int, drafter: ModelFree) -> None:
-    """Raises FieldError for settings that cannot decode with drafts of no model."""
+    """Raises FieldError for settings that cannot be used with drafts without a model."""
     name, scheme = drafter.name, settings.scheme(levels)
     if settings.adaptive:
         raise FieldError(
@@ -40,10 +40,10 @@ def check_drafts(settings: Settings, levels: int, drafter: ModelFree) -> None:
 
 
 def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
-    """check_method and check_drafts for each of `points`, by the tokenizers alone, before the models are
-    read. What is missing here or read from a file is left to the loading.
+    """Applies check_method and check_drafts to each of `points`, using only the tokenizers, before the models
+    are read. Missing checkpoints are left to the loader.
 
-    Raises FieldError as these do.
+    Raises FieldError like these.
     """
     samplers, model_free = named(run.samplers), split_drafter(run.roles[0][1])[0]
     if model_free is not None:
@@ -57,7 +57,7 @@ def check_methods(run: DecodeConfig, points: Iterable[Settings]) -> None:
     if run.tokenizer or not all(folder.is_dir() for folder in folders):
         return
     files = [file for file in map(tokenizer_files.find, folders) if file is not None]
-    if len(files) < len(folders):  # an assistant or a head needs none
+    if len(files) < len(folders):  # assistants and heads need no tokenizer
         return
     *others, target = (Tokenizer(file).pieces() for file in files)
     if all(pieces == target for pieces in others):

@@ -1,1 +1,1 @@
-"""Rules that are trained."""
+"""Learned rules."""

@@ -1,17 +1,17 @@
-"""Trained methods: small networks that read features of both models' distributions.
+"""Learned rules: small networks that read features of both models' distributions.
 
     router             delta = advantage > alpha,    advantage = (max p - max q) / TV(p~, q~) + network
     learned_mixture    pi = w q~ + (1 - w) p~,       w = alpha e^network / (alpha e^network + 1 - alpha)
 
-The advantage is how much better a text becomes if, where q~ and p~ disagree, it continues with the verifier's
-token: Q(p~'s token) - Q(q~'s token), where Q is the finished text's quality. Deferring at a position costs a
-rejection with probability TV(p~, q~), that of a disagreement, and gains TV times the advantage. So at a price
-alpha of a rejection, the best rule defers where the advantage exceeds alpha. `opt` estimates it by (max p -
-max q) / TV.
+The advantage is the gain in quality if a text continues with the verifier's token where q~ and p~ disagree:
+Q(p~'s token) - Q(q~'s token), where Q is the quality of the finished text. Deferring at a position costs a
+rejection with probability TV(p~, q~), the probability of a disagreement, and gains TV times the advantage. So
+if a rejection costs alpha, the best rule defers where the advantage exceeds alpha. `opt` estimates the
+advantage by (max p - max q) / TV.
 
-The features are known at a position before its token is drawn, so pi is a distribution, as for any rule per
-position, and the output follows it exactly. With a network of zeros these are `opt`, at an alpha below 1, and
-`mixture`. training.learned_rules trains it.
+The features of a position are known before its token is drawn, so pi is a distribution, as for any rule per
+position, and the output follows it exactly. If the network returns 0, `router` is `opt` (for alpha < 1) and
+`learned_mixture` is `mixture`. training.learned_rules trains the networks.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ MEANS = "q of q~'s", "p of q~'s", "q of p~'s", "p of p~'s"
 FEATURES = ("max q", "max p", "H(q)", "H(p)", "TV(p~, q~)", *MEANS, *(f"log {name} / 4" for name in MEANS))
 MOST_Q, MOST_P, TV = map(FEATURES.index, ("max q", "max p", "TV(p~, q~)"))
 LEAST = 1e-3  # keeps logarithms and quotients finite
-LARGEST_FILE = 2**20  # bytes: of 16 units a network's file has 6,000
-LARGEST_WEIGHT = 1e6  # training makes no larger ones, and sums of them could overflow
+LARGEST_FILE = 2**20  # bytes; a network of 16 units has 6,000
+LARGEST_WEIGHT = 1e6  # trained weights are smaller; sums of larger ones could overflow
 
 
 class Weights(NamedTuple):
@@ -57,9 +57,9 @@ class Weights(NamedTuple):
 
 
 def features(s: Scores) -> Float[Array, "*B F"]:
-    """FEATURES of each position. Where the laws disagree, the drafter's token is drawn from (q~ - p~)+ / TV,
-    the verifier's from (p~ - q~)+ / TV: "p of q~'s" is the mean of p over such tokens of the drafter's, how
-    right the verifier thinks them. (0 where the laws agree.)"""
+    """FEATURES of each position. Given a disagreement, the drafter's token follows (q~ - p~)+ / TV and the
+    verifier's (p~ - q~)+ / TV. "p of q~'s" is the mean of p over such drafter tokens, and so on. (0 where q~
+    = p~.)"""
     differs = total_variation(s.p_sampled, s.q_sampled)
     left = [jnp.maximum(x, 0.0) for x in (s.q_sampled - s.p_sampled, s.p_sampled - s.q_sampled)]
     means = [
@@ -81,7 +81,8 @@ def plain_advantage(features: Float[AnyArray, "*B F"]) -> Float[Array, "*B"]:
 
 
 def drafters_weight(weights: Weights, features: Float[AnyArray, "*B F"], alpha: Any) -> Float[Array, "*B"]:
-    """q~'s weight in the mixture: alpha, its odds times e^network. 0 at alpha 0, 1 at alpha 1."""
+    """q~'s weight in the mixture: alpha with its odds multiplied by e^network. It is 0 at alpha 0 and 1 at
+    alpha 1."""
     odds = alpha * jnp.exp(jnp.clip(network(weights, features), -20, 20))
     return odds / (odds + 1 - alpha)
 
@@ -91,7 +92,7 @@ def network(weights: Weights, features: Float[AnyArray, "*B F"]) -> Float[Array,
 
 
 def method_of(weights: Weights, name: str = "router") -> Method:
-    """The method of a trained network, one of TRAINED."""
+    """The method `name`, one of TRAINED, with a trained network."""
 
     def deferring(s: Scores, alpha: Any) -> tuple[Array, Array | None]:
         inputs = features(s)
@@ -125,7 +126,7 @@ def load(path: str | Path) -> Method:
     try:
         described = json.loads(content)
         weights = Weights(*(np.array(described[name], np.float64) for name in Weights._fields))
-        name = described.get("method", "router")  # which older files do not say
+        name = described.get("method", "router")  # older files have no method
         fits = name in TRAINED and tuple(described["features"]) == FEATURES and is_network(weights)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         fits = False
@@ -137,7 +138,7 @@ def load(path: str | Path) -> Method:
 
 
 def is_network(weights: Weights) -> bool:
-    """Whether the arrays are those of one hidden layer, with numbers that float32 can add."""
+    """Whether the arrays form a network with one hidden layer and no weight beyond LARGEST_WEIGHT."""
     units = weights.bias.size
     return (
         units > 0

@@ -62,8 +62,9 @@ class Lane(NamedTuple):
     methods: tuple[tuple[Method, ...], ...]
 
     def numbers(self, settings: Settings) -> tuple[int, ...]:
-        """The index of the method that these settings name at each level. Raises FieldError for a
-        verification that the lane does not have, and ValueError for such a method.
+        """The index of the method that these settings name at each level.
+
+        Raises FieldError for a verification that the lane does not have, and ValueError for such a method.
         """
         ways = verifications_of(self.plan.sampler)
         unasked = not self.methods and is_default(settings.verification)

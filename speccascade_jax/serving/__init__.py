@@ -1,1 +1,1 @@
-"""The HTTP server: a client of the one scheduler, in OpenAI's wire format."""
+"""The HTTP server, in OpenAI's wire format, on top of the scheduler."""

@@ -1,4 +1,4 @@
-"""Answers: what becomes of a request, as one object or as a stream of them."""
+"""Answers to requests, as one object or as a stream of objects."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ COUNTS = ("accepted", "drafted", "deferred")
 
 
 class Wire(NamedTuple):
-    """OpenAI's names of the objects in an answer."""
+    """OpenAI's names for the objects of an answer."""
 
     id: str
     whole: str
@@ -34,23 +34,23 @@ WIRES = {
 class Part(NamedTuple):
     """The new text of a choice."""
 
-    number: int  # the choice's
+    number: int  # index of the choice
     pieces: list[Piece]
-    scores: list[dict[str, Any]]  # one for each piece, where they are asked for
-    reason: str | None  # why the choice ends, where it does
+    scores: list[dict[str, Any]]  # one per piece, if requested
+    reason: str | None  # why the choice ended, if it has
 
 
 @dataclasses.dataclass
 class Choice:
-    """One of an answer's texts; blank prompts have no job."""
+    """One text of an answer. Blank prompts have no job."""
 
     job: Job | None
     pieces: Pieces
-    offset: int = 0  # characters given
+    offset: int = 0  # characters sent so far
 
 
 class Answer:
-    """The answer to a request whose jobs are submitted, which may take a limited number of seconds."""
+    """The answer to a request whose jobs have been submitted. It must end within `seconds`."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class Answer:
         return len(self.results) == len(self.choices)
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Yields the text of the choices as it arrives, in whole tokens. Raises Refused if it is cut off."""
+        """Yields the text of the choices as it arrives, in whole tokens. Raises Refused at the deadline or if
+        a job fails."""
         for number, choice in enumerate(self.choices):
             if choice.job is None:
                 self.results[number] = Result([], [], [], {})
@@ -121,7 +122,7 @@ class Answer:
         return Part(number, pieces, scores, job.reason(update) if update.finished else None)
 
     def _score(self, piece: Piece, offset: int, scores: TokenScores, position: int) -> dict[str, Any]:
-        """The scores of the token at a position of its text, which begins `offset` characters into it."""
+        """The scores of the token at `position`, whose text begins at character `offset`."""
         count = self.request.logprobs or 0
         likeliest, logprobs = scores.likeliest[position], scores.likeliest_logprobs[position]
         top = [
@@ -140,7 +141,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         counts = [result.counts for result in self.results.values()]
         prompt = sum(len(prompt.tokens) for prompt in self.decoding.prompts)
-        firsts = self.choices[:: self.request.n]  # of each prompt, the choice that reads it first
+        firsts = self.choices[:: self.request.n]  # the first choice of each prompt
         cached = sum(choice.job.cached for choice in firsts if choice.job is not None)
         completion = sum(len(result.tokens) for result in self.results.values())
         calls = sum(count.get("rounds", count.get("model_passes", 0)) for count in counts)
@@ -183,7 +184,7 @@ class Answer:
         return self._object(self.wire.whole, choices, usage=self.usage())
 
     async def stream(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as the objects of a stream."""
+        """Yields the answer as the objects of a stream."""
         name, more = self.wire.event, {"usage": None} if self.request.include_usage else {}
         if self.request.messages:
             for number in range(len(self.choices)):

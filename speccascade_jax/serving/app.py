@@ -39,8 +39,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
 }
-UNREAD = 32  # times the largest body: so much is read and dropped, since few clients listen while they send
-GRACE = 5.0  # seconds that a reader has for the rest, once a request's time is up
+UNREAD = 32  # multiple of body_bytes that is read and dropped: few clients read while they send
+GRACE = 5.0  # seconds for a client to read the rest after the deadline
 log = logging.getLogger("speccascade_jax.serving")
 
 
@@ -48,11 +48,11 @@ log = logging.getLogger("speccascade_jax.serving")
 class Limits:
     """The limits and permissions of a server."""
 
-    seconds: float = 120.0  # a request, from its body to its last token
+    seconds: float = 120.0  # from a request's body to its last token
     body_bytes: int = 2**20
-    body_seconds: float = 15.0  # until the body is there
+    body_seconds: float = 15.0  # until the body has arrived
     keys: tuple[str, ...] = ()  # API keys; none: requests need none
-    origins: tuple[str, ...] = ()  # whose pages may send requests (CORS)
+    origins: tuple[str, ...] = ()  # origins whose pages may send requests (CORS)
     page: bool = True
     log_texts: bool = False
 
@@ -64,7 +64,7 @@ class Service:
         self.models = {model.name: model for model in models}
         self.engine, self.metrics, self.limits = engine, metrics, limits
 
-    # A request's way: body, parsed request, decoding, jobs, answer
+    # The stages of a request: body, parsed request, decoding, jobs, answer
 
     async def completions(self, request: Request) -> Response:
         return await self._answered(request, "completion")
@@ -82,8 +82,8 @@ class Service:
         return Events(answer, self) if parsed.stream else await self._whole(request, answer)
 
     def _submitted(self, model: ServedModel, parsed: ParsedRequest, decoding: Decoding) -> Answer:
-        """The answer to come. Raises FieldError for more choices than the server ever has a place for, Full
-        if it has none now."""
+        """Submits a request's jobs. Raises FieldError for more choices than the server has room for, and Full
+        if it has no room now."""
         capacity = self.engine.capacity(decoding.lane)
         if len(decoding.requests) > capacity:
             raise FieldError(
@@ -96,7 +96,7 @@ class Service:
         return Answer(model, parsed, decoding, submitted, self.limits.seconds)
 
     async def _whole(self, request: Request, answer: Answer) -> Response:
-        """The answer, unless its client leaves before it is written."""
+        """The response with the whole answer; status 499 if the client disconnects first."""
         status, said = 500, "error"
         writing = asyncio.ensure_future(answer.whole())
         leaving = asyncio.ensure_future(left(request.receive))
@@ -117,7 +117,7 @@ class Service:
             self.closed(answer, status, said)
 
     def closed(self, answer: Answer, status: int, said: str) -> None:
-        """The end of an answer, however it came: rows are freed, and a line is logged."""
+        """Frees the rows of an answer that has ended in any way, and logs it."""
         running = answer.running
         for job in running:
             self.engine.cancel(job)
@@ -168,7 +168,7 @@ class Service:
             )
         return self.models[name]
 
-    # What the server says of itself
+    # Information about the server
 
     async def health(self, request: Request) -> Response:
         alive = self.engine.healthy
@@ -201,7 +201,8 @@ class Service:
 
 
 class Events(Response):
-    """A stream of server-sent events, ended by [DONE]. Ends when its client leaves, or does not read."""
+    """A stream of server-sent events that ends with [DONE], or when the client disconnects or stops
+    reading."""
 
     def __init__(self, answer: Answer, service: Service):
         self.answer, self.service, self.background = answer, service, None
@@ -212,7 +213,7 @@ class Events(Response):
         try:
             await asyncio.wait({writing, leaving}, timeout=max(end, 0), return_when=asyncio.FIRST_COMPLETED)
             said = writing.result() if writing.done() else "left" if leaving.done() else "not read"
-        except OSError:  # the client is gone
+        except OSError:  # the client has disconnected
             said = "left"
         except Exception as error:
             said = "failed"
@@ -234,8 +235,8 @@ class Events(Response):
             if isinstance(event, Refused):
                 said, event = "refused", event.body
             text += b"data: " + encoded(event) + b"\n\n"
-            # A chat's role waits for its first tokens: before these, another replica may take a request. The
-            # last events and the end go out as one: packets cost more than text.
+            # A chat's role is sent with the first tokens, because before those another replica may take over.
+            # The last events are sent together with the end, because packets cost more than text.
             if self.answer.first is not None and not self.answer.over:
                 await send({"type": "http.response.body", "body": text, "more_body": True})
                 text = b""
@@ -255,10 +256,10 @@ def encoded(value: Any) -> bytes:
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raises Refused for a request without one of the keys, where there are any."""
+    """Raises Refused if keys are configured and the request has none of them."""
     if not keys:
         return
-    header = request.headers.get("authorization", "").encode("latin-1")  # as it came: bytes
+    header = request.headers.get("authorization", "").encode("latin-1")  # the raw bytes
     scheme, _, offered = header.partition(b" ")
     known = [hmac.compare_digest(offered.strip(), key.encode()) for key in keys]
     if scheme.lower() != b"bearer" or not any(known):
@@ -271,14 +272,14 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 
 
 def check_json(request: Request) -> None:
-    """Raises Refused if a body is not said to be JSON."""
+    """Raises Refused if the content type is not JSON."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused("send JSON with Content-Type: application/json.", status=415)
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """A request's body. Raises Refused if it is too long, late or cut off."""
+    """Reads a request's body. Raises Refused if it is too long, late or incomplete."""
     limit = limits.body_bytes
     body, size = bytearray(), 0
     try:
@@ -299,7 +300,7 @@ async def body_of(request: Request, limits: Limits) -> bytes:
 
 
 def unavailable(reason: str, code: str, seconds: int) -> Refused:
-    """A request that comes at the wrong time, and may come again after so many seconds."""
+    """The refusal of a request that may be retried after so many seconds."""
     return Refused(reason, status=503, kind="server_error", code=code, headers={"Retry-After": str(seconds)})
 
 
@@ -311,7 +312,7 @@ class Errors:
 
     @property
     def handlers(self) -> dict[Any, Any]:
-        """By the type of exception, as Starlette takes them."""
+        """Exception type -> handler, in Starlette's form."""
         return {
             Refused: self.on_refused,
             FieldError: self.on_field,
@@ -358,13 +359,13 @@ class Errors:
 
 
 async def left(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Returns once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def described(model: ServedModel) -> dict[str, Any]:
-    """A model as /v1/models lists it, and what its requests may ask for."""
+    """A model's entry in /v1/models, with the options of its requests."""
     settings = model.defaults
     return {
         "id": model.name,
@@ -386,7 +387,7 @@ def described(model: ServedModel) -> dict[str, Any]:
 
 
 def middleware(limits: Limits) -> list[Middleware]:
-    """The middleware that lets pages of other origins send requests, if any may."""
+    """The middleware that admits requests from pages of other origins, if any are allowed."""
     if not limits.origins:
         return []
     return [
@@ -400,7 +401,7 @@ def middleware(limits: Limits) -> list[Middleware]:
 
 
 def create_app(models: Sequence[ServedModel], engine: Engine, metrics: Metrics, limits: Limits) -> Starlette:
-    """The application, whose engine starts and ends with it."""
+    """The application, which starts and stops its engine."""
     service = Service(models, engine, metrics, limits)
 
     @contextlib.asynccontextmanager

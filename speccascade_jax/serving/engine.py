@@ -1,11 +1,9 @@
-"""The engine: one thread that runs the schedulers of all served models, between it and asyncio only queues.
+"""The engine: one thread that runs the schedulers of all served models and talks to asyncio through queues.
 
 In use:
 
-    engine = Engine([model])
-    engine.start(loop)                      # compiles, then decodes whatever comes
-    jobs, updates = engine.submit(lane, requests)  # in the event loop
-    while not all ended:
+    engine = Engine([model]) engine.start(loop)                      # compiles, then decodes requests as they
+    arrive jobs, updates = engine.submit(lane, requests)  # in the event loop while not all ended:
         job, update = await updates.get()
     engine.cancel(job)                      # at any time
 """
@@ -31,13 +29,13 @@ from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import up_to_stop
 
 log = logging.getLogger("speccascade_jax.serving")
-MAX_QUEUE = 64  # requests that wait for a row, unless a server is told otherwise
-ROUNDS = 2  # between two looks for new requests, likewise
-FAILURES = 3  # rounds that raise in succession until the engine is not healthy
+MAX_QUEUE = 64  # default number of requests that may wait for a row
+ROUNDS = 2  # default number of rounds between two checks for new requests
+FAILURES = 3  # consecutive failed rounds after which the engine is unhealthy
 
 
 class Full(Exception):
-    """No place in the queue; `seconds` until there may be one."""
+    """The queue is full; there may be room in `seconds`."""
 
     def __init__(self, seconds: int):
         super().__init__(seconds)
@@ -47,32 +45,32 @@ class Full(Exception):
 class Update(NamedTuple):
     """The tokens that a job has written so far, and their `scores` if requested."""
 
-    result: Result | None  # None: nothing, because of the `error`
+    result: Result | None  # None after an `error`
     finished: bool
     error: str = ""
     scores: TokenScores | None = None
-    fresh: int = 0  # how many tokens are new
-    gap: float = 0.0  # seconds since the ones before them, or since the job came
+    fresh: int = 0  # number of new tokens
+    gap: float = 0.0  # seconds since the previous tokens or, for the first, since submission
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request on its way through the engine: one row, one choice of an answer."""
+    """A request in the engine: it has one row and becomes one choice of an answer."""
 
     lane: "ServedLane"
     request: Request
-    scored: bool  # whether its tokens' probabilities are asked for
+    scored: bool  # whether log probabilities are requested
     updates: "Updates"
     came: float = dataclasses.field(default_factory=time.monotonic)
-    placed: float = 0.0  # when it took a row; 0: it has none yet
-    number: int = -1  # the scheduler's
-    cached: int = 0  # tokens of its prompt that were found in the cache of prefixes
-    written: int = 0  # tokens
-    latest: float = 0.0  # when the last of them came
-    ended: bool = False  # seen by the event loop
+    placed: float = 0.0  # when it got a row; 0: not yet
+    number: int = -1  # its id in the scheduler
+    cached: int = 0  # prompt tokens found in the prefix cache
+    written: int = 0  # tokens so far
+    latest: float = 0.0  # when the last tokens arrived
+    ended: bool = False  # as the event loop sees it
 
     def reason(self, update: Update) -> str:
-        """Why a finished update ends: stop, length or error."""
+        """The finish reason of a finished update: stop, length or error."""
         if update.result is None:
             return "error"
         tokens, plan = update.result.tokens, self.lane.lane.plan
@@ -85,14 +83,14 @@ Updates = asyncio.Queue[tuple[Job, Update]]  # of all jobs of one answer
 
 
 class Submitted(NamedTuple):
-    """An answer's jobs (None for a request that needs no decoding), and the queue of their updates."""
+    """The jobs of an answer (None for a request that needs no decoding) and the queue of their updates."""
 
     jobs: list[Job | None]
     updates: Updates
 
 
 class ServedLane:
-    """Requests of one model that share a batch of rows."""
+    """The requests of one model that share a batch of rows."""
 
     def __init__(
         self,
@@ -105,8 +103,8 @@ class ServedLane:
         methods: Sequence[str] = (),
     ):
         self.model, self.cascade, self.lane, self.rows = model, cascade, lane, rows * cascade.devices
-        self.settings = settings  # of some request
-        self.methods = methods or (settings.name,)  # names that requests may ask for, for people
+        self.settings = settings  # those of some request
+        self.methods = methods or (settings.name,)  # names of the methods, for display
         self.per_device, self.width = rows, width
         self.scheduler = self._empty()
         self.scorer = (
@@ -114,18 +112,18 @@ class ServedLane:
             if any(states_law(lane.plan.sampler, rules) for rules in itertools.product(*lane.methods))
             else None
         )
-        self.jobs: dict[int, Job] = {}  # by the scheduler's number
-        self.live = 0  # jobs that have not ended, as the event loop counts them
+        self.jobs: dict[int, Job] = {}  # by scheduler id
+        self.live = 0  # unfinished jobs, counted by the event loop
         self.seconds_per_job = 1.0  # a running mean
         self.failures = 0
-        self.called: Callable[[], Any] = lambda: False  # whether the engine has something to say
-        self.tell: Callable[[str, Any], None] = lambda call, what: None  # other processes: see followers
+        self.called: Callable[[], Any] = lambda: False  # whether the engine has new messages
+        self.tell: Callable[[str, Any], None] = lambda call, what: None  # to other processes: see followers
 
     def _empty(self) -> Continuous:
         return self.cascade.steady_scheduler(self.lane.plan, self.lane.params, self.per_device, self.width)
 
     def precompile(self) -> None:
-        """Compiles all that requests may need, and decodes one of each width."""
+        """Compiles all programs that requests may need, and decodes one request of each width."""
         widths = sorted({self.cascade.bucket(n) for n in range(1, self.width + 1)})
         self.scheduler.precompile(widths)
         if self.scorer is not None:
@@ -144,17 +142,17 @@ class ServedLane:
                     raise result
                 if self.scorer is not None:
                     self.scorer(request, result.tokens)
-        if self.cascade.prefixes is not None:  # of no use to anybody
+        if self.cascade.prefixes is not None:  # the prefixes of these requests are useless
             self.cascade.prefixes.clear()
         self.scheduler.measure(self.settings)
 
     def states_law(self, methods: Sequence[int]) -> bool:
-        """Whether tokens decoded by these of its methods have log probabilities: see protocols.states_law."""
+        """Whether tokens decoded with these methods have log probabilities: see protocols.states_law."""
         rules = [known[number] for known, number in zip(self.lane.methods, methods, strict=True)]
         return states_law(self.lane.plan.sampler, rules)
 
     def admit(self, request: Request) -> int:
-        """The number of a request that is decoded from now on."""
+        """Queues a request in the scheduler and returns its id."""
         self.tell("admit", request)
         return self.scheduler.admit([request])[0]
 
@@ -167,7 +165,7 @@ class ServedLane:
         self.scheduler.run(rounds)
 
     def score(self, request: Request, tokens: list[int]) -> TokenScores | None:
-        """The log probabilities of a request's tokens, if they can be computed here."""
+        """The log probabilities of a request's tokens; None if they cannot be computed."""
         if self.scorer is None:
             return None
         self.tell("score", (request, tokens))
@@ -180,9 +178,9 @@ class ServedLane:
         self.scheduler.blocks = blocks
 
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
-        """Runs up to `rounds` rounds: what is new. Up to four times as many while jobs wait, for there is no
-        row for others: fewer events for the host to send. Where none waits, one round if some job has written
-        nothing yet, or until the engine is `called`."""
+        """Runs rounds and returns the updates. While jobs wait, it runs up to 4 * `rounds` rounds, because
+        there is no row for new jobs anyway and the host sends fewer events. Otherwise it runs up to `rounds`
+        rounds, one if some job has no tokens yet, and stops once the engine is `called`."""
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
         for _ in range(4 if wait else 1 if anew else rounds):
@@ -215,11 +213,11 @@ class ServedLane:
 
 
 class Engine:
-    """Runs `lanes` in turn, `rounds` rounds each, in its own thread.
+    """Runs the lanes in turn, `rounds` rounds each, in its own thread.
 
-    The event loop calls submit() and cancel(); the thread's updates arrive in the jobs' queues, and
-    `heard` is called with every update before that. A round that raises ends the jobs of its lane
-    with an error, and the lane starts over.
+    The event loop calls submit() and cancel(). The thread's updates arrive in the jobs' queues, after `heard`
+    is called with each of them. A round that raises ends the jobs of its lane with an error and resets the
+    lane.
     """
 
     def __init__(
@@ -233,7 +231,7 @@ class Engine:
         self.thread: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ready = self.draining = self.stopping = False
-        self.failed: BaseException | None = None  # while compiling: there is nothing to serve
+        self.failed: BaseException | None = None  # the error of a failed compilation: nothing can be served
 
     # In the event loop
 
@@ -255,11 +253,12 @@ class Engine:
         return not any(lane.live for lane in self.lanes)
 
     def capacity(self, lane: ServedLane) -> int:
-        """The most jobs that a lane's rows and its queue have a place for."""
+        """The largest number of jobs that a lane's rows and queue can hold."""
         return lane.rows + self.max_queue
 
     def submit(self, lane: ServedLane, requests: Sequence[Request | None], scored: bool = False) -> Submitted:
-        """A job for each request that is not None. Raises Full if there is no room for all of them."""
+        """Submits a job for each request that is not None. Raises Full if there is no room for all of
+        them."""
         live = lane.live + sum(request is not None for request in requests)
         if live > self.capacity(lane):
             raise Full(max(round((live - self.max_queue) * lane.seconds_per_job / lane.rows), 1))
@@ -271,14 +270,14 @@ class Engine:
         return Submitted(jobs, updates)
 
     def cancel(self, job: Job) -> None:
-        """Forgets a job; its row is free before the next round. One that has ended is left alone."""
+        """Cancels a job unless it has ended. Its row is free before the next round."""
         if not job.ended:
             self._end(job)
             self._post("cancel", job)
 
     def stop(self) -> None:
-        """Ends the thread after the round that runs. What it compiles may take minutes, and is not waited
-        for."""
+        """Ends the thread after the current round. Does not wait for a compilation, which may take
+        minutes."""
         with self.wake:
             self.stopping = True
             self.wake.notify()
@@ -287,7 +286,7 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether the thread still compiles or decodes."""
+        """Whether the thread is alive."""
         return self.thread is not None and self.thread.is_alive()
 
     def _post(self, what: str, job: Job) -> None:
@@ -354,7 +353,7 @@ class Engine:
     def _step(self, lane: ServedLane) -> None:
         try:
             updates = lane.step(self.rounds)
-        except Exception as error:  # whatever it is: the next requests are served
+        except Exception as error:  # any error: later requests must still be served
             self._fail(lane, error)
             return
         lane.failures = 0

@@ -1,7 +1,7 @@
-"""A server in several processes: what the first one's engine does with its lanes, the others repeat.
+"""A server in several processes: the others repeat what the first one's engine does with its lanes.
 
-Schedulers decide by nothing but their requests and what these have written, so the same calls in the same
-order run the same programs, and all devices meet in the same collectives.
+A scheduler's decisions depend only on its requests and their tokens. So the same calls in the same order run
+the same programs, and all devices take part in the same collectives.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from speccascade_jax.settings import Settings
 
 log = logging.getLogger("speccascade_jax.serving")
 END = None
-"""The message after which there is nothing to repeat."""
+"""The last message: nothing follows."""
 
 
 def described(request: Request, cascade: Cascade) -> dict[str, Any]:
-    """A request as JSON holds it: its methods are numbers, not names."""
+    """A request as JSON; its methods are indices, not names."""
     settings = {
         field.name: getattr(request.settings, field.name)
         for field in dataclasses.fields(Settings)
@@ -32,7 +32,7 @@ def described(request: Request, cascade: Cascade) -> dict[str, Any]:
 
 
 def request_of(content: dict[str, Any], cascade: Cascade) -> Request:
-    """The request that described() tells of."""
+    """The inverse of described()."""
     foreign = zip(cascade.foreign, content["foreign"], strict=True)
     return Request(
         content["tokens"],
@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[ServedLane, Any], Any]] = {
 
 
 def lead(job: Job, lanes: Sequence[ServedLane]) -> None:
-    """From now on, the other processes of a job hear of every call of these lanes."""
+    """Makes these lanes send their calls to the other processes of a job from now on."""
     if job.processes == 1:
         return
 
@@ -94,9 +94,9 @@ def lead(job: Job, lanes: Sequence[ServedLane]) -> None:
 
 
 def follow(calls: Iterator[Any], lanes: Sequence[ServedLane]) -> None:
-    """Repeats the calls of the first process, which are JSON, until they end."""
+    """Repeats the calls of the first process, received as JSON, until the last message."""
     for number, call, what in calls:
         try:
             CALLS[call](lanes[number], what)
-        except Exception as error:  # it is raised in the first process, too, which starts the lane over
+        except Exception as error:  # the first process raises it as well, and resets the lane
             log.error("a round failed", exc_info=error, extra={"fields": {"event": "round_failed"}})

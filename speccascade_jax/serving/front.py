@@ -2,10 +2,10 @@
 
     client -> front -> a replica's application (app.py), as messages of ASGI
 
-The front reads a request, sends it to a replica, and passes on what comes back. Nothing is sent to the client
-before the first tokens arrive, so if a replica is lost before that, its request moves to another one
-unnoticed. A stream that is lost later ends with an error event. Tokens depend on a request alone, so it does
-not matter which replica writes them.
+The front reads a request, sends it to a replica, and forwards the response. It sends nothing to the client
+before the first tokens arrive, so if a replica is lost before that, another replica takes the request without
+the client noticing. A stream that is lost later ends with an error event. Tokens depend only on the request,
+so any replica writes the same ones.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from speccascade_jax.serving.app import (
 from speccascade_jax.serving.metrics import CONTENT_TYPE
 from speccascade_jax.serving.protocol import Refused
 
-TRIES = 2  # replicas that a request is sent to: one that makes its replica crash must not end them all
-LATER = 5  # seconds after which a client may ask again
+TRIES = 2  # replicas that a request may be sent to: one that crashes replicas must not crash all of them
+LATER = 5  # seconds after which a client may retry
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PARTS = (
     "type",
@@ -52,35 +52,36 @@ PARTS = (
     "headers",
     "client",
     "server",
-)  # of a scope: what a request says of itself
+)  # the parts of a scope that describe a request
 log = logging.getLogger("speccascade_jax.serving")
 
 
 class Lost(Exception):
-    """The replica that had a request is gone."""
+    """The replica that was answering a request is gone."""
 
 
 class Replicas(Protocol):
     """The replicas that answer requests."""
 
-    running: int  # how many there are
+    running: int  # number of replicas
 
     def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The messages of ASGI that answer a request. Raises Lost, and Full if no replica has a place."""
+        """Yields the ASGI messages of the response to a request. Raises Lost, or Full if no replica has
+        room."""
         ...
 
     async def metrics(self) -> dict[str, str]:
-        """The text of every replica's /metrics, by the replica's name."""
+        """Replica name -> text of its /metrics."""
         ...
 
 
 class Front:
-    """The handlers, and what the front counts itself."""
+    """The front's handlers and its own counters."""
 
     def __init__(self, replicas: Replicas, limits: Limits):
         self.replicas, self.limits = replicas, limits
         self.draining, self.live = False, 0
-        self.failed: BaseException | None = None  # there will be no replica
+        self.failed: BaseException | None = None  # why no replica will become available
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self.refused = Counter(
@@ -105,7 +106,7 @@ class Front:
         return self.live == 0
 
     def fail(self, error: BaseException) -> None:
-        """There will be no replica."""
+        """Reports that no replica will become available."""
         self.failed = error
 
     async def forward(self, request: Request) -> Response:
@@ -134,7 +135,7 @@ class Front:
 
 
 class Forwarded(Response):
-    """A replica's answer to a request whose body is read; ends when its client leaves."""
+    """A replica's response to a request whose body has been read. It ends when the client disconnects."""
 
     def __init__(self, front: Front, body: bytes):
         self.front, self.sent, self.background = front, body, None
@@ -157,8 +158,8 @@ class Forwarded(Response):
                 task.cancel()
 
     async def _write(self, request: Scope, passing: "Passing") -> None:
-        """Passes on the answer of the first replica that gives one. Raises Refused if none does."""
-        seconds = self.front.limits.seconds + 2 * GRACE  # a replica's own limit comes first
+        """Forwards the response of the first replica that gives one. Raises Refused if none does."""
+        seconds = self.front.limits.seconds + 2 * GRACE  # a replica's own limit takes effect first
         try:
             async with asyncio.timeout(seconds):
                 for number in range(1, TRIES + 1):
@@ -171,7 +172,7 @@ class Forwarded(Response):
                                     await passing(message)
                         return
                     except Exception as error:
-                        if passing.ended:  # whatever comes after the answer
+                        if passing.ended:  # ignores messages after the response
                             return
                         if not isinstance(error, Lost):
                             raise
@@ -188,8 +189,8 @@ class Forwarded(Response):
         raise unavailable("the replica that was writing this answer was lost.", "replica_lost", LATER)
 
     async def _refuse(self, passing: "Passing", refused: Refused) -> None:
-        """Ends an answer with an error: a stream with an event, since its status has been sent. Any other
-        answer that has begun is cut off, and its client sees that it is not whole."""
+        """Ends a response with an error. A stream gets an event, since its status has been sent. Any other
+        response that has begun is aborted, and the client sees that it is incomplete."""
         if not passing.begun:
             raise refused
         if not passing.streams:
@@ -199,7 +200,7 @@ class Forwarded(Response):
 
 
 class Passing:
-    """Passes messages on, from the first that holds a part of the body."""
+    """Forwards messages, starting once a part of the body arrives."""
 
     def __init__(self, send: Send):
         self.send, self.held = send, list[Message]()
@@ -217,12 +218,12 @@ class Passing:
             self.held = []
 
     def forget(self) -> None:
-        """Drops what a lost replica has sent, of which nothing was passed on."""
+        """Drops the messages of a lost replica, none of which has been forwarded."""
         self.held = []
 
 
 def merged(texts: dict[str, str]) -> bytes:
-    """The metrics of several sources as one text, whose samples have their source as the label `replica`."""
+    """Merges the metrics of several sources into one text. The label `replica` names a sample's source."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text):
@@ -257,8 +258,8 @@ def create_front(front: Front, lifespan: Callable[[Starlette], Any] | None = Non
 async def answered(
     app: Callable[[Scope, Receive, Send], Any], scope: Scope, body: bytes
 ) -> AsyncGenerator[list[Message], None]:
-    """Yields an application's response to a request: its messages, as many at a time as are available. If the
-    caller closes this iterator, or is cancelled, the application learns that the client has left."""
+    """Yields an application's response to a request, in lists of the messages available at a time. If the
+    caller closes this iterator or is cancelled, the application sees the client disconnect."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     unread, gone = [body], asyncio.Event()
 
@@ -278,7 +279,7 @@ async def answered(
             yield [message for message in several if message is not None]
             if ended:
                 break
-        await running  # raises what the application has raised
+        await running  # raises the application's exception, if any
     finally:
         gone.set()
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where they fit, so that dashboards made for it work, and ours."""
+"""Prometheus metrics, under vLLM's names where they fit, so that dashboards made for it work."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class Load(NamedTuple):
     running: int
     waiting: int
     prefixes: PrefixCache | None
-    blocks: Sequence[Blocks] = ()  # of its batches with adaptive block sizes
+    blocks: Sequence[Blocks] = ()  # of its batches whose block size follows the load
 
 
 class Metrics:
@@ -67,7 +67,7 @@ class Metrics:
         self.evicted = counter(
             "speccascade:prefix_cache_evictions", "Segments evicted from the prefix cache."
         )
-        self.evictions: dict[str, int] = {}  # by model, up to the last text()
+        self.evictions: dict[str, int] = {}  # by model, as of the last text()
         self.generated = counter("vllm:generation_tokens", "Tokens generated.")
         self.success = counter("vllm:request_success", "Requests that finished.", "finished_reason")
         self.block_size = gauge("speccascade:block_size", "The block size chosen for the current load.")
@@ -141,7 +141,7 @@ class Metrics:
             self.rate.labels(model, method).set(sums[0] / sums[1])
 
     def text(self, loads: Iterable[Load]) -> bytes:
-        """All metrics as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         for model, running, waiting, prefixes, blocks in loads:
             self.running.labels(model).set(running)
             self.waiting.labels(model).set(waiting)

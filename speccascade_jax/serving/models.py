@@ -1,4 +1,4 @@
-"""Served models: a config's cascade, the methods compiled for it, and the decoding of requests."""
+"""Served models: a config's cascade, the methods compiled for it, and how requests are decoded."""
 
 import asyncio
 import dataclasses
@@ -24,44 +24,45 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.vocabularies.joining import readings
 from speccascade_jax.vocabularies.translated import Translated
 
-CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are cut into tokens
+CHARACTERS_PER_TOKEN = 64  # longer prompts are refused before they are tokenized
 LARGEST_BOUND = 1024  # the largest static bound of a truncation, such as top_k
 SEEDS = 2**31
 SERVABLE = (*(name for name, rule in METHODS.items() if rule.by_prefix), *SAMPLERS)
-"""Names of methods that can be served anywhere: log probabilities are those of a law by prefix."""
+"""The methods that can be served with any models. Their distributions depend only on the prefix, so they have
+log probabilities."""
 
 
 class Prompt(NamedTuple):
-    """A prompt as the verifier reads it, [] for a blank one, and as each model of another vocabulary does."""
+    """A prompt in the verifier's tokens ([] if blank), and in those of each model with another vocabulary."""
 
     tokens: list[int]
     foreign: dict[Translated, list[int]]
 
 
 class Decoding(NamedTuple):
-    """A request that this server takes: how it is decoded, and where."""
+    """How and where an accepted request is decoded."""
 
     settings: Settings
     prompts: list[Prompt]
     lane: ServedLane
-    requests: list[Request | None]  # one for each choice; None: its prompt is blank
-    seeded: bool  # by its sender
+    requests: list[Request | None]  # one per choice; None for a blank prompt
+    seeded: bool  # whether the request has a seed
 
     @property
     def block_size(self) -> dict[str, int | str]:
-        """The block sizes that an answer reports, if they differ between rounds."""
+        """The block size that an answer reports if it can differ between rounds."""
         if self.lane.scheduler.blocks is None:
             return {}
         return {"block_size": self.settings.block_sizes(1)[0] if self.seeded else LOAD}
 
 
 class ServedModel:
-    """One config under its name. Each of `methods` that can follow its drafts is compiled; requests choose
-    among them. Models that can read `chunk` tokens of a prompt between two rounds.
+    """A config and its name. Those of `methods` that can verify its drafts are compiled, and requests choose
+    among them. Models that can do so read prompts in chunks of `chunk` tokens between rounds.
 
-    `by_load`: rounds draft up to as many tokens as the config says, fewer where that is faster (--block-size=
-    load). Raises ValueError for a method that cannot be served, models that cannot draft so, and a chat
-    template that cannot be read.
+    `by_load`: rounds draft up to the config's block size, and fewer tokens if that is faster
+    (--block-size=load). Raises ValueError for a method that cannot be served, models that do not support
+    `by_load`, and an unreadable chat template.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ServedModel:
         }
         chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
         self.chats = chats[0] is not None
-        if cascade.levels == 0:  # whatever its config says, it is the verifier
+        if cascade.levels == 0:  # a single model decodes alone whatever its config says
             self.defaults, methods = dataclasses.replace(self.defaults, alpha_after={}, **ALONE), ()
         cascade.check_model_free(resolved(self.defaults, cascade.named))
         methods = [name for name in methods if self._can_follow(name)]
@@ -126,8 +127,8 @@ class ServedModel:
             )
 
     def _can_follow(self, method: str) -> bool:
-        """Whether a method can decode with the drafts of these models."""
-        if NAMED.get(method) is None or method in TRAINED:  # whatever it is, it is refused or resolved later
+        """Whether a method can verify the drafts of these models."""
+        if NAMED.get(method) is None or method in TRAINED:  # checked or resolved later
             return True
         try:
             self.cascade.check_model_free(dataclasses.replace(self.defaults, method=method))
@@ -136,7 +137,7 @@ class ServedModel:
         return True
 
     def _compiled(self, method: Choice | tuple[Choice, ...]) -> Settings:
-        """Settings of everything that this method's requests may ask for."""
+        """Settings that cover all options of this method's requests."""
         servable = (*SERVABLE, *self.cascade.named)
         for name in method.split("+") if isinstance(method, str) else ():
             if name not in servable:
@@ -165,7 +166,7 @@ class ServedModel:
                 "leave it out, or use a lossless method.",
                 f"outputs of {settings.name} with these models have no distribution given the prefix alone",
             )
-        # A chat template is a program, and may take its time.
+        # Chat templates are programs, which may be slow.
         prompts = (
             await asyncio.to_thread(self._prompts, request) if request.messages else (self._prompts(request))
         )
@@ -193,8 +194,7 @@ class ServedModel:
         )
 
     def _settings(self, request: ParsedRequest) -> Settings:
-        """The server's settings with what the request changes, and a fresh seed where it draws without
-        one."""
+        """The server's settings with the request's changes, and a new seed if it samples without one."""
         changes, names = request.changes, request.names
         for setting, limit in {"max_new_tokens": self.cascade.max_new_tokens, **self.bounds}.items():
             if (changes.get(setting) or 0) > limit:
@@ -207,7 +207,7 @@ class ServedModel:
                 "stop holds U+FFFD, which stands for an unfinished character",
             )
         defaults = self.defaults
-        if "method" in changes:  # another method than the server's may read no lenience
+        if "method" in changes:  # another method may not use alpha
             defaults = defaults.by(changes["method"], {**NAMED, **self.cascade.named})
         try:
             settings = self.cascade.checked(defaults, changes)
@@ -227,7 +227,7 @@ class ServedModel:
         return settings
 
     def _check_blocks(self, settings: Settings) -> None:
-        """Raises FieldError for more drafts a round than the server's, or other ones where they are fixed."""
+        """Raises FieldError for a block size above the server's, or different from it if it is fixed."""
         server, size = self.defaults, settings.block_size
         fixed = server.adaptive or self.cascade.levels > 1 or not isinstance(size, int)
         if fixed and size != server.block_size:
@@ -239,8 +239,8 @@ class ServedModel:
                 )
 
     def _lane(self, settings: Settings, request: ParsedRequest) -> tuple[ServedLane, tuple[int, ...]]:
-        """The lane of such a request, and the indices of its methods there. Raises FieldError if the request
-        changes a setting that is fixed when a lane is compiled."""
+        """A request's lane, and the indices of its methods there. Raises FieldError if the request changes a
+        setting that is fixed when a lane is compiled."""
         place = self.place(settings)
         if place is not None:
             return place
@@ -254,7 +254,8 @@ class ServedModel:
         raise Refused("this server has no compiled program for such a request.")
 
     def place(self, settings: Settings) -> tuple[ServedLane, tuple[int, ...]] | None:
-        """The lane that decodes such settings, and its numbers of their methods; None if no lane does."""
+        """The lane that decodes such settings, and the indices of their methods there; None if no lane
+        does."""
         lane = self.lanes.get(
             self.cascade.lane_of(
                 dataclasses.replace(
@@ -264,11 +265,11 @@ class ServedModel:
         )
         try:
             return None if lane is None else (lane, lane.lane.numbers(settings))
-        except ValueError:  # a rule with a value that is compiled into it
+        except ValueError:  # a rule with a compiled-in value
             return None
 
     def _prompts(self, request: ParsedRequest) -> list[Prompt]:
-        """The request's texts, read. Raises FieldError, or Refused for one that is too long."""
+        """Tokenizes a request's texts. Raises FieldError, or Refused for a text that is too long."""
         cascade, field, limit = self.cascade, request.text_field, self.cascade.max_source_length
         texts = [self._conversation(request)] if request.messages else [*request.prompts]
         for text in texts:
@@ -299,7 +300,7 @@ class ServedModel:
 
 
 def rendered(tokenizer: Tokenizer, request: ParsedRequest) -> str:
-    """A conversation in a tokenizer's template. Raises FieldError if that does not take it."""
+    """Renders a conversation with a tokenizer's template. Raises FieldError if the template refuses it."""
     try:
         return tokenizer.conversation(request.messages)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The OpenAPI description, made of protocol.FIELDS."""
+"""The OpenAPI description, generated from protocol.FIELDS."""
 
 from typing import Any
 

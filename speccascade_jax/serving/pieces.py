@@ -1,4 +1,4 @@
-"""Tokens into pieces of text that never have to be taken back."""
+"""Converts tokens to pieces of text that never have to be retracted."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, text_of
 
 
 class Piece(NamedTuple):
-    """The text of one token: "" for the end of the sequence, and for incomplete bytes of a character."""
+    """The text of one token: "" for the end-of-sequence token and for incomplete characters."""
 
     text: str
     token: int
@@ -17,21 +17,21 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """The text of one answer as it grows.
+    """The growing text of one answer.
 
-    Held back are the bytes of an unfinished character, and whatever may be the beginning of a stop text:
-    the pieces of all calls together are the text of the whole.
+    Bytes of an unfinished character and possible beginnings of a stop text are held back, so the pieces of
+    all calls together are the text of the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.tokenizer, self.stop = tokenizer, stop
         self.ends: list[int] = []  # where each token's text ends
-        self.text = ""  # of all tokens but what is unfinished at its end
-        self.solid = 0  # tokens up to the last one that ends with a whole character
-        self.sent = 0  # tokens
+        self.text = ""  # text of all tokens without an unfinished character at its end
+        self.solid = 0  # tokens up to the last one that completes a character
+        self.sent = 0  # tokens returned so far
 
     def of(self, result: Result, finished: bool) -> list[Piece]:
-        """The pieces that have become certain: those of a whole number of tokens."""
+        """The new pieces that are final, one per token."""
         tokens = result.tokens
         for n in range(len(self.ends), len(tokens)):
             text = self.tokenizer.decode(tokens[: n + 1])
@@ -41,7 +41,7 @@ class Pieces:
         if finished:
             text = text_of(self.tokenizer, tokens, self.stop)
             ends = [min(end, len(text)) for end in self.ends]
-            ends[-1:] = [len(text)] * bool(ends)  # what was held back is the last one's
+            ends[-1:] = [len(text)] * bool(ends)  # text that was held back belongs to the last token
             certain = len(tokens)
         else:
             text, ends = self.text, self.ends
@@ -55,7 +55,7 @@ class Pieces:
 
 
 def held_back(text: str, stop: tuple[str, ...]) -> int:
-    """The length of the longest end of `text` that some stop text begins with."""
+    """The length of the longest suffix of `text` that is a prefix of some stop text."""
     longest = max(map(len, stop), default=0)
     return next(
         (

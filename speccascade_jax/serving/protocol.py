@@ -1,7 +1,7 @@
-"""OpenAI's wire format: what a request may hold, and how it is read.
+"""OpenAI's wire format: the fields of a request and how they are parsed.
 
-A request's fields are those of Settings, as many as there are, and OpenAI's own. They are spelt once:
-requests are checked against them, and the OpenAPI description is made of them.
+A request has all fields of Settings and OpenAI's own. Each is declared once: requests are checked against
+these declarations, and the OpenAPI description is generated from them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from speccascade_jax.settings import Settings
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_PROMPTS = 128
-ALONE: dict[str, Any] = {"method": "verifier"}  # the settings that speculative: false stands for
-WIRE_NAMES = {"max_new_tokens": ("max_tokens", "max_completion_tokens")}  # OpenAI's names of settings
+ALONE: dict[str, Any] = {"method": "verifier"}  # the meaning of `speculative: false`
+WIRE_NAMES = {"max_new_tokens": ("max_tokens", "max_completion_tokens")}  # OpenAI's names for settings
 
 
 class Refused(Exception):
-    """A request that is answered by an error: its HTTP status, and what OpenAI's error object says. Its
-    `param` is the field that the reason is about, if it is about one."""
+    """An HTTP error response, with its status and the contents of OpenAI's error object. `param` is the field
+    that caused it, if any."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Refused(Exception):
 
 
 class Field(NamedTuple):
-    """A field of a request: its JSON schema, as far as it can be told before the model is known."""
+    """A field of a request, with the part of its JSON schema that does not depend on the model."""
 
     about: str
     schema: Schema
-    setting: str | None = None  # the field of Settings that it names
-    several: bool = False  # whether that holds a tuple, whatever is given
-    dialect: Dialect | None = None  # what other servers' clients may say
+    setting: str | None = None  # the field of Settings that it sets
+    several: bool = False  # whether that field is always a tuple
+    dialect: Dialect | None = None  # values accepted from clients of other servers
 
 
 Fields = dict[str, Field]
@@ -109,7 +109,7 @@ REQUIRED = {"completion": "prompt", "chat": "messages"}
 
 
 def settings_fields(settings: type[Settings] = Settings) -> Fields:
-    """A field of a request for each of Settings, under OpenAI's names where it has some."""
+    """A request field for each field of Settings, under OpenAI's names where they exist."""
     annotations, fields = typing.get_type_hints(settings), {}
     for setting in dataclasses.fields(settings):
         schema = schema_of(annotations[setting.name], setting.metadata)
@@ -134,28 +134,28 @@ FIELDS = {kind: request_fields(kind) for kind in REQUIRED}
 
 @dataclasses.dataclass(frozen=True)
 class ParsedRequest:
-    """A request whose fields are of the right types; whether their values fit the model is told later."""
+    """A request whose fields have the right types. The model checks their values later."""
 
     model: str | None
-    prompts: tuple[str, ...]  # of completions
-    messages: tuple[dict[str, str], ...]  # of a chat
+    prompts: tuple[str, ...]  # for completions
+    messages: tuple[dict[str, str], ...]  # for a chat
     n: int
-    changes: dict[str, Any]  # fields of Settings that the request names
-    names: dict[str, str]  # how it calls them
+    changes: dict[str, Any]  # the fields of Settings that the request sets
+    names: dict[str, str]  # their names in the request
     stream: bool
     include_usage: bool
-    logprobs: int | None  # how many of the most likely tokens; None: no log probabilities
+    logprobs: int | None  # number of most likely tokens; None: no log probabilities
     origin: bool
 
     @property
     def text_field(self) -> str:
-        """The field that holds what is decoded."""
+        """The field that contains the text to decode."""
         return "messages" if self.messages else "prompt"
 
 
 def parse(body: bytes, kind: str, fields: Fields | None = None) -> ParsedRequest:
-    """A request's body; kind: completion or chat; fields: other ones than FIELDS'. Raises FieldError for a
-    wrong field, Refused for what has no fields."""
+    """Parses a request's body. kind: completion or chat; fields: replaces those of FIELDS. Raises FieldError
+    for an invalid field, and Refused for a body that is not an object."""
     fields = FIELDS[kind] if fields is None else fields
     values = {name: value for name, value in json_object(body).items() if value is not None}
     for name, value in values.items():
@@ -183,7 +183,7 @@ def parse(body: bytes, kind: str, fields: Fields | None = None) -> ParsedRequest
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The object that a body holds. Raises Refused."""
+    """The JSON object in a body. Raises Refused if it is not one."""
     try:
         value = parse_json(body.decode(), "the body")
     except UnicodeDecodeError:
@@ -208,7 +208,7 @@ def answers_of(values: dict[str, Any]) -> int:
 
 
 def usage_of(values: dict[str, Any]) -> bool:
-    """Whether a stream ends with its usage."""
+    """Whether a stream ends with the usage."""
     options = values.get("stream_options")
     if options is not None and not values.get("stream"):
         raise FieldError(
@@ -238,7 +238,7 @@ def logprobs_of(values: dict[str, Any], kind: str) -> int | None:
 
 
 def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of Settings in a request, and the request's names for them."""
+    """The fields of Settings that a request sets, and their names in the request."""
     changes: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in values.items():
@@ -262,7 +262,7 @@ def settings_of(values: dict[str, Any], fields: Fields) -> tuple[dict[str, Any],
 
 
 def setting_of(value: Any, field: Field) -> Any:
-    """A field's value as Settings holds it."""
+    """A field's value in the form that Settings uses."""
     dialect = field.dialect
     if dialect is not None and dialect.least <= value < dialect.below:
         return dialect.meaning

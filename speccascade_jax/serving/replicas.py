@@ -1,4 +1,4 @@
-"""Replicas of a server on a Ray cluster: Ray Serve places them, counts their requests, adds and removes some,
+"""Replicas of a server on a Ray cluster. Ray Serve places them, counts their requests, scales their number,
 restarts lost ones, and chooses the replica for each request."""
 
 import asyncio
@@ -17,10 +17,10 @@ from speccascade_jax.inference.ray_jobs import connect, devices_of_machines
 from speccascade_jax.serving.engine import Engine, Full
 from speccascade_jax.serving.front import Lost, answered
 
-DEPLOYMENT = "Replica"  # what Ray Serve calls it, and the class
-LOCAL = "local"  # the address that stands for a cluster of this machine alone
-SECONDS = 1.0  # between two looks at how many replicas run
-PATIENCE = 5.0  # seconds that replicas have to tell their metrics
+DEPLOYMENT = "Replica"  # the name in Ray Serve, and of the class
+LOCAL = "local"  # the address that means a cluster of only this machine
+SECONDS = 1.0  # between two counts of running replicas
+PATIENCE = 5.0  # timeout for replicas' metrics
 METRICS: Scope = {
     "type": "http",
     "http_version": "1.1",
@@ -33,14 +33,14 @@ log = logging.getLogger("speccascade_jax.serving")
 
 
 class Bounds(NamedTuple):
-    """The least and largest number of replicas."""
+    """The smallest and largest number of replicas."""
 
     low: int
     high: int
 
 
 def bounds(text: str) -> Bounds:
-    """MIN..MAX, or one number for both. Raises FieldError."""
+    """Parses MIN..MAX, or one number for both. Raises FieldError."""
     low, dots, high = text.partition("..")
     ends = [low, high if dots else low]
     if all(end.isascii() and end.isdecimal() and len(end) < 5 for end in ends):
@@ -50,11 +50,11 @@ def bounds(text: str) -> Bounds:
     raise FieldError("replicas", text, "give MIN..MAX, such as 1..4, or a number above 0.")
 
 
-Served = tuple[Starlette, Engine]  # an application, and the engine that decodes for it
+Served = tuple[Starlette, Engine]  # an application and its engine
 
 
 class Replica:
-    """The code of an actor: a server without a socket, which is available once everything is compiled."""
+    """The code of an actor: a server without a socket, which is available once all programs are compiled."""
 
     async def __init__(self, build: Callable[[], Served]):  # type: ignore[misc]  # Ray awaits it
         self.app, self.engine = await asyncio.to_thread(build)
@@ -70,7 +70,7 @@ class Replica:
                 yield messages
 
     async def metrics(self) -> tuple[str, str]:
-        """The replica's name, and the text of its /metrics."""
+        """The replica's name and the text of its /metrics."""
         from ray import serve
 
         parts = [message async for messages in self.answer(METRICS, b"") for message in messages]
@@ -78,7 +78,7 @@ class Replica:
         return serve.get_replica_context().replica_id.unique_id, text
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the replica is to be replaced."""
+        """Raises RuntimeError if the replica must be replaced."""
         if not self.engine.healthy:
             raise RuntimeError("three rounds in a row have failed")
 
@@ -88,7 +88,7 @@ class Replica:
 
 
 class RayReplicas:
-    """Replicas as the front sees them (front.Replicas), from deploy() on."""
+    """Implements front.Replicas. Call deploy() first."""
 
     def __init__(self, name: str, target: Any, shared: bool):
         from ray import exceptions
@@ -106,8 +106,8 @@ class RayReplicas:
         self.handle: Any = None
 
     def deploy(self) -> None:
-        """Places the replicas, and returns when they are ready. Where there are some, new ones replace them,
-        a few at a time. Raises RuntimeError if they do not start."""
+        """Deploys the replicas and returns when they are ready. New ones replace existing ones a few at a
+        time. Raises RuntimeError if they do not start."""
         from ray import serve
 
         self.handle = serve.run(self.target, name=self.name, route_prefix=None)
@@ -123,7 +123,7 @@ class RayReplicas:
         return self.running
 
     def remove(self) -> None:
-        """Ends the replicas; a cluster that is shared with others stays."""
+        """Ends the replicas, but not a cluster that is shared with others."""
         import ray
         from ray import serve
 
@@ -140,12 +140,12 @@ class RayReplicas:
             raise Lost(str(error)) from error
         except self.full:
             raise Full(1) from None
-        except (asyncio.CancelledError, GeneratorExit):  # the client has left
+        except (asyncio.CancelledError, GeneratorExit):  # the client has disconnected
             response.cancel()
             raise
 
     async def metrics(self) -> dict[str, str]:
-        """By the replicas' names; without those that do not tell them in time."""
+        """Replica name -> metrics, without the replicas that do not answer in time."""
         try:
             told = await self.handle.broadcast("metrics").results_async(
                 timeout_s=PATIENCE, return_exceptions=True
@@ -158,12 +158,12 @@ class RayReplicas:
 def replicas_on(
     address: str, name: str, count: Bounds, build: Callable[[], Served], rows: int, queue: int, drain: float
 ) -> RayReplicas:
-    """Replicas to deploy on the Ray cluster at `address`, to which this connects. Each decodes `rows`
-    requests at once for each device, lets `queue` wait, and has `drain` seconds to finish when it is stopped.
-    Where machines have GPUs or TPUs, a replica takes all of one machine.
+    """Connects to the Ray cluster at `address` and returns replicas to deploy there. Each decodes `rows`
+    requests at once per device, lets `queue` requests wait, and has `drain` seconds to finish when it is
+    stopped. On machines with GPUs or TPUs, a replica takes all of those of one machine.
 
-    Raises ValueError if Ray is missing or no cluster answers, and where one machine is to hold more
-    replicas than it can.
+    Raises ValueError if Ray is missing, if no cluster answers, and if one machine would need more replicas
+    than it can hold.
     """
     try:
         import ray
@@ -202,12 +202,12 @@ def replicas_on(
 
 
 async def aside(work: Callable[[], Any]) -> Any:
-    """work()'s value, from a thread that does not keep the process alive."""
+    """Runs work() in a thread that does not keep the process alive, and returns its value."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
     def tell(settle: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(lambda: None if done.done() else settle(value))
 
     def run() -> None:
@@ -226,8 +226,9 @@ async def aside(work: Callable[[], Any]) -> Any:
 async def watched(
     replicas: RayReplicas, fail: Callable[[BaseException], None], redeploy: asyncio.Event
 ) -> AsyncGenerator[None, None]:
-    """Within, the replicas are deployed, counted, and deployed anew whenever `redeploy` is set. Where they do
-    not start at first, `fail` hears why; where new ones do not, the old ones stay as far as they are left."""
+    """A context in which the replicas are deployed, counted, and redeployed whenever `redeploy` is set. If
+    the first deployment fails, `fail` receives the error; if a later one fails, the remaining old replicas
+    continue."""
 
     async def deploying() -> None:
         first = True
@@ -253,7 +254,7 @@ async def watched(
                 await aside(replicas.look)
                 answers = True
             except Exception as error:
-                if answers:  # once, not every second
+                if answers:  # logged once, not every second
                     log.error("the cluster does not answer", exc_info=error)
                 answers = False
             await asyncio.sleep(SECONDS)

@@ -1,4 +1,4 @@
-"""JSON schemas of a dataclass's fields, and values held to a schema."""
+"""JSON schemas of a dataclass's fields, and checks of values against a schema."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from speccascade_jax.core.errors import FieldError
 
 Schema = dict[str, Any]
-LONGEST_TEXT, MOST_ITEMS = 256, 16  # of a field that holds a name, a stop text, or several
+LONGEST_TEXT, MOST_ITEMS = 256, 16  # of a name or stop text, and of a list of them
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
 KINDS = {
     "number": "a number",
@@ -23,8 +23,9 @@ KINDS = {
 
 
 def schema_of(annotation: Any, metadata: Mapping[str, Any]) -> Schema:
-    """The schema of a field: what JSON can say of its type, within the bounds `low` and `high` of its
-    metadata, `low` excluded with `above`. Of a tuple alone, a single item is as good as a list of one."""
+    """The schema of a field: the part of its type that JSON can express, within the bounds `low` and `high`
+    of its metadata, with `low` excluded if `above`. A field that is only a tuple also accepts a single
+    item."""
     choices = alternatives(annotation, metadata)
     if get_origin(annotation) is tuple:
         choices = [choices[0]["items"], *choices]
@@ -56,7 +57,8 @@ def alternatives(annotation: Any, metadata: Mapping[str, Any]) -> list[Schema]:
 
 
 def check(field: str, value: Any, schema: Schema, place: str = "") -> None:
-    """Raises FieldError unless a field's value is as its schema says; `place`: where in the field it is."""
+    """Raises FieldError unless a field's value satisfies its schema. `place`: the value's place in the
+    field."""
     place = place or field
     schema = _fitting(field, value, schema, place)
     if "enum" in schema and value not in schema["enum"]:
@@ -66,7 +68,7 @@ def check(field: str, value: Any, schema: Schema, place: str = "") -> None:
 
 
 def _fitting(field: str, value: Any, schema: Schema, place: str) -> Schema:
-    """The schema, of several the one of the value's type."""
+    """The schema, or the alternative for the value's type."""
     choices = schema.get("anyOf", [schema])
     for choice in choices:
         if is_of(value, choice["type"]):
@@ -76,7 +78,7 @@ def _fitting(field: str, value: Any, schema: Schema, place: str) -> Schema:
 
 
 def _check_number(field: str, value: Any, schema: Schema, place: str) -> None:
-    # Compared, not converted: a whole number may have hundreds of digits. NaN is in no interval.
+    # Compared, not converted, because an integer may have hundreds of digits. NaN is in no interval.
     largest = sys.float_info.max
     low, high = schema.get("minimum", -largest), schema.get("maximum", largest)
     above = schema.get("exclusiveMinimum", -math.inf)
@@ -145,7 +147,7 @@ CHECKS = {
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Whether a value that JSON has given is of a schema's type."""
+    """Whether a value parsed from JSON has a schema's type."""
     if isinstance(value, bool):
         return kind == "boolean"
     types_of: dict[str, Any] = {
@@ -160,7 +162,7 @@ def is_of(value: Any, kind: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as a short piece of JSON; a text of the client's is not repeated at length."""
+    """A value as shortened JSON, so that a client's long text is not repeated."""
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""Texts into tokens and back: vocabularies, special tokens, chat templates."""
+"""Conversion between texts and tokens: vocabularies, special tokens, chat templates."""

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that the model continues."""
+"""Chat templates, which turn a conversation into a text for the model to continue."""
 
 import contextlib
 import importlib.util
@@ -19,15 +19,15 @@ from speccascade_jax.checkpoints.tokenizer_files import LARGEST_COMPANION
 from speccascade_jax.tokenizers import chat_worker
 
 LARGEST = 2**20  # characters of a template
-STARTING = 60.0  # seconds in which Python and Jinja must have started, on however busy a machine
+STARTING = 60.0  # seconds for Python and Jinja to start, even on a busy machine
 SLOW = f"it takes more than {chat_worker.SECONDS} s"
 
 
 class ChatTemplate:
-    """A Jinja template in Hugging Face's form, and the special tokens that it may name.
+    """A Jinja template in Hugging Face's form, with the special tokens that it may use.
 
-    It is compiled and rendered in a separate process, within bounds on time, memory and length: see
-    chat_worker. Threads may share it and take turns. Raises ValueError for a template that is damaged.
+    It is compiled and rendered in a separate process, with limits on time, memory and length: see
+    chat_worker. Threads can share it and take turns. Raises ValueError for an invalid template.
     """
 
     def __init__(self, source: str, specials: Mapping[str, str]):
@@ -39,8 +39,8 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: Any, specials: Mapping[str, str]) -> "ChatTemplate | None":
-        """The template in a checkpoint's folder (chat_template.jinja, or in chat_template.json or
-        tokenizer_config.json), if any. Raises ValueError for one that cannot be read."""
+        """The template in a checkpoint's folder (chat_template.jinja, chat_template.json or
+        tokenizer_config.json), if any. Raises ValueError if it cannot be read."""
         source: Any = None
         for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
             if source is None and exists(folder / name):
@@ -65,7 +65,7 @@ class ChatTemplate:
             raise ValueError(f"cannot read the chat template in {folder}: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation, and the beginning of the answer.
+        """Renders the conversation and the beginning of the answer.
 
         Raises ValueError if the template refuses the conversation.
         """
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Whether the worker becomes free for this thread within the time that a conversation may take."""
+        """Waits for the worker; yields whether it became free within the time limit of a conversation."""
         in_time = self.turn.acquire(timeout=chat_worker.SECONDS)
         try:
             yield in_time
@@ -96,7 +96,7 @@ class ChatTemplate:
                 self.turn.release()
 
     def _answer(self, values: dict[str, Any]) -> dict[str, str]:
-        """The worker's answer. A worker that gives none in time is ended, and the next call starts
+        """The worker's answer. A worker that does not answer in time is ended, and the next call starts
         another."""
         worker = self.worker = self.worker or self._started()
         try:
@@ -107,7 +107,7 @@ class ChatTemplate:
             return {"fault": SLOW if isinstance(error, TimeoutError) else "it ended its process"}
 
     def _started(self) -> "Worker":
-        """A worker that has compiled the template. Raises ValueError for one that is damaged."""
+        """Starts a worker that has compiled the template. Raises ValueError for an invalid template."""
         worker = Worker()
         try:
             answer = worker.ask({"source": self.source, "specials": self.specials}, STARTING)
@@ -120,7 +120,7 @@ class ChatTemplate:
 
 
 class Worker:
-    """A process that runs chat_worker, and the socket that leads to it."""
+    """A process that runs chat_worker, and a socket to it."""
 
     def __init__(self) -> None:
         self.connection, theirs = socket.socketpair()
@@ -138,7 +138,7 @@ class Worker:
         self.end = weakref.finalize(self, _end, self.connection, process)
 
     def ask(self, message: Any, seconds: float) -> dict[str, str]:
-        """The answer to a message. Raises OSError if none comes, TimeoutError after this many seconds."""
+        """The answer to a message. Raises OSError if the worker fails, and TimeoutError after `seconds`."""
         deadline, answer = monotonic() + seconds, bytearray()
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -158,7 +158,7 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def default_of(templates: Sequence[Any], folder: Any) -> str:
-    """The template named `default` of several. Raises ValueError if there is none."""
+    """The template named `default` in a list. Raises ValueError if there is none."""
     named = [template for template in templates if isinstance(template, dict)]
     for template in named:
         if template.get("name") == "default" and isinstance(template.get("template"), str):
@@ -181,6 +181,6 @@ def specials_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_companion(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file next to a tokenizer; {} if there is none. Raises ValueError."""
+    """A JSON file next to a tokenizer; {} if it is missing. Raises ValueError if it is invalid."""
     where = folder / name
     return parse_json(where, read(where, LARGEST_COMPANION)) if exists(where) else {}

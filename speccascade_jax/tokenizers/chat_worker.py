@@ -1,8 +1,8 @@
-"""Renders a chat template in a separate process, which may be killed: a template is a program that came with
-a checkpoint, and may loop or take all memory.
+"""Renders a chat template in a separate process that can be killed: a template is a program from a
+checkpoint, which may loop or use all memory.
 
-Run as a script with a socket as standard input. Lines of JSON pass over it: the template and its special
-tokens first, then conversations; each line is answered by one. Nothing of the package is imported here: it
+Run it as a script with a socket as standard input. It reads lines of JSON, first the template and its special
+tokens, then conversations, and answers each with one line. It imports nothing from the package, because that
 would take seconds.
 """
 
@@ -16,23 +16,23 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-SECONDS = 5  # that one line may take before the caller gives up
-MEMORY = 2**30  # bytes of this process
-LONGEST = 2**24  # characters of a conversation
+SECONDS = 5  # per line, before the caller gives up
+MEMORY = 2**30  # bytes that this process may use
+LONGEST = 2**24  # most characters of a conversation
 
 
 class Refusal(Exception):
-    """A conversation that the template refuses."""
+    """The template refuses a conversation."""
 
 
 def compiled(source: str) -> Any:
-    """The template, in a sandbox, with what Hugging Face's templates may use."""
+    """Compiles a template in a sandbox, with the functions that Hugging Face's templates may use."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}, which marks for training what an assistant wrote: here nothing but its text."""
+        """{% generation %}, which marks an assistant's text for training; here it is ignored."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -51,7 +51,7 @@ def compiled(source: str) -> Any:
 
 
 def rendered(template: Any, values: dict[str, Any]) -> str:
-    """The template's text. Raises ValueError if it is too long, or cannot be written in UTF-8."""
+    """Renders a template. Raises ValueError if the text is too long or cannot be encoded in UTF-8."""
     pieces, size = [], 0
     for piece in template.generate(**values):
         pieces.append(piece)
@@ -79,18 +79,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML."""
+    """Replaces Jinja's filter, which would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def answers(lines: Iterable[bytes]) -> Iterable[dict[str, str]]:
-    """An answer to each line: nothing in it for a template that can be compiled, a text for a conversation;
-    or the `refusal` of the template itself, or the `fault` that it has."""
+    """Yields an answer to each line: {} for a template that compiles, a `text` for a conversation, otherwise
+    a `refusal` by the template or its `fault`."""
     template, specials = None, {}
     for line in lines:
-        signal.alarm(2 * SECONDS)  # ends this process, should its caller be gone
+        signal.alarm(2 * SECONDS)  # ends this process if its caller is gone
         message = json.loads(line)
         try:
             if template is None:
@@ -102,14 +102,14 @@ def answers(lines: Iterable[bytes]) -> Iterable[dict[str, str]]:
             yield {"refusal": str(error)}
         except MemoryError:
             yield {"fault": "it takes too much memory"}
-        except Exception as error:  # whatever a template may raise
+        except Exception as error:  # a template may raise anything
             yield {"fault": " ".join(str(error).split()) or type(error).__name__}
         signal.alarm(0)
 
 
 def main() -> None:
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        with contextlib.suppress(OSError, ValueError):  # not every system has both
+        with contextlib.suppress(OSError, ValueError):  # some systems lack one of them
             resource.setrlimit(limit, (MEMORY, MEMORY))
     with socket.socket(fileno=sys.stdin.fileno()) as connection:
         for answer in answers(connection.makefile("rb")):

@@ -1,8 +1,7 @@
 """Checks of a tokenizer.json before the tokenizers library reads it.
 
-The library trusts the file: a padding of 10**18 tokens, a template without the text or a damaged table of
-characters aborts the process, or raises something that is not an Exception. So the file is examined in Python
-first.
+The library trusts the file: a padding of 10**18 tokens, a template without the text or a damaged character
+table aborts the process or raises something that is not an Exception. So the file is checked in Python first.
 """
 
 import base64
@@ -15,17 +14,17 @@ from speccascade_jax.checkpoints.files import shown
 
 T = TypeVar("T")
 LARGEST_ID = 2**24
-"""Beyond every vocabulary's size: the largest have 2**18 tokens."""
+"""Larger than any vocabulary: the largest have 2**18 tokens."""
 LARGEST_STRIP = 1000
-"""Characters that a decoder may strip at either end of a token."""
+"""Most characters that a decoder may strip at either end of a token."""
 
 LONGEST_ERROR = 300
-"""Characters of the library's error that are shown."""
+"""Most characters of the library's error that are shown."""
 
 
 def checked_content(described: Mapping[str, Any]) -> str:
-    """The file for the library to read: without truncation and padding, which the caller does, and without
-    BPE's dropout, which would give a text different tokens each time.
+    """The file's contents for the library, without truncation and padding, which the caller does, and without
+    BPE dropout, which would tokenize a text differently each time.
 
     Raises RuntimeError if reading it would end the process.
     """
@@ -44,8 +43,8 @@ def checked_content(described: Mapping[str, Any]) -> str:
 
 
 def guarded(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Calls work(...) of the library. Raises RuntimeError for whatever it raises: a panic is not an
-    Exception, and an error may quote the whole file."""
+    """Calls a function of the library. Raises RuntimeError for anything that it raises, because a panic is
+    not an Exception and an error may quote the whole file."""
     try:
         return work(*arguments, **options)
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -92,7 +91,7 @@ def _check_ids(part: Mapping[str, Any]) -> None:
 
 
 def _check_charsmap(value: Any) -> None:
-    """SentencePiece's table of characters: the size of a trie in 4 bytes, the trie, and texts."""
+    """Checks SentencePiece's character table: the size of a trie in 4 bytes, the trie, and texts."""
     if value is None:
         return
     try:
@@ -105,7 +104,7 @@ def _check_charsmap(value: Any) -> None:
 
 
 def _check_template(part: Mapping[str, Any]) -> None:
-    """One text is framed by `single`, which must hold it, and tokens that the template describes."""
+    """Checks that the template's `single` contains the text, framed by tokens that the template describes."""
     single, described = part.get("single"), part.get("special_tokens")
     if not isinstance(single, list) or not isinstance(described, dict):
         raise RuntimeError("its TemplateProcessing is damaged")

@@ -1,11 +1,11 @@
-"""Markers as tokens: the texts after which a row has another lenience (core.spans).
+"""Tokenizes markers, the texts after which a row has another lenience (core.spans).
 
-A text may be written in several tokenizations. A marker is found in those that the tokenizer itself gives it
-at the beginning of a text, after a sentence and a space, and on a new line, and as a piece of that name, such
-as </think>. Line breaks may follow: byte-level BPE has one token for a colon and the line breaks after it,
-which then completes a marker that ends with the colon. In other tokenizations it is not found. What is found
-depends on the written tokens alone, so the law stays one of the prefix. The tokens are those of the
-verifier's vocabulary, whoever drafts them.
+A text can have several tokenizations. A marker is recognised in those that the tokenizer produces at the
+beginning of a text, after a sentence and a space, and on a new line, and as a piece of that name, such as
+</think>. Line breaks may follow: byte-level BPE has one token for a colon and the line breaks after it, which
+then completes a marker that ends with a colon. Other tokenizations are not recognised. Recognition depends
+only on the written tokens, so the distribution still depends only on the prefix. The tokens are those of the
+verifier's vocabulary, whichever model drafts them.
 """
 
 import itertools
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 
-BEFORE = "", ". ", ".\n"  # what is written before a marker
-AFTER = "", "\n", "\n\n"  # and after it
-LONGEST = 16  # tokens of a marker
-PLACES = 24  # of a row: for every spelling of its markers
+BEFORE = "", ". ", ".\n"  # texts before a marker
+AFTER = "", "\n", "\n\n"  # texts after it
+LONGEST = 16  # most tokens of a marker
+PLACES = 24  # most spellings of a row's markers
 Tokenized = tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
-"""Tokens and the leniences after them, as core.spans looks them up: of two that end together, the later
-decides."""
+"""Tokens and the leniences after them, in the order of core.spans: if two end at the same token, the later
+one counts."""
 
 
 def tokenizations(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
@@ -49,8 +49,8 @@ def tokenizations(tokenizer: Tokenizer, marker: str) -> list[tuple[int, ...]]:
 
 
 def tokenization(tokenizer: Tokenizer, before: str, marker: str, after: str) -> tuple[int, ...]:
-    """The tokens of before + marker + after that hold the marker: the first may also hold an end of `before`,
-    and the last a beginning of `after`. () where the tokenizer does not keep the text."""
+    """The tokens of before + marker + after that contain the marker. The first may also contain an end of
+    `before`, and the last a beginning of `after`. () if the tokenizer changes the text."""
     [tokens] = tokenizer.encode_batch([before + marker + after])
     text, stripped = (before + marker).lstrip(" "), marker.lstrip(" ")
 
@@ -66,8 +66,8 @@ def tokenization(tokenizer: Tokenizer, before: str, marker: str, after: str) -> 
 
 
 def tokenized(tokenizer: Tokenizer, leniences: Mapping[str, Sequence[float]]) -> Tokenized:
-    """Every spelling of the markers with the leniences after it, the longer ones later, and of equally long
-    ones those of later markers. Raises FieldError for markers that cannot be looked for."""
+    """Every spelling of the markers with the leniences after it, in ascending order of length and then of the
+    markers. Raises FieldError for markers that cannot be recognised."""
     every = [
         (tokens, tuple(alphas))
         for marker, alphas in leniences.items()

@@ -17,19 +17,19 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.tokenizers.chat import ChatTemplate, read_companion, specials_of
 from speccascade_jax.tokenizers.json_checks import checked_content, guarded
 
-SPACE = "\u2581"  # what SentencePiece writes for one
-TRIED = 1000  # tokens that are decoded when a tokenizer.json is read
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decode() writes for a part of a character
+SPACE = "\u2581"  # SentencePiece's space
+TRIED = 1000  # tokens decoded as a test when a tokenizer.json is read
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decode()'s result for part of a character
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-BYTES = 256  # pieces that stand for one
+BYTES = 256  # pieces that represent a byte
 WORD = re.compile(rf"{SPACE}?(?:\w+|[^\w{SPACE}])")
 
 
 class Pieces(NamedTuple):
     """A way to find the pieces of a vocabulary."""
 
-    model_type: str  # SentencePiece's
-    words: bool = False  # whether the commonest words are pieces before it looks for any
+    model_type: str  # SentencePiece's model type
+    words: bool = False  # whether the most common words become pieces first
 
 
 PIECES = {
@@ -38,26 +38,26 @@ PIECES = {
     "char": Pieces("char"),
     "word": Pieces("char", words=True),
 }
-"""By the name that a config's tokenizer_pieces has."""
+"""The kinds by their names in a config's tokenizer_pieces."""
 
 
 class Surface(NamedTuple):
     """The surface form of a token."""
 
-    kind: str  # piece, byte, or its role: pad, eos, bos, unknown, or the name of another that is no text
-    text: bytes  # in UTF-8; a part of a character, too; nothing for what is no text
+    kind: str  # piece, byte, or a role: pad, eos, bos, unknown, or the name of another token without text
+    text: bytes  # UTF-8, possibly part of a character; empty for tokens without text
 
 
 def by_text(surfaces: Sequence[Surface]) -> dict[bytes, int]:
-    """The token of each text. If there are several, a piece precedes a byte, and the lowest id comes
-    first."""
+    """text -> token. If several have the same text, a piece takes precedence over a byte, then the lowest
+    id."""
     order = sorted(range(len(surfaces)), key=lambda token: (surfaces[token].kind == "byte", token))
     return {surfaces[token].text: token for token in reversed(order) if surfaces[token].text}
 
 
 class TokenizerJson:
-    """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` are the special
-    tokens by role, as far as they are known."""
+    """A Hugging Face tokenizer.json under the names of SentencePiece's methods; `roles` maps known roles to
+    special tokens."""
 
     def __init__(self, described: Mapping[str, Any], roles: Mapping[str, str]):
         try:
@@ -68,9 +68,9 @@ class TokenizerJson:
                 "SentencePiece file in its place."
             ) from None
         self.tokenizer = guarded(tokenizers.Tokenizer.from_str, checked_content(described))
-        guarded(self.tokenizer.encode, "\U0010fffd")  # fails where unknown characters have no piece
+        guarded(self.tokenizer.encode, "\U0010fffd")  # fails if unknown characters have no piece
         ids, self.added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder()
-        # In Gemma's vocabulary </s> is a tag of HTML.
+        # In Gemma's vocabulary, </s> is an HTML tag.
         eos = roles.get("eos_token", "<eos>" if "<bos>" in ids else "</s>")
         if eos not in ids:
             raise RuntimeError(
@@ -80,7 +80,7 @@ class TokenizerJson:
         self.eos, self.bos = ids[eos], ids.get(roles.get("bos_token", "<bos>"), -1)
         self.pad = ids.get(roles.get("pad_token", "<pad>"), self.eos)
         self.unknown = roles.get("unk_token", "<unk>")
-        # T5's sentinels come last, and SentencePiece's file of the same vocabulary has none.
+        # T5's sentinels come last; the SentencePiece file of the same vocabulary has none.
         self.pieces = [
             piece for piece in sorted(ids, key=ids.__getitem__) if not piece.startswith("<extra_id_")
         ]
@@ -147,8 +147,8 @@ class TokenizerJson:
 
 
 def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
-    """The byte of each character of a piece if a tokenizer.json's pieces are bytes (as in GPT-2: printable
-    bytes are themselves, the others are the characters from 256 on); None otherwise."""
+    """character -> byte, if a tokenizer.json's pieces consist of bytes (as in GPT-2: printable bytes are
+    themselves, the others the characters from 256 on); None otherwise."""
     decoder = described.get("decoder") or {}
     if not any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))):
         return None
@@ -158,11 +158,11 @@ def byte_level(described: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 class Tokenizer:
-    """A vocabulary and its special tokens: a SentencePiece file or a tokenizer.json, and the files next to it
-    that tell these tokens' roles."""
+    """A vocabulary and its special tokens, from a SentencePiece file or a tokenizer.json and the files next
+    to it that define the special tokens' roles."""
 
-    path: Path | None = None  # of its file
-    frame: tuple[list[int], list[int]] | None = None  # around a source's tokens; None: <bos>, or else the end
+    path: Path | None = None  # its file
+    frame: tuple[list[int], list[int]] | None = None  # tokens around a source; None: <bos> or else eos
 
     def __init__(self, path: str | Path):
         path = checked_path(path) if isinstance(path, str) else path
@@ -180,18 +180,18 @@ class Tokenizer:
                 if path.suffix == ".json"
                 else sentencepiece.SentencePieceProcessor(model_proto=content)
             )
-        except (RuntimeError, UnicodeDecodeError) as error:  # the second of an error that cites the file
+        except (RuntimeError, UnicodeDecodeError) as error:  # the second if an error quotes the file
             raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
         self.path = path
         self.eos_id: int = self.processor.eos_id()
-        self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5's
+        self.bos_id: int = self.processor.bos_id()  # -1: none, as in T5
         self.size: int = self.processor.get_piece_size()
         if self.eos_id < 0:
             raise ValueError(
                 f"the tokenizer {path} has no piece for the end of a sequence: use the model's own."
             )
         pad = self.processor.pad_id()
-        self.pad_id: int = self.eos_id if pad < 0 else pad  # without one, any token serves as padding
+        self.pad_id: int = self.eos_id if pad < 0 else pad  # any token can serve as padding
         begins = self.bos_id >= 0 and told.get("add_bos_token") is not False
         frame = getattr(self.processor, "frame", None)
         encodes = not isinstance(self.processor, TokenizerJson) or not told
@@ -200,17 +200,17 @@ class Tokenizer:
 
     @property
     def begin(self) -> list[int]:
-        """The tokens before those of a source."""
+        """The tokens before a source's."""
         return self.frame[0] if self.frame else [self.bos_id] * (self.bos_id >= 0)
 
     @property
     def end(self) -> list[int]:
-        """The tokens after those of a source."""
+        """The tokens after a source's."""
         return self.frame[1] if self.frame else [self.eos_id] * (self.bos_id < 0)
 
     def ends(self, config: Any) -> list[str]:
-        """Pieces that end a text besides eos_id: those that generation_config.json or the model's config
-        names."""
+        """The pieces besides eos_id that end a text, according to generation_config.json or the model's
+        config."""
         told = read_companion(self.path.parent, "generation_config.json") if self.path else {}
         named = told.get("eos_token_id")
         ids = {*(named if isinstance(named, list) else [named]), *getattr(config, "more_eos", ())}
@@ -218,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
-        """The chat template next to the file, if any. Raises ValueError for one that cannot be read."""
+        """The chat template next to the file, if any. Raises ValueError if it cannot be read."""
         return ChatTemplate.find(self.path.parent, self.specials) if self.path else None
 
     def template(self) -> ChatTemplate:
@@ -231,14 +231,14 @@ class Tokenizer:
         return self.chat
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as text, and the beginning of the answer; without what framed() puts before it.
-        Raises ValueError if there is no template, or it refuses the conversation."""
+        """The conversation as text with the beginning of the answer, without the tokens that framed() adds.
+        Raises ValueError if there is no template or if it refuses the conversation."""
         text = self.template().render(messages)
         return text.removeprefix(self.specials.get("bos_token", "<bos>")) if self.begin else text
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without those that begin and end a sequence."""
-        if len(texts) == 1:  # for a list SentencePiece starts threads, which takes longer than one text
+        """The token ids of each text, without those that begin and end a sequence."""
+        if len(texts) == 1:  # for lists SentencePiece starts threads, which takes longer than one text
             return [self.processor.encode(texts[0])]
         return self.processor.encode(texts)
 
@@ -254,12 +254,12 @@ class Tokenizer:
         return [*self.begin, *kept, *self.end]
 
     def id_of(self, piece: str) -> int | None:
-        """The id of the piece spelt so, if there is one."""
+        """The id of a piece; None if it does not exist."""
         token = self.processor.piece_to_id(piece)
         return token if self.processor.id_to_piece(token) == piece else None
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; ids past the vocabulary (padded logits) are left out."""
+        """The text of `tokens`; ids past the vocabulary (padded logits) are skipped."""
         return self.processor.decode([int(t) for t in tokens if 0 <= t < self.size])
 
     def pieces_of(self, tokens: Iterable[int]) -> list[str]:
@@ -288,7 +288,7 @@ class Tokenizer:
 
 
 def as_user(texts: Iterable[str], *tokenizers: Tokenizer) -> list[str]:
-    """Each text as a user's message, in the first chat template among the tokenizers."""
+    """Formats each text as a user's message with the first chat template among the tokenizers."""
     tokenizer = next((candidate for candidate in tokenizers if candidate.chat is not None), tokenizers[-1])
     return [tokenizer.conversation([{"role": "user", "content": text}]) for text in texts]
 
@@ -297,9 +297,10 @@ def train_tokenizer(
     texts: Iterable[str], path: str | Path, size: int, *, bos: bool = False, pieces: str = "unigram"
 ) -> None:
     """Trains a SentencePiece vocabulary of at most `size` pieces with T5's special ids, or (`bos`) with
-    Gemma's: <bos> 2 and <unk> 3. `pieces` is a name in PIECES: unigram; bpe; char, the commonest characters;
-    or word, the commonest words and numbers with the space before them, then the commonest characters. All
-    others are bytes: of 260 char pieces (261 with `bos`) one is the space, and the rest are bytes."""
+    Gemma's: <bos> 2 and <unk> 3. `pieces` is a name in PIECES: unigram; bpe; char, the most common
+    characters; or word, the most common words and numbers with the space before them, then the most common
+    characters. Other characters are spelled in bytes: with 260 char pieces (261 with `bos`), one piece is the
+    space and the rest are bytes and special tokens."""
     model = io.BytesIO()
     special: dict[str, Any] = {"bos_id": -1, "unk_id": 2}
     if bos:
@@ -308,7 +309,7 @@ def train_tokenizer(
     if kind.words:
         texts = list(texts)
         special["user_defined_symbols"] = common_words(texts, size - BYTES - (4 if bos else 3))
-        texts.append(".")  # SentencePiece needs a character that is in no word
+        texts.append(".")  # SentencePiece needs a character outside words
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
@@ -335,15 +336,15 @@ def train_tokenizer(
 
 
 def common_words(texts: Iterable[str], room: int) -> list[str]:
-    """The space, and the commonest words and numbers of `texts`, each with the space before it: `room` pieces
-    together with the signs that are as common."""
+    """The space and the most common words and numbers of `texts`, each with the space before it: with equally
+    common punctuation, `room` pieces."""
     counts = Counter(word for text in texts for word in WORD.findall(SPACE + text.replace(" ", SPACE)))
     common = [word for word, _ in counts.most_common(max(room - 1, 0)) if len(word) > 1]
-    return [*common, SPACE]  # as bytes it would not be decoded to a space
+    return [*common, SPACE]  # a space in bytes would not decode to a space
 
 
 def too_few_pieces(size: int, said: str) -> ValueError:
-    """Why SentencePiece cannot train a vocabulary of `size` pieces, in terms of our flags."""
+    """The error of a SentencePiece training with `size` pieces, in terms of our flags."""
     if needed := re.search(r"required_chars\. \d+ vs (\d+)", said):
         return FieldError(
             "tokenizer_size",
@@ -358,7 +359,7 @@ def too_few_pieces(size: int, said: str) -> ValueError:
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> str:
-    """The tokens' text, before the first of the `stop` sequences."""
+    """The tokens' text up to the first of the `stop` sequences."""
     stopped = up_to_stop(tokenizer, tokens, stop)
     return stopped[1] if stopped else tokenizer.decode(tokens)
 
@@ -366,11 +367,11 @@ def text_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> s
 def up_to_stop(
     tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...], goes_on: bool = False
 ) -> tuple[list[int], str] | None:
-    """The tokens up to the one that completes the first of the `stop` sequences, and the text before that
-    sequence; None if there is none. A sequence may be a piece (<end_of_turn>) or any text.
+    """The tokens up to the one that completes the first of the `stop` sequences, and the text before it; None
+    if there is none. A sequence is a piece (<end_of_turn>) or any text.
 
-    The result does not depend on how many tokens are known: if more may follow (`goes_on`), an unfinished
-    character at the end does not count as text yet.
+    The result does not depend on the number of tokens known so far: if more may follow (`goes_on`), an
+    unfinished character at the end is not yet text.
     """
     if not stop:
         return None

@@ -1,4 +1,4 @@
-"""Model cards: a README next to exported weights, for people and for the Hugging Face hub."""
+"""Model cards: the README.md next to exported weights, for readers and for the Hugging Face hub."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ LICENCE = (
 def card(
     name: str, kind: str, events: list[dict[str, Any]], licence: str = "other", terms: str = LICENCE
 ) -> str:
-    """README.md of a model of `kind` from the events of its training log; `licence` is an identifier of the
-    hub's, and `terms` what it asks of people."""
+    """The README.md of a model of family `kind`, from the events of its training log. `licence` is a Hugging
+    Face licence identifier, and `terms` describes its conditions."""
     start = next((event for event in events if event["event"] == "start"), {})
     config = start.get("config", {})
     task = config.get("task", {})
@@ -56,13 +56,13 @@ def card(
 
 
 def _base_model(init: Any) -> list[str]:
-    """The header's line about the model that training began with, if that is at the hub."""
+    """The header lines that name the initial model, if it is on the Hugging Face hub."""
     at_hub = isinstance(init, str) and init.startswith("hf://")
     return [f"base_model: {init.removeprefix('hf://')}"] if at_hub else []
 
 
 def _sentences(config: dict[str, Any], kind: str, start: dict[str, Any]) -> list[str]:
-    """Sentences on the model and its training."""
+    """Sentences about the model and its training."""
     size = f" with {start['parameters']:,} parameters" if "parameters" in start else ""
     said = [f"A model of the family {kind}{size}."]
     if "steps" in config:
@@ -76,7 +76,7 @@ def _sentences(config: dict[str, Any], kind: str, start: dict[str, Any]) -> list
 
 
 def _table(events: list[dict[str, Any]]) -> list[str]:
-    """The evaluation of least loss, whose parameters are exported, and the last."""
+    """A table of the evaluation with the least loss, whose parameters are exported, and the last one."""
     evaluations = [event for event in events if event["event"] == "evaluation" and "loss" in event]
     if not evaluations:
         return ["No evaluation was recorded."]
@@ -99,5 +99,5 @@ def kind_of(folder: Path) -> str:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a card may be written to `path`: nothing is there, or a card that nobody has edited."""
+    """Whether a card may be written to `path`: the file is missing or is a card without edits."""
     return not path.exists() or WRITTEN in path.read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run before it begins: values, files, folders, hosts, memory."""
+"""Checks a training run before it starts: values, files, folders, hosts, memory."""
 
 import dataclasses
 import importlib.util
@@ -35,7 +35,7 @@ from speccascade_jax.training.exits import CURRICULA
 from speccascade_jax.training.lora import check_adapters
 from speccascade_jax.training.optimizer import OPTIMIZERS
 
-LARGEST = 2**31 - 1  # what int32 counts
+LARGEST = 2**31 - 1  # largest int32
 NAMES = {
     "optimizer": OPTIMIZERS,
     "decay": ("constant", "linear"),
@@ -64,7 +64,7 @@ LEAST = {
     "max_target_length": 1,
     "join": 1,
 }
-"""The smallest value of each whole number; the largest is LARGEST."""
+"""The smallest value of each integer field; the largest is LARGEST."""
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: x >= 0, "of at least 0"),
     "weight_decay": (lambda x: x >= 0, "of at least 0"),
@@ -80,10 +80,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def check(config: TrainConfig, ship: bool = False) -> None:
-    """Raises ValueError with the remedy for what would end a run later: a value out of its range, a file that
-    is not there, a folder that cannot be written, a host that does not answer. Takes no device.
+    """Raises ValueError, with a remedy, for anything that would end the run later: a value out of range, a
+    missing file, a folder that is not writable, an unreachable host. Uses no device.
 
-    ship: whether the run is to take the place of the weights that come with the package.
+    ship: whether the run replaces the weights bundled with the package.
     """
     check_fields(config)
     check_fields(config.task)
@@ -125,7 +125,7 @@ def check(config: TrainConfig, ship: bool = False) -> None:
 
 
 def check_needs(config: TrainConfig) -> None:
-    """Raises FieldError for a field without another that it needs."""
+    """Raises FieldError for a field whose prerequisite field is missing."""
     if config.teacher_outputs is not None and config.teacher is None:
         raise FieldError(
             "teacher_outputs",
@@ -164,8 +164,8 @@ def check_needs(config: TrainConfig) -> None:
 
 
 def check_rule(config: TrainConfig) -> None:
-    """Raises FieldError for a rule that no drafter can be trained for, and for distillation fields in a run
-    without a teacher."""
+    """Raises FieldError for a rule that drafters cannot be trained for, and for distillation fields without a
+    teacher."""
     members = isinstance(config.model, NetworkConfig)
     learns = (config.distillation or config.on_policy) and (config.teacher is not None or members)
     for field in ("divergence", "method", "alpha"):
@@ -200,7 +200,7 @@ def check_rule(config: TrainConfig) -> None:
 
 
 def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
-    """Raises FieldError for the first field that is out of its range, no known name or no text."""
+    """Raises FieldError for the first field that is out of range, an unknown name, or not text."""
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if value is None:
@@ -227,7 +227,7 @@ def check_fields(config: TrainConfig | Task | ExitTraining) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Whether float64 holds it: a whole number of 400 digits it does not."""
+    """Whether float64 can represent `value`; an integer of 400 digits overflows."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -235,7 +235,7 @@ def is_finite(value: float) -> bool:
 
 
 def check_head(config: TrainConfig) -> None:
-    """Raises FieldError if an EAGLE-3 head cannot be trained with this config."""
+    """Raises FieldError if this config cannot train an EAGLE-3 head."""
     if not config.exits.frozen:
         raise FieldError(
             "frozen",
@@ -253,7 +253,7 @@ def check_head(config: TrainConfig) -> None:
 
 
 def check_network(config: TrainConfig, network: NetworkConfig) -> None:
-    """Raises FieldError if a network's members cannot be trained with this config."""
+    """Raises FieldError if this config cannot train the members of a network."""
     if network.learns_ahead:
         check_head(config)
     resumed = any(Path(config.output_dir, "latest").glob("[0-9]*"))
@@ -287,7 +287,7 @@ def check_network(config: TrainConfig, network: NetworkConfig) -> None:
 
 
 def check_lora(config: TrainConfig) -> None:
-    """Raises ValueError if the model cannot be trained by adapters."""
+    """Raises ValueError if the model cannot be trained with adapters."""
     if config.init is None:
         raise FieldError(
             "lora_rank",
@@ -315,14 +315,14 @@ def encodable(text: str) -> bool:
 
 
 def check_reachable(path: str) -> None:
-    """Raises ValueError if the host of gs:// does not answer: TensorStore would try for a quarter of a
-    minute, and log it."""
+    """Raises ValueError if the host of gs:// is unreachable. TensorStore would retry for 15 seconds and log
+    each attempt."""
     server = os.environ.get("TENSORSTORE_GCS_HTTP_URL", "https://storage.googleapis.com")
     bucket = path.removeprefix("gs://").split("/")[0]
     try:
         urllib.request.urlopen(urllib.request.Request(f"{server}/{bucket}", method="HEAD"), timeout=5).close()
     except (urllib.error.HTTPError, HTTPException):
-        return  # an answer, if an unfriendly one; what it means is said when the file is read
+        return  # an HTTP error is an answer; reading the file explains it
     except (OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
         if not isinstance(cause, ssl.SSLError):  # TensorStore ships its own certificates
@@ -333,14 +333,14 @@ def check_reachable(path: str) -> None:
 
 
 def check_split(split: str, path: str) -> None:
-    """Raises ValueError if the file of a split, or the library that reads it, is not there, and FieldError
-    for examples that cannot be made."""
+    """Raises ValueError if the file of a split or the library that reads it is missing, and FieldError for a
+    query of generated examples that is invalid."""
     scheme, _, name = path.partition("://")
     if scheme in SCHEMES and name:
         source = SCHEMES[scheme]
         if source.module is not None and importlib.util.find_spec(source.module) is None:
             raise ValueError(f"to read {path}: pip install {source.package}; or give a .jsonl file.")
-        source.read(name)  # raises for a query that makes no sense; nothing is read before the first example
+        source.read(name)  # raises for an invalid query; reads nothing before the first example
     elif not path or not Path(path).exists():
         raise FieldError(
             split, path, f"name one with --{split}.", f"there is no file {path!r}, the task's {split} split"
@@ -352,10 +352,11 @@ def check_split(split: str, path: str) -> None:
 
 
 def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
-    """The folders for the run's best parameters: one in the run's folder and, if `ship`, one in the package.
+    """The folders for the run's best parameters: one inside the run and, if `ship`, one in the package.
 
-    The run of a network is itself a checkpoint, and models that the Hugging Face format does not support
-    remain runs. Raises FieldError for a config without a folder in the package.
+    Without export_dir, networks and models that the Hugging Face format does not support have no folder in
+    the run, because the run is itself a checkpoint. Raises FieldError if `ship` and the config has no folder
+    in the package.
     """
     folders = []
     if config.export_dir is not None:
@@ -368,7 +369,7 @@ def export_folders(config: TrainConfig, ship: bool = False) -> list[Path]:
 
 
 def holds(model: Config) -> bool:
-    """Whether Hugging Face's format holds such a model."""
+    """Whether the Hugging Face format supports the model."""
     try:
         checkpoints.check_savable(model, "huggingface")
         return True
@@ -377,7 +378,7 @@ def holds(model: Config) -> bool:
 
 
 def shipped_at(config: TrainConfig | LearnedRuleConfig) -> Path:
-    """The path that --ship writes. Raises FieldError if nothing in the package is made by this config."""
+    """The path that --ship writes to. Raises FieldError if the config makes no part of the package."""
     if config.shipped is None or Path(config.shipped).name != config.shipped:
         raise FieldError(
             "ship",
@@ -400,8 +401,8 @@ def check_not_shipped(field: str, path: str | Path) -> None:
 
 
 def check_outputs(config: TrainConfig, ship: bool = False) -> None:
-    """Raises FieldError if a path that the run writes to is not a folder, is not writable or holds
-    other files that must not be lost."""
+    """Raises FieldError if a path that the run writes to is not a folder, is not writable, or holds other
+    files that must not be lost."""
     run = Path(config.output_dir)
     check_folder("output_dir", config.output_dir)
     check_not_shipped("output_dir", config.output_dir)
@@ -436,8 +437,8 @@ def check_outputs(config: TrainConfig, ship: bool = False) -> None:
 
 
 def check_export(config: TrainConfig, export: Path) -> None:
-    """Raises FieldError if the best parameters cannot go to `export`, or would be written over what the
-    run reads."""
+    """Raises FieldError if the best parameters cannot be written to `export`, or would overwrite files that
+    the run reads."""
     check_folder("export_dir", str(export))
     if not isinstance(config.model, NetworkConfig):
         checkpoints.check_savable(config.model, "huggingface")
@@ -460,7 +461,7 @@ def check_export(config: TrainConfig, export: Path) -> None:
 
 
 def check_folder(name: str, path: str) -> None:
-    """Raises FieldError unless `path` is, or can become, a folder that files can be written to."""
+    """Raises FieldError unless `path` is a writable folder or can be created as one."""
     if not path or "://" in path:
         raise FieldError(name, path, "it must be a local folder.")
     try:
@@ -478,13 +479,13 @@ def check_folder(name: str, path: str) -> None:
 
 
 def check_memory(config: TrainConfig, rows: int) -> None:
-    """Raises ValueError if a batch of `rows` rows certainly needs more memory than a device has."""
+    """Raises ValueError if a batch of `rows` rows is certain to exceed a device's memory."""
     full, task, devices = full_of(config.model), config.task, jax.device_count()
     model = full.decoder if isinstance(full, T5GemmaConfig) else full
     stats = jax.local_devices()[0].memory_stats() or {}
     memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     widest = max(model.vocab_size, model.d_ff, model.num_heads * model.d_kv)
-    parameters = model.d_model * widest  # a part of them, for what is too large to be counted exactly
+    parameters = model.d_model * widest  # a lower bound, in case the model is too large to count exactly
     if 4 * parameters < memory:
         shapes = jax.tree.leaves(model_of(config.model).abstract_params())
         parameters = sum(math.prod(x.shape) for x in shapes)

@@ -1,4 +1,4 @@
-"""Task files -> examples -> token batches, a pure function of (seed, step)."""
+"""Reads task files into examples and token batches. A batch is a pure function of (seed, step)."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from speccascade_jax.tokenizers.tokenizer import Tokenizer, pad
 from speccascade_jax.training import word_problems
 
 Encode = Callable[[list[str]], list[list[int]]]
-"""Texts -> the token ids of each."""
+"""A function from texts to their token ids."""
 
 
 class Batch(NamedTuple):
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 def read_examples(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The examples of a split, one dict each.
+    """Yields the examples of a split as dicts.
 
     path: a .jsonl (one object per line), a .tsv (no header; `source` TAB `target`), either gzipped;
     hf://ORGANISATION/NAME[/CONFIG]:SPLIT or tfds://NAME[/CONFIG]:SPLIT where that library is installed;
@@ -84,7 +84,7 @@ def _from_hugging_face(name: str) -> Iterator[dict[str, Any]]:
         )
     try:
         examples = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
-    except Exception as error:  # the library raises many kinds, from DNS to an unknown split
+    except Exception as error:  # the library raises many types, from DNS errors to unknown splits
         raise ValueError(
             f"cannot read hf://{name}:{split} ({reason(error)}); give a .jsonl file instead."
         ) from None
@@ -101,7 +101,7 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
     name, split = _name_and_split(name)
     try:
         examples = tensorflow_datasets.as_numpy(tensorflow_datasets.load(name, split=split))
-    except Exception as error:  # as above
+    except Exception as error:  # many types, as above
         raise ValueError(
             f"cannot read tfds://{name}:{split} ({reason(error)}); give a .jsonl file instead."
         ) from None
@@ -110,7 +110,7 @@ def _from_tfds(name: str) -> Iterator[dict[str, Any]]:
 
 
 class Source(NamedTuple):
-    """The reader of a scheme's names, and the library that it needs."""
+    """The reader for a scheme, and the library that it needs."""
 
     read: Callable[[str], Iterator[dict[str, Any]]]
     module: str | None = None
@@ -122,11 +122,11 @@ SCHEMES = {
     "tfds": Source(_from_tfds, "tensorflow_datasets", "tensorflow-datasets"),
     "made": Source(word_problems.read),
 }
-"""The scheme in the name of a split, before ://."""
+"""The sources by scheme: the part of a split's name before ://."""
 
 
 def lookup(example: dict[str, Any], name: str) -> Any:
-    """The value of `name`, a field or a dotted path (translation.en); None if there is no such field."""
+    """The value of `name`, which is a field or a dotted path (translation.en); None if it is missing."""
     value: Any = example
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -134,7 +134,7 @@ def lookup(example: dict[str, Any], name: str) -> Any:
 
 
 def field(example: dict[str, Any], name: str, where: str) -> str:
-    """The text in `name`. Raises FieldError without one."""
+    """The text of field `name`. Raises FieldError if there is none."""
     value = lookup(example, name)
     if value is None:
         raise FieldError(
@@ -147,7 +147,8 @@ def field(example: dict[str, Any], name: str, where: str) -> str:
 
 
 def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
-    """The texts listed in `name`; [] if there is no such field. Raises FieldError unless it is a list."""
+    """The texts listed in field `name`; [] if it is missing. Raises FieldError if it is not a list of
+    texts."""
     if name not in example:
         return []
     references = example[name]
@@ -162,10 +163,10 @@ def references_of(example: dict[str, Any], name: str, where: str) -> list[str]:
 
 
 def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(source, target, references) of every example of a split. Without a target the first
-    reference is the target, without references the target is the only one.
+    """Yields (source, target, references) of every example of a split. A missing target is replaced by the
+    first reference, and missing references by the target.
 
-    Raises ValueError with the line's number where a field is missing or is not text, and for an empty split.
+    Raises ValueError for a field that is missing or not text, with its line number, and for an empty split.
     """
     number = 0
     for number, example in enumerate(read_examples(path), 1):
@@ -182,9 +183,9 @@ def texts(task: Task, path: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, list[str]]]:
-    """(source, references) of a split, with one to task.join examples joined into each.
+    """(source, references) pairs, each joined from 1 .. task.join examples of a split.
 
-    The r-th reference joins the r-th reference of each part (its last one where it has fewer).
+    The r-th reference joins the r-th references of the parts (the last one of a part that has fewer).
     """
     if task.join < 1:
         raise FieldError("join", task.join, "it must be at least 1.")
@@ -204,14 +205,14 @@ def joined_examples(task: Task, path: str, seed: int = 0) -> list[tuple[str, lis
 
 
 def _groups(count: int, join: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A random order of `count` examples and the borders of groups of one to `join` in it."""
+    """A random order of `count` examples, and the borders of groups of 1 .. `join` in it."""
     order = rng.permutation(count)
     borders = np.concatenate([[0], np.cumsum(rng.integers(1, join + 1, count))])
     return order, np.append(borders[borders < count], count)
 
 
 class TokenTable(NamedTuple):
-    """Rows of token ids, end to end: a fraction of the memory of lists."""
+    """Rows of token ids in one array, which takes a fraction of the memory of lists."""
 
     tokens: np.ndarray  # [sum of lengths]
     borders: np.ndarray  # [rows + 1]
@@ -233,10 +234,10 @@ class TokenTable(NamedTuple):
 
 @dataclasses.dataclass
 class TrainingBatches:
-    """Training batches by length bucket; batch `step` depends only on (seed, step).
+    """Training batches in length buckets. Batch `step` depends only on (seed, step).
 
-    Every epoch shuffles the examples, joins one to task.join of them, sorts the results into
-    `buckets` shapes, fractions of the task's limits, and cuts these into batches of about
+    Every epoch shuffles the examples, joins groups of 1 .. task.join of them, sorts the results into
+    `buckets` shapes (fractions of the task's limits), and splits each shape into batches of about
     `batch_tokens` positions (of the longer side) and a multiple of `rows` rows.
     """
 
@@ -246,12 +247,12 @@ class TrainingBatches:
     seed: int
     rows: int = 8
     buckets: int = 8
-    cut: Encode | None = None  # of the targets, instead of the tokenizer's
+    cut: Encode | None = None  # tokenizes the targets in place of the tokenizer
 
     def __post_init__(self) -> None:
         examples = texts(self.task, self.task.train)
         sources, targets, cut = [], [], self.cut or self.tokenizer.encode_batch
-        while chunk := list(itertools.islice(examples, 10_000)):  # text is dropped as soon as it is encoded
+        while chunk := list(itertools.islice(examples, 10_000)):  # text is discarded once encoded
             sources.append(
                 TokenTable.of(
                     self.tokenizer.encode_batch(
@@ -264,7 +265,7 @@ class TrainingBatches:
         self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
 
     def _epoch(self, epoch: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-        """The epoch's batches: (padded source and target length, groups of example numbers)."""
+        """An epoch's batches: (padded source and target length, groups of example indices)."""
         rng = np.random.default_rng([self.seed, epoch])
         order, borders = _groups(len(self.lengths), self.task.join, rng)
         sums = np.concatenate([[[0, 0]], np.cumsum(self.lengths[order], axis=0)])
@@ -283,7 +284,7 @@ class TrainingBatches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def from_step(self, step: int) -> Iterator[Batch]:
-        """The batches of steps `step`, `step` + 1, ... without end."""
+        """Yields the batches of steps `step`, `step` + 1, ... endlessly."""
         epoch = 0
         while True:
             batches = self._epoch(epoch)
@@ -313,8 +314,8 @@ class TrainingBatches:
 def validation_batches(
     config: TrainConfig, tokenizer: Tokenizer, rows: int, cut: Encode | None = None
 ) -> list[Batch]:
-    """The validation split, joined as in training, padded to the task's limits, `rows` a batch; cut: as in
-    TrainingBatches."""
+    """The validation split, joined as in training and padded to the task's limits, `rows` rows per batch.
+    cut: as in TrainingBatches."""
     task = config.task
     examples = joined_examples(task, task.validation)
     sources = tokenizer.encode_batch([task.prefix + source + task.suffix for source, _ in examples])
@@ -329,7 +330,7 @@ def validation_batches(
             f"{task.validation} has no example within {task.max_source_length}/"
             f"{task.max_target_length} tokens: raise the limits or give another split."
         )
-    pairs += [([], [])] * (-len(pairs) % rows)  # empty rows count nothing
+    pairs += [([], [])] * (-len(pairs) % rows)  # empty rows have no tokens to count
     batches = []
     for begin in range(0, len(pairs), rows):
         source, target = zip(*pairs[begin : begin + rows], strict=True)

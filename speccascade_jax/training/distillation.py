@@ -1,4 +1,5 @@
-"""Fitting a drafter to its verifier: its distributions (token level), its outputs (sequence level)."""
+"""Distillation of a verifier into a drafter: of its distributions (token level) or outputs (sequence
+level)."""
 
 import dataclasses
 import json
@@ -26,8 +27,7 @@ Array = jax.Array
 
 
 def progress(config: TrainConfig, number: Array | None) -> Array:
-    """The share of the steps that is done at batch `number`: 0 at the first step, 1 at the last, and without
-    a number."""
+    """The progress of training at batch `number`: 0 at the first step, 1 at the last. Without a number, 1."""
     if number is None:
         return jnp.ones(())
     return jnp.asarray(number // config.accumulate, jnp.float32) / max(config.steps - 1, 1)
@@ -42,12 +42,13 @@ def distillation_loss(
     alpha: float = 0.0,
     progress: float | Array = 1.0,
 ) -> Array:
-    """Sum over real tokens of the divergence (core.divergences) from the teacher's distribution (token-level
-    distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024), or from pi of a rule: what
-    the drafter's tokens are verified against where a cascade decodes by `method` and `alpha`.
+    """Sums over real tokens the divergence (core.divergences) from the teacher's distribution (token-level
+    distillation: Kim & Rush 2016; for drafters: DistillSpec, Zhou et al. 2024). With a `method` other than
+    speculative, the divergence is from its pi at `alpha`, against which a cascade verifies the drafter's
+    tokens.
 
-    logits and teacher_logits [B, T, V], target_length [B]; computed in float32 at least. The gradient is of
-    `logits`, and pi's dependence on them has none.
+    logits and teacher_logits are [B, T, V], target_length is [B]. Computed in at least float32. Only `logits`
+    has a gradient, and it ignores pi's dependence on the logits.
     """
     teacher, student = (
         jax.nn.log_softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=-1)
@@ -63,7 +64,7 @@ def distillation_loss(
 def on_policy_texts(
     model: LanguageModel, params: Params, batch: Batch, key: Array, eos_id: int, temperature: float = 1.0
 ) -> Batch:
-    """The batch with targets that `model` samples, as long as the batch is wide at most (on-policy
+    """The batch with targets sampled by `model`, at most as long as the batch is wide (on-policy
     distillation: GKD, Agarwal et al. 2024; for drafters: DistillSpec, Zhou et al. 2024)."""
     rows, width = batch.target.shape
     decoded = generate(
@@ -88,13 +89,12 @@ def write_outputs(
     batch_size: int = 64,
     singles: bool = False,
 ) -> None:
-    """Decodes the training inputs (the first `count` of them, joined and shuffled) greedily with the
-    teacher into the .jsonl `path` (sequence-level distillation: Kim & Rush 2016; BiLD's prediction
-    alignment).
+    """Decodes the training inputs greedily with the teacher and writes the outputs to the .jsonl file `path`
+    (sequence-level distillation: Kim & Rush 2016; BiLD's prediction alignment).
 
-    Inputs are joined as in training; `singles` are not, and each stands once, however many targets it has.
-    Those that the teacher does not finish within its limits are left out. Nothing is done where `path`
-    exists; if it is killed, calling it again resumes it.
+    Inputs are shuffled and joined as in training, and only the first `count` are used. With `singles`, inputs
+    are not joined, and duplicates are removed. Outputs that the teacher does not finish within its limits are
+    omitted. Does nothing if `path` exists, and resumes a killed call.
     """
     if path.is_file():
         return
@@ -104,7 +104,7 @@ def write_outputs(
     examples = (list(dict.fromkeys(examples)) if singles else examples)[:count]
 
     def read(number: int, line: Any) -> dict[str, str] | None:
-        """An unfinished output's line is null."""
+        """Checks a line of the partial file; that of an unfinished output is null."""
         if line is None:
             return None
         if not isinstance(line, dict) or line.keys() != {"source", "target"}:
@@ -147,8 +147,9 @@ def write_outputs(
 
 
 def judged_by(teacher: Cascade, config: TrainConfig) -> TrainConfig:
-    """`config` with the teacher's outputs of the validation split, too, decoded once next to the others:
-    by the split's own targets a student would be the worse, the more it is like its teacher."""
+    """`config` with the teacher's outputs as its validation targets too, decoded once into a file next to the
+    training outputs. Measured by the original targets, a student would look worse the more it resembles its
+    teacher."""
     task, path = config.task, Path(config.teacher_outputs or "").with_suffix(".validation.jsonl")
     write_outputs(teacher, dataclasses.replace(task, train=task.validation), path)
     return dataclasses.replace(
@@ -160,7 +161,8 @@ def judged_by(teacher: Cascade, config: TrainConfig) -> TrainConfig:
 
 
 def distilled(task: Task, path: Path, singles: bool = False) -> Task:
-    """`task` with the teacher's outputs for its training split; `singles` are still to be joined."""
+    """`task` with the teacher's outputs as its training split. Training joins `singles`; other outputs are
+    joined already."""
     return dataclasses.replace(
         task, train=str(path), source_field="source", target_field="target", join=task.join if singles else 1
     )

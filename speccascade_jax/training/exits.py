@@ -1,5 +1,5 @@
-"""Training the members of a network: exits and full model together, or the small members next to a full model
-that stays as it is.
+"""Trains the members of a network: exits and full model together, or small members next to a frozen full
+model.
 """
 
 import math
@@ -26,12 +26,12 @@ from speccascade_jax.training.losses import token_loss
 Array = jax.Array
 CURRICULA = "all", "rotational", "gradual"
 DECAY = 0.8
-"""The weight of a token of an EAGLE-3 head's draft in the loss, relative to that of the token before it."""
+"""The loss weight of a token in an EAGLE-3 head's draft, relative to that of the token before it."""
 
 
 def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that are trained, and those that are not: a frozen full model's, whole numbers, or what
-    adapters are next to. The same arrays."""
+    """The trained and the fixed parameters. Fixed are a frozen full model's, integers, and the base of
+    adapters. The arrays are not copied."""
     if config.lora_rank:
         return split_adapters(params)
     if not (isinstance(config.model, NetworkConfig) and config.exits.frozen):
@@ -45,14 +45,14 @@ def split(config: TrainConfig, params: nnx.State) -> tuple[nnx.State, nnx.State]
 
 
 def joined(trained: nnx.State, frozen: nnx.State) -> nnx.State:
-    """The parameters that split() has split."""
+    """Joins the parts that split() returns."""
     flat = dict(nnx.to_flat_state(frozen))
     return nnx.from_flat_state(flat | dict(nnx.to_flat_state(trained))) if flat else trained
 
 
 def layer_dropout(key: Array, rate: float, layers: int, rows: int) -> AfterLayer:
-    """Leaves out layer l of each row with probability rate * (exp(l ln 2 / (layers - 1)) - 1): never the
-    first of the `layers`, the last with probability `rate` (LayerSkip: Elhoushi et al. 2024, section 4.1)."""
+    """Skips layer l of each row with probability rate * (exp(l ln 2 / (layers - 1)) - 1): never the first of
+    the `layers`, the last with probability `rate` (LayerSkip: Elhoushi et al. 2024, section 4.1)."""
     keys = jax.random.split(jax.random.fold_in(key, layers), layers)
 
     def after(number: int, before: Array, new: Array) -> Array:
@@ -72,14 +72,14 @@ def layers_of_members(model: NetworkConfig) -> tuple[int, ...]:
 
 def weights(config: TrainConfig, number: Array | None) -> Array:
     """The weight of each member's loss in batch `number`, float32 [M], the full model's last; they sum to 1.
-    Without a number every exit counts.
+    Without a number, no exit is left out.
 
-    Next to a frozen model all small members count alike, but for a drafter that is trained on its own
-    outputs, whose n-th token counts DECAY^n. Else an exit after l of L layers has the weight
+    If the full model is frozen, all small members have equal weights, except for a drafter that is trained on
+    its own outputs, whose n-th token has weight DECAY^n. Otherwise an exit after l of L layers has the weight
     exit_weight * (1 + ... + l), the full model L - 1 + exit_weight * (1 + ... + L - 1), as in LayerSkip
-    (Elhoushi et al. 2024, section 4.1) with layers counted from 1. Its two curricula: "rotational" trains one
-    exit a step, in turn; "gradual" adds one after another, the deepest first, until half of the steps are
-    done.
+    (Elhoushi et al. 2024, section 4.1) with layers counted from 1. LayerSkip has two curricula: "rotational"
+    trains one exit per step, in turn; "gradual" adds one exit after another, the deepest first, until half of
+    the steps are done.
     """
     exits, model = config.exits, cast(NetworkConfig, config.model)
     if model.learns_ahead:
@@ -107,15 +107,15 @@ def member_loss(
     key: Array | None = None,
     number: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Sum over real tokens of the members' losses, weighted, and the number of tokens; `key` turns dropout
-    on.
+    """The weighted sum of the members' losses over real tokens, and the number of tokens. `key` enables
+    dropout.
 
-    A small member's loss is (1 - distillation) times that of the data plus distillation times its divergence
-    from the full model, the full model's is that of the data.
+    A small member's loss is (1 - distillation) times the data loss plus distillation times its divergence
+    from the full model. The full model's loss is the data loss.
     """
     exits, train, network = config.exits, key is not None, cast(NetworkConfig, config.model)
     if exits.frozen and isinstance(config.model, ExitsConfig):
-        key = None  # exits learn from the full model as it decodes
+        key = None  # exits learn from the full model without dropout, as it decodes
     after: AfterLayer = last_written
     if key is not None and exits.layer_dropout:
         after = layer_dropout(key, exits.layer_dropout, depth_of(full_of(config.model)), len(batch.target))

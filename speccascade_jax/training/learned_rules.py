@@ -1,5 +1,5 @@
-"""Training the methods that learn (learned.rules): a router on what both models' tokens are worth
-(rollouts), a mixture on teacher-forced texts."""
+"""Trains the learned rules (learned.rules): a router on the value of both models' tokens (rollouts), a
+mixture on teacher-forced texts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,26 +34,26 @@ from speccascade_jax.training.data import Batch, joined_examples, validation_bat
 from speccascade_jax.training.rollouts import ROWS, Replaced, Tried, logits_of, tried
 
 Array = jax.Array
-POSITIONS = 2048  # of a training step
-HELD_OUT = 5  # every fifth text is for measuring only
-ALPHAS = np.arange(1, 20) / 20  # of the mixtures in training
+POSITIONS = 2048  # positions per training step
+HELD_OUT = 5  # every fifth text is held out for evaluation
+ALPHAS = np.arange(1, 20) / 20  # levels of the mixtures in training
 LEAST = 1e-9  # keeps logarithms and quotients finite
-FAR = 5.0  # standard deviations; an advantage further out counts as one there
-BELIEVED = 0.5  # of a router's network: samples of the advantage are noisy, and `opt` is good
-FLATTEST = 0.05  # least slope of the advantage, in standard deviations, against opt's estimate
+FAR = 5.0  # standard deviations at which advantages are clipped
+BELIEVED = 0.5  # shrinks a router's network: samples of the advantage are noisy, and `opt` is good
+FLATTEST = 0.05  # least slope of the advantage, in standard deviations, over opt's estimate
 Seen = TypeVar("Seen", "Observed", Tried)
 
 
 class Observed(NamedTuple):
     """Observations of every real token of some texts, [N, ...]."""
 
-    features: Any  # of its position
-    chances: Any  # [N, 2]: how likely it is to the drafter, and to the verifier
-    texts: Any  # the number of its text
+    features: Any  # features of its position
+    chances: Any  # [N, 2]: its probability under the drafter and the verifier
+    texts: Any  # index of its text
 
 
 def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
-    """The features of the tokens of `batches`, at temperature 1."""
+    """Observes every real token of `batches` at temperature 1."""
 
     def observe(params: tuple[Params, Params], batch: Batch) -> tuple[Array, Array]:
         q, p = (
@@ -73,23 +73,24 @@ def observed(cascade: Cascade, batches: Sequence[Batch]) -> Observed:
 
 
 def prices(seen: Observed) -> Float[np.ndarray, " N"]:
-    """The price of a rejection at each of ALPHAS, in nats. At this price, alpha is the best constant weight
-    of the drafter: the minimum in w of E[-log(w q + (1 - w) p)] + price (1 - w) E[TV]. So a network is
-    compared with the best constant at each alpha."""
+    """The price of a rejection at each of ALPHAS, in nats: the price at which alpha is the best constant
+    weight of the drafter, the minimum in w of E[-log(w q + (1 - w) p)] + price (1 - w) E[TV]. So a network
+    competes with the best constant at each alpha."""
     q, p = np.asarray(seen.chances, np.float64).T
     slopes = [np.mean((p - q) / np.maximum(w * q + (1 - w) * p, LEAST)) for w in ALPHAS]
     return np.maximum(slopes, 0) / max(np.mean(seen.features[:, TV]), LEAST)
 
 
 def mixture_loss(weight: Array, price: Array, seen: Observed) -> Array:
-    """-log pi of the texts' tokens plus the price of being rejected, (1 - w) TV, of the mixtures with these
-    weights of q."""
+    """The mean of -log pi of the texts' tokens plus the price times the rejection probability (1 - w) TV, for
+    mixtures with weight w of q."""
     pi = weight * seen.chances[:, 0] + (1 - weight) * seen.chances[:, 1]
     return jnp.mean(-jnp.log(jnp.maximum(pi, LEAST)) + price * (1 - weight) * seen.features[:, TV])
 
 
 def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: LearnedRuleConfig) -> Weights:
-    """The network of least `loss` of some positions at levels of ALPHAS. It begins as one of zeros."""
+    """Fits a network by minimizing `loss` over random positions and levels of ALPHAS. Its output starts at
+    0."""
     rng = np.random.default_rng(config.seed)
     weights = Weights(
         jnp.asarray(rng.normal(size=(len(FEATURES), config.width)), jnp.float32) / 3,
@@ -113,7 +114,7 @@ def _fitted(seen: Seen, loss: Callable[[Weights, Seen, Array], Array], config: L
 
 
 def fit_mixture(seen: Observed, config: LearnedRuleConfig) -> Weights:
-    """The network of least mixture_loss at all of ALPHAS. It begins as `mixture`."""
+    """Fits the network with the least mixture_loss over all of ALPHAS. It starts as `mixture`."""
     worth = jnp.asarray(prices(seen))
 
     def loss(weights: Weights, some: Observed, level: Array) -> Array:
@@ -124,8 +125,8 @@ def fit_mixture(seen: Observed, config: LearnedRuleConfig) -> Weights:
 
 
 def fit_router(seen: Tried, config: LearnedRuleConfig) -> Weights:
-    """BELIEVED times the network that estimates the advantage in squared error, once it is brought to the
-    scale on which `opt` estimates it best. It begins as `opt`."""
+    """Fits a network to the advantage by least squares, after scaling the advantage to opt's estimate, and
+    multiplies its output by BELIEVED. It starts as `opt`."""
     plain = np.asarray(plain_advantage(seen.features))
     scaled = seen.advantages / max(np.std(seen.advantages), LEAST)
     slope = max(np.cov(plain, scaled)[0, 1] / max(np.var(plain), LEAST), FLATTEST)
@@ -140,7 +141,7 @@ def fit_router(seen: Tried, config: LearnedRuleConfig) -> Weights:
 
 
 def errors(weights: Weights, seen: Observed) -> dict[str, float]:
-    """The loss that fit_mixture() lowers: of the network, and of what it begins as."""
+    """The loss that fit_mixture() minimizes, of the network and of the `mixture` that it starts as."""
     constant, worth = Weights(*(np.zeros_like(x) for x in weights)), prices(seen)
     return {
         f"loss, {name}": float(
@@ -156,15 +157,15 @@ def errors(weights: Weights, seen: Observed) -> dict[str, float]:
 
 
 def kept(estimate: Float[AnyArray, " N"], seen: Tried, share: float = 0.5) -> float:
-    """The gain of the metric, per text and tried position, if the `share` of positions with the largest
-    estimates continues with the verifier's token and the others continue with the drafter's."""
+    """The metric's gain, per text and tried position, if the `share` of positions with the largest estimates
+    take the verifier's token and the others the drafter's."""
     chosen = np.asarray(estimate) >= np.quantile(estimate, 1 - share)
     return float(np.mean(seen.advantages * chosen))
 
 
 def gains(weights: Weights, seen: Tried) -> dict[str, float]:
-    """The quality of the network's deferrals, and of `opt` at the same number of rejections: the correlation
-    of the estimate with the advantage, and the gain by kept()."""
+    """The quality of the deferrals of the network and of `opt` at the same number of rejections: the
+    correlation of the estimate with the advantage, and the gain by kept()."""
     figures = dict[str, float]()
     plain = plain_advantage(seen.features)
     for name, estimate in (("network", plain + network(weights, seen.features)), ("opt", plain)):
@@ -175,14 +176,14 @@ def gains(weights: Weights, seen: Tried) -> dict[str, float]:
 
 
 def improves(figures: dict[str, float]) -> bool:
-    """Whether gains() or errors() of a network are better than those of the rule that it begins as."""
+    """Whether a network's gains() or errors() are better than those of the rule that it starts as."""
     if (learned := figures.get("gain from deferring half, network")) is not None:
         return learned > figures["gain from deferring half, opt"]
     return figures["loss, network"] < figures["loss, mixture"]
 
 
 def sampling_of(config: LearnedRuleConfig) -> list[SamplingOptions]:
-    """Each temperature with each top-p, once where it is greedy."""
+    """All pairs of temperature and top-p; a temperature of 0 occurs once."""
     return [
         SamplingOptions(temperature, top_p=None if top_p == 1 else top_p)
         for temperature in config.temperatures
@@ -191,9 +192,9 @@ def sampling_of(config: LearnedRuleConfig) -> list[SamplingOptions]:
 
 
 def train_rule(config: LearnedRuleConfig, replaced: Replaced) -> dict[str, float]:
-    """Writes the network of config.pair to config.output, and returns how good it is on the texts held out:
-    gains() of a router, errors() of a mixture; replaced: evaluation.quality's. It takes minutes, and a killed
-    run starts over.
+    """Trains a network for config.pair, writes it to config.output, and returns its quality on held-out
+    texts: gains() of a router, errors() of a mixture. replaced: evaluation.quality.replaced. It takes
+    minutes, and a killed run starts over.
 
     Raises FieldError if the config, its pair or its texts are unusable.
     """
@@ -214,7 +215,7 @@ def train_rule(config: LearnedRuleConfig, replaced: Replaced) -> dict[str, float
 
     def parts(seen: Seen) -> tuple[Seen, Seen]:
         held = seen.texts % HELD_OUT == 0
-        if min(held.sum(), (~held).sum()) < 2:  # of one, there is no correlation
+        if min(held.sum(), (~held).sum()) < 2:  # one text has no correlation
             raise FieldError(
                 "split",
                 config.split,
@@ -224,7 +225,7 @@ def train_rule(config: LearnedRuleConfig, replaced: Replaced) -> dict[str, float
         first, second = (type(seen)._make(x[mask] for x in seen) for mask in (~held, held))
         return first, second
 
-    if METHODS[config.method].defers:  # a rule learns when to defer, a mixture its weights
+    if METHODS[config.method].defers:  # a router learns when to defer, a mixture its weights
         examples = joined_examples(task, task.validation)[: config.examples]
         tries, others = parts(tried(cascade, task.metric, examples, sampling_of(config), config, replaced))
         weights = fit_router(tries, config)

@@ -40,12 +40,12 @@ from speccascade_jax.vocabularies.matching import cut_as
 
 Array = jax.Array
 Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
-"""(texts, the references of each) -> their quality."""
+"""(texts, references of each text) -> quality."""
 
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Prevents other processes from training into `run`. Raises ValueError if one already does."""
+    """Locks `run` against training by other processes. Raises ValueError if another one holds the lock."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = OutputFile(run / "lock")
@@ -71,7 +71,8 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def in_turn(work: Callable[[], Any]) -> Any:
-    """work() in the first process, then in the others: what it makes where it is missing is made once."""
+    """Calls work() in the first process, then in the others, so that files that it makes if missing are made
+    once."""
     if jax.process_index() == 0:
         result = work()
     multihost_utils.sync_global_devices("the first process is done")
@@ -81,8 +82,8 @@ def in_turn(work: Callable[[], Any]) -> Any:
 def validation_quality(
     config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh, metric: Metric | None
 ) -> Callable[[nnx.State], float | None]:
-    """A function from parameters to the metric of the first validation examples, decoded greedily; None
-    without a metric, and where the config asks for no such examples."""
+    """A function that decodes the first validation examples greedily with given parameters and returns their
+    metric. It returns None without a metric or if the config asks for no such examples."""
     task, model = config.task, model_of(config.model)
     examples = joined_examples(task, task.validation)[: config.validation_examples]
     gather = jax.jit(lambda params: params, out_shardings=parameter_sharding(mesh, (), split=False))
@@ -111,11 +112,11 @@ def validation_quality(
 def start(
     config: TrainConfig, model: Model, optimizer: Any, mesh: Mesh, latest: Any
 ) -> tuple[int, nnx.State, Any]:
-    """The step, parameters and optimizer state of the last save, or those that a new run begins with."""
+    """The step, parameters and optimizer state of the last save, or those of a new run."""
     step = latest.latest_step() or 0
 
     def made(item: str, new: Callable[..., Any], *arguments: Any) -> Any:
-        """`item` of the last save, or new(*arguments)."""
+        """Restores `item` from the last save, or returns new(*arguments)."""
         shapes = jax.eval_shape(new, *arguments)
         at = tree_sharding(mesh, shapes, config.split_parameters)
         if not step:
@@ -126,7 +127,7 @@ def start(
             jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at),
         )
 
-    if config.lora_rank or not step:  # what adapters are next to is not saved
+    if config.lora_rank or not step:  # the base of adapters is not saved
         params = first_parameters(config, model, mesh)
     else:
         place = Placement(sharding=placement(config, mesh))
@@ -139,11 +140,11 @@ def start(
 
 
 def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False) -> Path:
-    """Trains until config.steps and returns the run's directory; resumes where the last save ended.
+    """Trains until config.steps and returns the run's folder. Resumes from the last save.
 
-    metric: scores the decoded validation texts at every evaluation; config.task.metric is its name.
-    ship: the best parameters also take the place of those that come with the package (config.shipped).
-    Raises ValueError if the config, its files or the loss are unusable; what was saved stays whole.
+    metric: scores the decoded validation texts at every evaluation; config.task.metric is its name. ship: the
+    best parameters also replace those bundled with the package (config.shipped). Raises ValueError if the
+    config or its files are unusable or the loss diverges; earlier saves stay intact.
     """
     check(config, ship)
     mesh, run = make_mesh(), Path(config.output_dir)
@@ -158,7 +159,7 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
 
 
 def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None:
-    """Trains, and writes the log and the saves of the run to its folder."""
+    """Trains, and writes the run's log and saves to its folder."""
     run, task, judged = Path(config.output_dir), config.task, config
     rows = math.lcm(8, jax.device_count())
     validation_rows = rows * -(-32 // rows)
@@ -255,24 +256,24 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                     raise diverged("the validation loss", step, kept)
                 report.record("evaluation", step, loss=mean, quality=score(whole), metric=task.metric)
                 native.save(best, step, {"params": nnx.to_pure_dict(whole)}, {"loss": mean})
-            if saves:  # after the evaluation: a kill between the two repeats it
+            if saves:  # after the evaluation, so that a kill in between repeats it
                 adapters = {lora.ADAPTERS: lora.split_adapters(params)[0]} if config.lora_rank else {}
                 native.save(
                     latest, step, {"params": nnx.to_pure_dict(whole), **adapters, "optimizer": opt_state}
                 )
-            del whole  # of adapters it is one copy more of the model
+            del whole  # with adapters it is an extra copy of the model
             began, pending, tokens = time.monotonic(), [], 0
 
 
 def save_every(config: TrainConfig) -> int:
-    """Steps from one save to the next: a run that is shorter than config.save_every is saved four times."""
+    """Steps between saves. A run of at most config.save_every steps is saved four times."""
     return config.save_every if config.save_every < config.steps else max(1, config.steps // 4)
 
 
 def finite(pending: list[tuple[Array, Array]], step: int, kept: int | None) -> list[tuple[float, float]]:
-    """The (loss, gradient norm) of the last steps up to `step` as numbers.
+    """Fetches the (loss, gradient norm) pairs of the last steps up to `step`.
 
-    Raises ValueError naming the first step where one is not finite.
+    Raises ValueError with the first step at which either is not finite.
     """
     seen = jax.device_get(pending)
     for number, values in enumerate(seen, step - len(seen) + 1):
@@ -290,12 +291,11 @@ def diverged(what: str, step: int, kept: int | None) -> ValueError:
 
 
 def export(run: Path, folder: Path, init: str | None) -> None:
-    """The run's best parameters as a bfloat16 Hugging Face folder, with its training log and a model card.
-    A network is exported in this package's format, without the full model's parameters: it names the folder
-    `init` for those.
+    """Exports the run's best parameters as a bfloat16 Hugging Face folder with the training log and a model
+    card. A network is exported in this package's format without the full model's parameters, for which it
+    refers to the folder `init`.
 
-    Each file of an earlier export stays whole until the new one takes its place. Raises ValueError if they
-    cannot be written.
+    Each file of an earlier export is replaced atomically. Raises ValueError if the files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -313,12 +313,12 @@ def export(run: Path, folder: Path, init: str | None) -> None:
                 (new / "README.md").write_text(
                     cards.card(run.name, cards.kind_of(new), events), encoding="utf-8"
                 )
-            for stale in folder.glob("model*.safetensors*"):  # another number of shards
+            for stale in folder.glob("model*.safetensors*"):  # an earlier export may have more shards
                 if not (new / stale.name).exists():
                     stale.unlink()
             for path in new.iterdir():
                 if path.is_dir():
                     shutil.rmtree(folder / path.name, ignore_errors=True)
                 path.replace(folder / path.name)
-    except Exception as error:  # safetensors has its own kinds for a full disk
+    except Exception as error:  # safetensors has its own exception types for a full disk
         raise ValueError(f"cannot write {folder}: {reason(error)}; the run in {run} is whole.") from None

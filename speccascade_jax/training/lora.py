@@ -1,7 +1,7 @@
-"""Training low-rank adapters only (LoRA: Hu et al. 2021, arXiv 2106.09685): W + alpha / rank A B.
+"""Trains only low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685): W + alpha / rank A B.
 
-A run's parameters are then those of `init`, which stay as they are, and next to them A [in, rank] and
-B [rank, out] of each chosen kernel W [in, out]. Saves contain the sums, so they are ordinary checkpoints.
+A run's parameters are those of `init`, which are frozen, and A [in, rank] and B [rank, out] for each chosen
+kernel W [in, out]. Saves contain the sums, so they are ordinary checkpoints.
 """
 
 import json
@@ -27,12 +27,12 @@ from speccascade_jax.parallel import tree_sharding
 
 Array = jax.Array
 ParameterPath = tuple[Any, ...]
-ADAPTERS = "adapters"  # the part of a run's parameters that is trained
-FILE = "lora.json"  # in the run: what it adapts, and how
+ADAPTERS = "adapters"  # the trained part of a run's parameters
+FILE = "lora.json"  # in the run's folder: the base model and the adapters' settings
 
 
 def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
-    """Name -> paths of the kernels that may have an adapter."""
+    """name -> paths of the kernels that can have an adapter."""
     kernels: dict[str, list[ParameterPath]] = {}
     for path, _ in nnx.to_flat_state(model_of(model).abstract_params()):
         if path[-1] == "kernel":
@@ -41,7 +41,7 @@ def kernels_of(model: Config) -> dict[str, list[ParameterPath]]:
 
 
 def chosen(config: TrainConfig) -> list[ParameterPath]:
-    """The kernels that get an adapter. Raises ValueError if the model has none of a name."""
+    """The kernels that get an adapter. Raises ValueError if the model has no kernel of a given name."""
     kernels = kernels_of(config.model)
     names = config.lora_kernels or [name for name in kernels if name != "head"]
     for name in names:
@@ -56,7 +56,7 @@ def chosen(config: TrainConfig) -> list[ParameterPath]:
 
 
 def check_adapters(config: TrainConfig) -> None:
-    """Raises ValueError if adapters cannot be trained with this config."""
+    """Raises ValueError if this config cannot train adapters."""
     shapes = dict(nnx.to_flat_state(model_of(config.model).abstract_params()))
     narrowest = min(chosen(config), key=lambda path: min(shapes[path].shape))
     if config.lora_rank > (least := min(shapes[narrowest].shape)):
@@ -70,7 +70,7 @@ def check_adapters(config: TrainConfig) -> None:
 
 
 def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
-    """A of variance 1 / in, and B of zeros: a run begins as the model it adapts."""
+    """New adapters: A has variance 1 / in and B is zero, so that a run starts as its base model."""
     flat, adapters = dict(nnx.to_flat_state(params)), {}
     for path in chosen(config):
         size, out = flat[path].get_value().shape
@@ -83,7 +83,7 @@ def fresh(config: TrainConfig, params: nnx.State) -> nnx.State:
 
 
 def split_adapters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The adapters, and what they are next to."""
+    """Splits parameters into the adapters and their base."""
     parts: dict[bool, dict[ParameterPath, Any]] = {True: {}, False: {}}
     for path, value in nnx.to_flat_state(params):
         parts[path[0] == ADAPTERS][path] = value
@@ -104,7 +104,7 @@ def shapes_of(config: TrainConfig, model: Model) -> nnx.State:
 
 
 def adapted(config: TrainConfig, params: nnx.State) -> nnx.State:
-    """A run's parameters as its model reads them, each chosen kernel with its adapter."""
+    """A run's parameters in the form that its model reads, each chosen kernel with its adapter."""
     if not config.lora_rank:
         return params
     adapters, base = (dict(nnx.to_flat_state(part)) for part in split_adapters(params))
@@ -117,8 +117,8 @@ def adapted(config: TrainConfig, params: nnx.State) -> nnx.State:
 
 
 def merging(config: TrainConfig, mesh: Mesh) -> Callable[[nnx.State], nnx.State]:
-    """A function from a run's parameters to those of one model, in float32: the adapters' products are added
-    to their kernels. Without adapters it gives them as they are."""
+    """A function from a run's parameters to those of a model without adapters, in float32: it adds the
+    adapters' products to their kernels. If the run has no adapters, it returns its argument."""
     if not config.lora_rank:
         return lambda params: params
     at = tree_sharding(mesh, model_of(config.model).abstract_params(), config.split_parameters)
@@ -138,7 +138,8 @@ def merging(config: TrainConfig, mesh: Mesh) -> Callable[[nnx.State], nnx.State]
 
 
 def describe(config: TrainConfig, base: nnx.State) -> None:
-    """Writes into the run what it adapts, and how. Raises ValueError if it began with something else."""
+    """Writes the base model and the adapters' settings into the run. Raises ValueError if the run started
+    with others."""
     run = Path(config.output_dir)
     where, resumed = run / FILE, any((run / "latest").glob("[0-9]*"))
     if resumed and where.is_file() != bool(config.lora_rank):

@@ -1,4 +1,4 @@
-"""The loss of the data."""
+"""The data loss."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Sum over real tokens of the cross-entropy (+ z_loss * log Z^2), and their number.
+    """The sum over real tokens of the cross-entropy (+ z_loss * log Z^2), and the number of tokens.
 
     logits [B, T, V], target [B, T]; natural logarithms.
     """

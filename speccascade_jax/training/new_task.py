@@ -1,4 +1,4 @@
-"""A new task from a file of pairs: its splits, its tokenizer, and the configs of its two models."""
+"""Makes a new task from a file of pairs: its splits, its tokenizer, and the configs of its two models."""
 
 import dataclasses
 import json
@@ -31,20 +31,20 @@ FIELDS = (
     ("src", "tgt"),
     ("text", "label"),
 )
-"""Names that the two fields of a pair are looked for under, in this order."""
-FEWEST = 100  # pairs to learn from
-HELD_OUT = 0.05, 500  # the share of the pairs in each held-out split, and the most of them
-LONGEST = 512  # tokens of a source or a target; what is longer is left out in training
-BYTES = 300  # pieces that every vocabulary has: bytes and the special ones
-ROOM = 1.25  # of the longest text that there is: later ones may be longer
-ROWS = 8  # of the smallest batch
-EPOCHS = 60  # more passes over the data than this teach a small model nothing
-SHORT = 3  # words of a target that is right or wrong as a whole
+"""Known names of the two fields of a pair, in order of preference."""
+FEWEST = 100  # minimum number of training pairs
+HELD_OUT = 0.05, 500  # share of the pairs in each held-out split, and its largest size
+LONGEST = 512  # most tokens of a source or a target; training skips longer ones
+BYTES = 300  # pieces in every vocabulary: bytes and special tokens
+ROOM = 1.25  # margin over the longest text, because later ones may be longer
+ROWS = 8  # rows of the smallest batch
+EPOCHS = 60  # more passes over the data do not improve a small model
+SHORT = 3  # most words of a target that is right or wrong as a whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A T5 from scratch: its sizes."""
+    """The sizes of a T5 to train from scratch."""
 
     d_model: int
     num_heads: int
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Suitable choices for a number of pairs: the two models, their vocabulary and how long they train."""
+    """Choices that suit a number of pairs: the two models, their vocabulary and their training time."""
 
     pairs: float  # the most pairs that these choices suit
     vocabulary: int
@@ -77,7 +77,7 @@ its verifier got two more encoder layers."""
 
 @dataclasses.dataclass(frozen=True)
 class NewTask:
-    """A task that is about to be written, and where."""
+    """A task to write, and its folders."""
 
     name: str
     metric: str
@@ -88,19 +88,19 @@ class NewTask:
 
     @property
     def vocabulary(self) -> int:
-        """Pieces: the size's, doubled until there is room for each character next to the bytes."""
+        """The number of pieces: the size's, doubled until every character fits next to the bytes."""
         characters = set().union(*(text for pair in self.splits["train"] for text in pair))
         return next(n for k in range(20) if (n := self.size.vocabulary << k) >= len(characters) + BYTES)
 
     @property
     def files(self) -> list[Path]:
-        """The three configs, in the order in which they are used."""
+        """The paths of the three configs, in the order of use."""
         return [self.configs / f"{self.name}{role}.py" for role in ("_verifier", "_drafter", "")]
 
 
 def fields_of(example: dict[str, Any], where: str) -> tuple[str, str]:
-    """The names of the source and target fields: known names, or the only two fields with texts. Raises
-    FieldError if they cannot be determined."""
+    """The names of the source and target fields: known names, or the only two text fields. Raises FieldError
+    if they cannot be determined."""
     for names in FIELDS:
         if all(isinstance(lookup(example, name), str) for name in names):
             return names
@@ -116,8 +116,8 @@ def fields_of(example: dict[str, Any], where: str) -> tuple[str, str]:
 
 
 def read_pairs(path: str, source_field: str | None = None, target_field: str | None = None) -> list[Pair]:
-    """The pairs of a file: a .jsonl whose lines are objects or lists of two texts, or a .tsv of two columns,
-    either gzipped. Raises ValueError with the line's number."""
+    """The pairs of a file: a .jsonl file whose lines are objects or lists of two texts, or a .tsv file with
+    two columns, optionally gzipped. Raises ValueError with the line number."""
     kind = path.removesuffix(".gz").rpartition(".")[2]
     if kind not in ("jsonl", "tsv"):
         raise FieldError(
@@ -161,7 +161,7 @@ def _objects(path: str, names: tuple[str, str] | None) -> Iterator[Pair]:
 
 
 def held_out(pairs: Sequence[Pair], seed: int = 0) -> dict[str, list[Pair]]:
-    """The pairs as splits: train, validation and test. All pairs of one source are in the same split.
+    """Splits the pairs into train, validation and test. All pairs with the same source are in the same split.
 
     Raises FieldError if there are too few.
     """
@@ -191,7 +191,7 @@ def metric_of(pairs: Sequence[Pair]) -> str:
 
 
 def check_absent(name: str, data: Path, folder: Path) -> None:
-    """Raises FieldError for a name that no config can have, and where a file of the task exists already."""
+    """Raises FieldError for a name that configs cannot have, and if a file of the task already exists."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name):
         raise FieldError(
             "name",
@@ -210,10 +210,10 @@ def check_absent(name: str, data: Path, folder: Path) -> None:
 
 
 def write(task: NewTask) -> dict[str, Any]:
-    """Writes the splits, the tokenizer and the configs, and returns what was chosen.
+    """Writes the splits, the tokenizer and the configs, and returns the chosen values.
 
-    The data folder appears when it is complete, and the configs after it. Raises ValueError and OSError;
-    nothing is left then.
+    The data folder appears once it is complete, followed by the configs. If it raises ValueError or OSError,
+    no files are left behind.
     """
     task.data.parent.mkdir(parents=True, exist_ok=True)
     written = list[Path]()
@@ -249,7 +249,7 @@ def chosen(task: NewTask, tokenizer: Tokenizer) -> dict[str, Any]:
     limits = [min(8 * math.ceil(ROOM * max(column) / 8), LONGEST) for column in lengths]
     left_out = sum(s > limits[0] or t > limits[1] for s, t in zip(*lengths, strict=True))
     count, mean = len(task.splits["train"]), max(map(statistics.fmean, lengths))
-    # A tenth of the data a batch at most: every length of batch is to be filled.
+    # A batch is at most a tenth of the data, so that every length bucket fills batches.
     batch_tokens = max(ROWS * max(limits), min(2048, int(count * mean / 10)))
     most_steps = max(200, int(EPOCHS * count * mean / batch_tokens))
     return {
@@ -278,7 +278,7 @@ def _model(shape: Shape, vocabulary: int, dropout: float) -> str:
 
 
 def sources(task: NewTask, choices: dict[str, Any]) -> tuple[str, str, str]:
-    """The text of each of task.files."""
+    """The contents of task.files."""
     name, size, data = task.name, task.size, task.data.as_posix()
     steps, drafter_steps = choices["verifier_steps"], choices["drafter_steps"]
     verifier = f'''"""The verifier of the task {name}: the large model, trained from scratch on {data}."""

@@ -1,4 +1,5 @@
-"""The optimizers: Adafactor as the T5 papers set it; AdamW and Muon with Adafactor's scaling of updates."""
+"""The optimizers: Adafactor with the T5 papers' settings, and AdamW and Muon with Adafactor's update
+scaling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,15 @@ from jax import lax
 from speccascade_jax.config import TrainConfig
 
 ADAM_RMS = 0.2
-"""The root mean square of Adam's updates as training goes on: what Muon's are scaled to, so that both take
-the same learning rates (Moonlight, arXiv 2502.16982, section 2.2)."""
+"""The typical root mean square of Adam's updates. Muon's are scaled to it, so that both use the same learning
+rates (Moonlight, arXiv 2502.16982, section 2.2)."""
 
 
 def scale_by_parameter_rms() -> optax.GradientTransformation:
-    """Updates multiplied by their parameter array's root mean square, at least 1e-3.
+    """Multiplies updates by the root mean square of their parameter array, at least 1e-3.
 
-    Adafactor's parameter scaling without its factored second moment: T5's embeddings start at 1
-    and its queries at (D K)^-1/2, and one learning rate has to fit both.
+    This is Adafactor's parameter scaling without its factored second moment. One learning rate has to suit
+    T5's embeddings, which start at 1, and its queries, which start at (D K)^-1/2.
     """
     return optax.scale_by_param_block_rms(min_scale=1e-3)
 
@@ -29,11 +30,11 @@ def _adam() -> optax.GradientTransformation:
 
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-"""The coefficients of x, x^3 and x^5 in a step (Jordan et al. 2024)."""
+"""The coefficients of x, x^3 and x^5 in a Newton-Schulz step (Jordan et al. 2024)."""
 
 
 def _kinds(params: Any) -> Any:
-    """Labels each array as a layer's matrix or as another one (embeddings, the head, scales, biases)."""
+    """Labels each array "matrix" (a layer's kernel) or "other" (embeddings, the head, scales, biases)."""
 
     def kind(path: tuple[Any, ...], array: jax.Array) -> str:
         names = jax.tree_util.keystr(path)
@@ -43,10 +44,10 @@ def _kinds(params: Any) -> Any:
 
 
 def orthogonal(x: jax.Array, dtype: Any) -> jax.Array:
-    """The singular values of a matrix [m, n] brought near 1 by five Newton-Schulz steps (Jordan et al. 2024).
+    """Brings the singular values of a matrix [m, n] near 1 by five Newton-Schulz steps (Jordan et al. 2024).
 
-    The products' operands are in `dtype`, and their sums in float32. optax.contrib's products have one type
-    for both, which in bfloat16 no CPU runs on its matrix units, and take longer than a step's gradients.
+    Products have operands in `dtype` and sums in float32. Those of optax.contrib have one dtype for both; in
+    bfloat16, CPUs do not run them on their matrix units, and they take longer than a step's gradients.
     """
 
     def product(a: jax.Array, b: jax.Array, contracted: int = 0) -> jax.Array:
@@ -57,13 +58,13 @@ def orthogonal(x: jax.Array, dtype: Any) -> jax.Array:
         gram, (first, third, fifth) = product(x, x, contracted=1), NEWTON_SCHULZ
         return first * x + product(third * gram + fifth * product(gram, gram), x)
 
-    wide = x if x.shape[0] <= x.shape[1] else x.T  # its Gram matrix is the smaller one
+    wide = x if x.shape[0] <= x.shape[1] else x.T  # of the two, its Gram matrix is smaller
     wide = lax.fori_loop(0, 5, step, wide / (jnp.linalg.norm(wide) + 1e-8))
     return wide if wide.shape == x.shape else wide.T
 
 
 def _muon(dtype: Any) -> optax.GradientTransformation:
-    """Nesterov momentum made orthogonal (Jordan et al. 2024), for the layers' matrices; Adam for the rest.
+    """Orthogonalized Nesterov momentum (Jordan et al. 2024) for the layers' matrices; Adam for the rest.
 
     An orthogonal matrix [m, n] has a root mean square of max(m, n)^-1/2.
     """
@@ -78,7 +79,7 @@ def _muon(dtype: Any) -> optax.GradientTransformation:
 
 
 def _with_decay(direction: Callable[[TrainConfig], optax.GradientTransformation]) -> Callable[..., Any]:
-    """An optimizer with decoupled weight decay, whose updates are scaled by their arrays where `scaled`."""
+    """An optimizer with decoupled weight decay. If `scaled`, updates are scaled by their parameter arrays."""
 
     def make(config: TrainConfig, rate: optax.Schedule, scaled: bool) -> optax.GradientTransformation:
         return optax.chain(
@@ -92,7 +93,7 @@ def _with_decay(direction: Callable[[TrainConfig], optax.GradientTransformation]
 
 
 def _adafactor(config: TrainConfig, rate: optax.Schedule, scaled: bool) -> optax.GradientTransformation:
-    """Set as in the T5 papers: parameter scaling, no momentum."""
+    """Adafactor with the T5 papers' settings: parameter scaling, no momentum."""
     return optax.adafactor(rate, multiply_by_parameter_scale=scaled, clipping_threshold=1.0)
 
 
@@ -104,9 +105,9 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The config's optimizer, after its gradients are clipped.
+    """The config's optimizer, preceded by gradient clipping.
 
-    Adapters' updates are not scaled by their arrays' size: half of these begin at 0.
+    Updates of adapters are not scaled by their arrays, half of which start at 0.
     """
     end = 0.0 if config.decay == "linear" else config.learning_rate
     rate = optax.linear_schedule(config.learning_rate, end, max(config.steps - config.warmup_steps, 1))

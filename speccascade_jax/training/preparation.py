@@ -1,4 +1,4 @@
-"""Preparation of a run: its tokenizer, parameters and teacher."""
+"""Prepares a training run: its tokenizer, parameters and teacher."""
 
 import dataclasses
 import itertools
@@ -34,8 +34,8 @@ from speccascade_jax.training.distillation import distilled
 
 
 def find_tokenizer(config: TrainConfig) -> Path:
-    """The file of the config's tokenizer: that of config.init where none is named, fetched where it lies
-    at gs://, trained on the task's training split where it is missing."""
+    """The file of the config's tokenizer. If none is named, it is that of config.init; a gs:// file is
+    downloaded; a missing file is trained on the task's training split."""
     run = Path(config.output_dir)
     if config.tokenizer is None:
         return checkpoints.tokenizer_file(str(config.init))
@@ -44,12 +44,12 @@ def find_tokenizer(config: TrainConfig) -> Path:
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a kill leaves no half of a file
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a kill leaves no partial file
     try:
         if remote:
             beside.write_bytes(t5x.read_file(config.tokenizer))
         else:
-            for _ in texts(config.task, config.task.train):  # SentencePiece hides what is raised inside it
+            for _ in texts(config.task, config.task.train):  # read once first: SentencePiece hides exceptions
                 pass
             train_tokenizer(
                 (
@@ -69,9 +69,9 @@ def find_tokenizer(config: TrainConfig) -> Path:
 
 
 def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The config's tokenizer, written with the model's shape where load() looks for them."""
+    """Loads the config's tokenizer, and writes it and the model's config to where load() looks for them."""
     run = Path(config.output_dir)
-    if any((run / "latest").glob("[0-9]*")):  # a resumed run keeps the model it began with
+    if any((run / "latest").glob("[0-9]*")):  # a resumed run keeps its model
         checkpoints.check_shape(str(run), native.read_config(run), config.model)
     path = find_tokenizer(config)
     tokenizer = Tokenizer(path)
@@ -88,8 +88,8 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
-    """The parameters of config.init, or freshly initialised ones, placed on the mesh. If config.init is the
-    full model of a network only, the network's other parameters are freshly initialised."""
+    """The parameters of config.init, or newly initialised ones, placed on the mesh. If config.init has only a
+    network's full model, the network's other parameters are newly initialised."""
     at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
     if config.init is None:
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
@@ -102,7 +102,8 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
 
 
 def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.State:
-    """A network's parameters with the decoder of config.exits.drafter for its drafter, where one is named."""
+    """A network's parameters with its drafter replaced by the decoder of config.exits.drafter, if that is
+    set."""
     path = config.exits.drafter
     if path is None or not isinstance(config.model, SharedEncoderConfig):
         return params
@@ -115,8 +116,8 @@ def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.Stat
 
 
 def with_frequent_tokens(params: nnx.State, config: TrainConfig) -> nnx.State:
-    """A network's parameters with the most frequent tokens of the training split's targets, and those that
-    end a text, as those that its EAGLE-3 head can draft, where it cannot draft all."""
+    """A network's parameters in which an EAGLE-3 head with a reduced vocabulary can draft the most frequent
+    tokens of the training targets and the end-of-text tokens."""
     place, model = ("drafter", "offsets"), config.model
     flat = dict(nnx.to_flat_state(params))
     if not isinstance(model, EaglePairConfig) or place not in flat:
@@ -142,15 +143,15 @@ def placement(config: TrainConfig, mesh: Mesh) -> Sharding:
 def load_placed(
     path: str, config: TrainConfig, mesh: Mesh, shape: Config | None = None, dtype: str = "float32"
 ) -> checkpoints.Checkpoint:
-    """A checkpoint in `dtype`, each array where the mesh wants it."""
+    """Loads a checkpoint in `dtype`, with each array placed on the mesh."""
     return checkpoints.load(path, dtype, placement(config, mesh), config=shape)
 
 
 def load_teacher(
     path: str, config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh
 ) -> tuple[Model, nnx.State, Tokenizer]:
-    """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary is
-    different and the run learns its distributions, not only its texts."""
+    """The teacher in the training's dtype, and its tokenizer. Raises ValueError if its vocabulary differs and
+    the run learns its distributions, not only its texts."""
     checkpoint = load_placed(path, config, mesh)
     teacher_tokenizer = Tokenizer(checkpoint.tokenizer_file())
     scores = config.distillation or config.on_policy

@@ -1,4 +1,4 @@
-"""Reporting of training runs: metrics.jsonl, a progress line, TensorBoard and a loss curve."""
+"""Reports a training run: metrics.jsonl, a progress line, TensorBoard and a loss curve."""
 
 import contextlib
 import importlib.util
@@ -14,8 +14,8 @@ from speccascade_jax.inference.progress import duration
 
 
 def read_events(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl up to `last_step`. Incomplete lines of an interrupted run, and lines that
-    are not events, are dropped."""
+    """The events of a metrics.jsonl file up to `last_step`. Drops incomplete lines of an interrupted run, and
+    lines that are not events."""
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -41,10 +41,10 @@ def portable(value: Any) -> Any:
 
 
 class Reporter:
-    """Writes <run>/metrics.jsonl, one event per line. A resumed run drops events past its step, which will be
-    reported again.
+    """Writes <run>/metrics.jsonl, one event per line. A resumed run drops the events after its step, which it
+    will report again.
 
-    A `quiet` reporter (in every process except the first) prints and writes nothing.
+    A `quiet` reporter, as in every process except the first, prints and writes nothing.
     """
 
     def __init__(self, run: Path, step: int, steps: int, *, quiet: bool = False):
@@ -64,7 +64,7 @@ class Reporter:
         if quiet:
             return
         kept = read_events(run / "metrics.jsonl", step) if step else []
-        beside = run / "metrics.jsonl.part"  # renamed when whole: a kill here must not lose the log
+        beside = run / "metrics.jsonl.part"  # renamed once complete: a kill here must not lose the log
         beside.write_text("".join(json.dumps(event) + "\n" for event in kept))
         beside.rename(run / "metrics.jsonl")
         self.file = (run / "metrics.jsonl").open("a")
@@ -110,12 +110,12 @@ class Reporter:
 
 def loss_curve(run: Path) -> None:
     """Draws <run>/loss.png: training and validation loss, and validation quality, by step."""
-    from matplotlib.figure import Figure  # here, for it takes a second to import
+    from matplotlib.figure import Figure  # imported here because it takes a second
 
     events = read_events(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(run.name, parse_math=False)  # a name may hold a dollar sign
+    axes.set_title(run.name, parse_math=False)  # a name may contain a dollar sign
     lines = []
     for kind, label, style in (
         ("log", "training", {"color": "C0", "lw": 1}),

@@ -1,5 +1,5 @@
-"""The value of the verifier's token at disagreements between the models: scores of texts continued from
-either token."""
+"""Values the verifier's token where the models disagree, by the scores of texts continued from either
+token."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -23,19 +23,19 @@ from speccascade_jax.training.data import Batch, pad
 
 Array = jax.Array
 Replaced = Callable[[str, Sequence[str], Sequence[Sequence[str]], Sequence[int], Sequence[str]], np.ndarray]
-"""evaluation.quality.replaced: of a metric, texts and their references, what one other text changes."""
-ROWS = 16  # texts that are scored at once
-GOING_ON = 64  # texts that are written at once
-BUCKET = 16  # tokens: sources and beginnings are padded to multiples
-ALPHA = 0.1  # of `opt`, which writes the texts along which tokens are tried, and ends them
+"""evaluation.quality.replaced: how much a metric changes if one text is replaced by another."""
+ROWS = 16  # texts scored at once
+GOING_ON = 64  # texts written at once
+BUCKET = 16  # sources and beginnings are padded to multiples of this many tokens
+ALPHA = 0.1  # of `opt`, which writes the texts and their continuations
 BLOCK = 5
-LEAST = 1e-3  # a disagreement's chance
+LEAST = 1e-3  # least probability of a disagreement
 
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """A model that continues texts from given beginnings. Its inputs [B, width + 2 + T] are a source [width],
-    its length, the beginning's length, and the beginning [T]."""
+    """Wraps a model so that it continues given beginnings. Its inputs [B, width + 2 + T] hold a source
+    [width], its length, the beginning's length, and the beginning [T]."""
 
     model: LanguageModel
     width: int
@@ -68,7 +68,7 @@ class Continued:
 
 
 def logits_of(model: LanguageModel, params: Params, batch: Batch) -> Array:
-    """The model's logits [B, T, V] at each of the texts' tokens, given those before it."""
+    """The model's logits [B, T, V] for each of the texts' tokens, given those before it."""
     length = batch.source.shape[1] + batch.target.shape[1] + 1
     source, source_length = jnp.asarray(batch.source), jnp.asarray(batch.source_length)
     prefix, cache = model.prefill(params, source, source_length, length)
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     text: int
     features: Any  # [F]
     begun: list[int]  # the text before it
-    tokens: list[int]  # the drafter's, and the verifier's
+    tokens: list[int]  # the drafter's and the verifier's token
 
 
 def disagreements(
@@ -94,8 +94,8 @@ def disagreements(
     count: int,
     seed: int,
 ) -> list[Place]:
-    """`count` places of each text, drawn in proportion to the chance TV(p~, q~) that they disagree there, and
-    the tokens that each of them then draws."""
+    """Draws `count` places in each text with probability proportional to TV(p~, q~), the probability that the
+    models disagree there, and a token from each model."""
 
     def look(params: tuple[Params, Params], batch: Batch, key: Array) -> tuple[Array, ...]:
         q, p = (
@@ -146,8 +146,8 @@ def disagreements(
 def continued(
     cascade: Cascade, rows: Sequence[list[int]], begun: Sequence[tuple[int, list[int]]]
 ) -> list[str]:
-    """Each beginning (the number of its source, its tokens) as `opt` ends it greedily, up to the cascade's
-    stop sequences."""
+    """Completes each beginning (index of its source, tokens) greedily with `opt`, and returns the texts up to
+    the cascade's stop sequences."""
     keys = jax.random.split(jax.random.key(0), GOING_ON)
     texts = [tokens for _, tokens in begun]
     alike: dict[tuple[int, int], list[int]] = {}
@@ -185,11 +185,11 @@ def continued(
 
 
 class Tried(NamedTuple):
-    """For every place where both tokens were tried, [N, ...]."""
+    """The results for every place where both tokens were tried, [N, ...]."""
 
     features: Any  # [N, F]
-    advantages: Any  # of the verifier's token: what it adds to the metric of all texts, times their number
-    texts: Any  # the number of its text
+    advantages: Any  # what the verifier's token adds to the metric of all texts, times their number
+    texts: Any  # index of its text
 
 
 def tried(
@@ -200,16 +200,16 @@ def tried(
     config: LearnedRuleConfig,
     replaced: Replaced,
 ) -> Tried:
-    """Both models' tokens at places of the texts that the cascade writes, sampled in each of these ways.
+    """Tries both models' tokens at places in texts that the cascade writes, with each of these sampling
+    options.
 
-    Both texts end as `opt` would have ended them, so that to prefer the better token is a step of policy
-    iteration from `opt`. The metric of a text by itself says little (BLEU of a sentence without a match of
-    four tokens is 0). So a token's worth is what the metric of all texts gains if this one text ends as it
-    does.
+    `opt` completes both texts, so that preferring the better token is a step of policy iteration from `opt`.
+    The metric of a single text says little (BLEU of a sentence without a match of four tokens is 0), so a
+    token is valued by the change of the metric of all texts when its completion replaces one of them.
     """
     sources, references = zip(*examples, strict=True)
     rows, _ = cascade.encode(sources, truncate=True)
-    replaced(metric, sources, references, [], [])  # refuses an unknown metric before texts are written
+    replaced(metric, sources, references, [], [])  # raises for an unknown metric before texts are written
     tries, ways = list[Tried](), list(sampling)
     for number, options in enumerate(ways):
         texts = cascade.generate(

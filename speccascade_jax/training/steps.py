@@ -1,4 +1,4 @@
-"""A training step: the loss, its gradient, the update."""
+"""A training step: the loss, its gradient and the update."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 class Steps(NamedTuple):
-    """The jitted pieces of a training step."""
+    """The compiled parts of a training step."""
 
     gradients: Callable[..., Any]  # (params, batch, number, teacher_params, whether its targets are the
     # model's own) -> summed gradients, loss, tokens
@@ -43,17 +43,19 @@ def make_steps(
     teacher: Model | None = None,
     eos_id: int = NO_TOKEN,
 ) -> Steps:
-    """Gradients are summed over tokens, so that batches of several sizes add up to one step; they, and the
-    optimizer's state, are of the parameters that are trained. eos_id ends the texts that the model writes.
+    """Makes the compiled parts of a training step. Gradients are summed over tokens, so that batches of
+    several sizes add up to one step. Gradients and the optimizer's state cover only the trained parameters.
+    eos_id ends the texts that the model writes.
 
-    Dropout, and what the model writes, are a function of (seed, the batch's number).
+    Dropout and the texts that the model writes are functions of (seed, batch number).
     """
 
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
     def model_loss(params, batch: Batch, teacher_params, key=None, number=None, on_policy=False):
-        """Without a key, what the run is judged by: the same loss without noise and what regularises it."""
+        """The training loss or, without a key, the evaluation loss, which has no dropout and no
+        regularisation."""
         train = key is not None
         logits = forward(model, adapted(config, params), batch, key)
         total, count = token_loss(
@@ -63,9 +65,7 @@ def make_steps(
             label_smoothing=config.label_smoothing if train else 0.0,
             z_loss=config.z_loss if train else 0.0,
         )
-        share = (
-            1.0 if on_policy else config.distillation
-        )  # a text of the model's own has nothing else to teach
+        share = 1.0 if on_policy else config.distillation  # the model's own texts are no data
         if teacher is not None and share:
             distilled = distillation_loss(
                 logits,
@@ -136,8 +136,9 @@ def one_step(
     mesh: Mesh,
     teacher_params: Any,
 ) -> tuple[nnx.State, Any, Array, Array, int]:
-    """One update from the next config.accumulate batches: params, opt_state, loss, gradient norm, tokens of
-    the data. A share config.on_policy of the batches, chosen by (seed, number), has the model's own texts."""
+    """Makes one update from the next config.accumulate batches. Returns params, opt_state, loss, gradient
+    norm and the number of data tokens. A share config.on_policy of the batches, chosen by (seed, number),
+    gets targets that the model writes."""
     sums: Any = None
     tokens = 0
     for number in range(step * config.accumulate, (step + 1) * config.accumulate):

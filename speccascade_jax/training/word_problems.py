@@ -1,20 +1,19 @@
-"""Word problems about everyday objects, each with its solution written out, made from a seed.
+"""Generates word problems about everyday objects, with written solutions, from a seed.
 
     made://word_problems?split=train&operations=2-6&distractors=0-2&order=forward&examples=100000
 
-A problem is a graph of quantities in the manner of i-GSM (Ye et al., arXiv 2407.20311): some are stated as
-numbers, every other is computed from one or two quantities, and the question is about one of them. The
-statements come in random order or (`order=forward`) in one in which each stands after those it depends on.
-The distractors among them are not needed for the answer. The solution has one sentence an operation, in the
-order in which the operations become computable, and ends with the answer. A value stands before its object in
-both texts, so that finding it again is one and the same thing:
+A problem is a graph of quantities, as in i-GSM (Ye et al., arXiv 2407.20311): some are given as numbers, each
+of the others is computed from one or two quantities, and the question asks for one of them. Statements come
+in random order or, with `order=forward`, each after those it depends on. Distractors are not needed for the
+answer. The solution has one sentence per operation, in an order in which each can be computed, and ends with
+the answer. In both texts a value precedes its object, so that it is looked up in the same way:
 
     There are 3 more pears than apples. There are 5 apples. There are twice as many nuts as pears. How many
     nuts are there?
 
     pears = apples + 3 = 5 + 3 = 8 pears. nuts = 2 * pears = 2 * 8 = 16 nuts. The answer is 16.
 
-No two splits share a graph with the same numbers, whatever its objects are called.
+No two splits share a graph with the same numbers, even with other objects.
 """
 
 import dataclasses
@@ -37,17 +36,17 @@ OBJECTS = (
 )
 # fmt: on
 SPLITS = {"train": range(2, 20), "validation": range(1, 2), "test": range(1)}
-"""The residues modulo 20 of a problem's fingerprint that belong to each split."""
+"""Split -> the residues modulo 20 of its problems' fingerprints."""
 
 
 class Operation(NamedTuple):
-    """A way to compute a quantity from others, and how both texts say so."""
+    """A way to compute a quantity from others, and its wording in both texts."""
 
     operands: int
-    amounts: Sequence[int]  # the numbers that it may add, subtract or multiply by
-    compute: Callable[..., int]  # (values of the operands, then the amount) -> value
-    statement: str  # fields: x, the quantity; y and z, its operands; n, the amount
-    formula: str  # likewise, of the quantities or of their values
+    amounts: Sequence[int]  # the constants that it may use
+    compute: Callable[..., int]  # (values of the operands, amount) -> value
+    statement: str  # fields: x is the quantity, y and z its operands, n the amount
+    formula: str  # same fields, filled with names or with values
 
 
 OPERATIONS = (
@@ -60,31 +59,31 @@ OPERATIONS = (
 
 
 class Quantity(NamedTuple):
-    """The definition of a quantity: by an operation on others, or by its amount alone."""
+    """The definition of a quantity: an operation on others, or just an amount."""
 
     operation: Operation | None
-    operands: tuple[int, ...]  # numbers of quantities
+    operands: tuple[int, ...]  # indices of quantities
     amount: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """The generated problems. Difficulty is the number of operations that the answer needs."""
+    """A set of problems to generate. Their difficulty is the number of operations that the answer needs."""
 
     split: str = "train"
     operations: str = "2-6"
-    """The number of operations that the answer needs: one number, or the smallest and the largest."""
+    """The number of operations that the answer needs: a number or a range such as 2-6."""
     distractors: str = "0-2"
-    """The number of quantities that the answer does not need, likewise."""
+    """The number of quantities that the answer does not need: a number or a range."""
     examples: int = 10_000
     largest: int = 30
-    """No quantity is larger."""
+    """The largest value of a quantity."""
     order: str = "random"
-    """The order of the statements: a name in ORDERS."""
+    """The order of the statements: a key of ORDERS."""
     seed: int = 0
 
     def check(self) -> None:
-        """Raises FieldError for what cannot be made."""
+        """Raises FieldError for problems that cannot be generated."""
         if self.split not in SPLITS:
             raise FieldError("split", self.split, f"known: {', '.join(SPLITS)}.")
         if self.order not in ORDERS:
@@ -97,12 +96,13 @@ class Problems:
 
     @property
     def sizes(self) -> tuple[range, range]:
-        """The numbers of operations and of distractors."""
+        """The ranges of operations and of distractors."""
         return _span("operations", self.operations, 1, 16), _span("distractors", self.distractors, 0, 16)
 
 
 def _span(name: str, text: str, low: int, high: int) -> range:
-    """`4` or `2-6` as a range. Raises FieldError for anything else, and outside [low, high]."""
+    """Parses `4` or `2-6` as a range. Raises FieldError for other texts, and for values outside [low,
+    high]."""
     first, _, last = text.partition("-")
     last = last or first
     digits = first.isdecimal() and last.isdecimal() and len(first + last) < 8
@@ -112,7 +112,7 @@ def _span(name: str, text: str, low: int, high: int) -> range:
 
 
 def parse(query: str) -> Problems:
-    """`split=test&operations=4` as Problems. Raises FieldError for fields and values that do not exist."""
+    """Parses `split=test&operations=4`. Raises FieldError for unknown fields and values."""
     fields = {field.name: field for field in dataclasses.fields(Problems)}
     values: dict[str, Any] = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
@@ -132,7 +132,8 @@ def parse(query: str) -> Problems:
 
 
 def read(path: str) -> Iterator[dict[str, Any]]:
-    """The examples of `word_problems?QUERY`. Raises FieldError for what cannot be made."""
+    """Yields the examples of `word_problems?QUERY`. Raises FieldError for problems that cannot be
+    generated."""
     name, _, query = path.partition("?")
     if name != "word_problems":
         raise FieldError("made", name, "known: word_problems.", f"nothing called {name!r} can be made")
@@ -140,7 +141,7 @@ def read(path: str) -> Iterator[dict[str, Any]]:
 
 
 def examples(problems: Problems) -> Iterator[dict[str, Any]]:
-    """Dicts with `source`, `target` and `operations`; the same ones for the same `problems`."""
+    """Yields dicts with `source`, `target` and `operations`, a pure function of `problems`."""
     rng = random.Random(f"{problems.seed} {problems.split}")
     operations, distractors = problems.sizes
     made = 0
@@ -156,9 +157,9 @@ def examples(problems: Problems) -> Iterator[dict[str, Any]]:
 
 
 def graph(rng: random.Random, operations: int) -> list[tuple[Operation | None, tuple[int, ...]]]:
-    """A graph whose first quantity needs all others, by so many operations.
+    """A random graph with this many operations, whose first quantity needs all others.
 
-    From the question down: an operand is new or one that nothing was said about yet, so there is no cycle.
+    It is built from the question down: an operand is new or not yet defined, so there is no cycle.
     """
     defined: dict[int, tuple[Operation | None, tuple[int, ...]]] = {}
     waiting, count = [0], 1
@@ -181,7 +182,7 @@ def graph(rng: random.Random, operations: int) -> list[tuple[Operation | None, t
 def numbered(
     rng: random.Random, shape: list[tuple[Operation | None, tuple[int, ...]]], largest: int
 ) -> list[Quantity] | None:
-    """The graph with numbers, each quantity in [1, largest]; None if 20 draws found none."""
+    """The graph with random numbers such that each quantity is in [1, largest]; None if 20 draws fail."""
     for _ in range(20):
         quantities = [
             Quantity(
@@ -210,7 +211,7 @@ def values(quantities: Sequence[Quantity]) -> list[int]:
 
 
 def fingerprint(quantities: Sequence[Quantity]) -> int:
-    """A number of the graph and its numbers, the same whatever the objects are called."""
+    """A hash of the graph and its numbers that does not depend on the objects."""
 
     def shown(number: int) -> str:
         operation, operands, amount = quantities[number]
@@ -224,8 +225,8 @@ def fingerprint(quantities: Sequence[Quantity]) -> int:
 def distracted(
     rng: random.Random, quantities: Sequence[Quantity], count: int, largest: int
 ) -> list[Quantity]:
-    """`quantities`, then `count` that the answer does not need: each computed from what stands before it, or
-    given."""
+    """`quantities` followed by `count` that the answer does not need, each given or computed from earlier
+    ones."""
     more = list(quantities)
     for _ in range(count):
         operation = rng.choice((None, *OPERATIONS))
@@ -240,12 +241,12 @@ def distracted(
 
 
 def shuffled(rng: random.Random, quantities: Sequence[Quantity]) -> list[int]:
-    """The numbers of the quantities, in any order."""
+    """The indices of the quantities in random order."""
     return rng.sample(range(len(quantities)), len(quantities))
 
 
 def forward(rng: random.Random, quantities: Sequence[Quantity]) -> list[int]:
-    """The numbers of the quantities, each after its operands."""
+    """The indices of the quantities, each after its operands."""
     waiting, order = set(range(len(quantities))), list[int]()
     while waiting:
         ready = [n for n in sorted(waiting) if waiting.isdisjoint(quantities[n].operands)]
@@ -258,14 +259,14 @@ ORDERS: dict[str, Callable[[random.Random, Sequence[Quantity]], list[int]]] = {
     "random": shuffled,
     "forward": forward,
 }
-"""The orders in which a problem's quantities may be stated."""
+"""The orders in which a problem's quantities can be stated."""
 
 
 def written(
     rng: random.Random, needed: Sequence[Quantity], quantities: Sequence[Quantity], order: Sequence[int]
 ) -> dict[str, Any]:
-    """The two texts of a problem whose answer is the first quantity and needs the quantities of `needed`;
-    `order` is that of its statements."""
+    """Both texts of a problem whose answer is the first quantity and needs the quantities in `needed`.
+    `order` is the order of its statements."""
     names, numbers = rng.sample(OBJECTS, len(quantities)), values(quantities)
     source = [_statement(quantities[n], names[n], names) for n in order]
     source.append(f"How many {names[0]} are there?")
@@ -290,7 +291,7 @@ def _statement(quantity: Quantity, name: str, names: Sequence[str]) -> str:
 
 
 def _formula(quantity: Quantity, column: Sequence[Any]) -> str:
-    """The formula of the quantity, in the names or values in `column`."""
+    """The formula of a quantity with the names or values in `column`."""
     operands = dict(zip("yz", (column[n] for n in quantity.operands), strict=False))
     formula = "" if quantity.operation is None else quantity.operation.formula
     return formula.format(n=quantity.amount, **operands)
